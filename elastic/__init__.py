@@ -1,0 +1,55 @@
+"""Elastic: a language model that changes shape while it serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic.config import Place
+from elastic.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    ElasticError,
+    IntegrityError,
+    Overloaded,
+    StateError,
+)
+from elastic.runtime import Runtime, runtime
+from elastic.types import Event, KVStatus, PlaceStatus, PlanStep, Resize, ResizeKV, Status
+from elastic.wrap import unwrap, wrap
+
+if TYPE_CHECKING:
+    from elastic.kvcache.cache import ElasticCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "CapacityError",
+    "ConfigError",
+    "ElasticCache",
+    "ElasticError",
+    "Event",
+    "IntegrityError",
+    "KVStatus",
+    "Overloaded",
+    "Place",
+    "PlaceStatus",
+    "PlanStep",
+    "Resize",
+    "ResizeKV",
+    "Runtime",
+    "StateError",
+    "Status",
+    "runtime",
+    "unwrap",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ElasticCache":  # needs transformers, which `import elastic` does not
+        from elastic.kvcache.cache import ElasticCache
+
+        return ElasticCache
+    raise AttributeError(f"module 'elastic' has no attribute {name!r}")

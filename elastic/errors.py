@@ -1,0 +1,53 @@
+"""The errors of Elastic.
+
+ElasticError
+├── ConfigError          an option is wrong: the caller must change it
+├── CapacityError        not enough memory: ask for less, or again later
+├── StateError           the wrong moment: closed, already wrapped, inside a forward pass
+├── BackendUnavailable   a package or a driver is missing
+├── IntegrityError       a bug in Elastic: two counts of the same thing differ
+└── Overloaded           too much work is waiting: try again after `retry_after_s`
+"""
+
+from __future__ import annotations
+
+
+class ElasticError(Exception):
+    """The root of every error that Elastic raises on purpose."""
+
+
+class ConfigError(ElasticError, ValueError):
+    """An option has a value that cannot work; the message names the option, the value and what is allowed."""
+
+
+class CapacityError(ElasticError, MemoryError):
+    """Memory does not suffice now.
+
+    Attributes are bytes: `requested_bytes` asked for, `free_bytes` still to be had, `total_bytes` of the whole budget.
+    """
+
+    def __init__(self, message: str, *, requested_bytes: int, free_bytes: int, total_bytes: int) -> None:
+        super().__init__(f"{message} (requested {requested_bytes:,} bytes, free {free_bytes:,}, total {total_bytes:,})")
+        self.requested_bytes = requested_bytes
+        self.free_bytes = free_bytes
+        self.total_bytes = total_bytes
+
+
+class StateError(ElasticError, RuntimeError):
+    """The call is right, the moment is not."""
+
+
+class BackendUnavailable(ElasticError, ImportError):
+    """A package, driver or device that was asked for is absent; the message names what to install."""
+
+
+class IntegrityError(ElasticError, AssertionError):
+    """A recount of Elastic's own books failed. This is a bug in Elastic; the message has both sides of the sum."""
+
+
+class Overloaded(ElasticError):
+    """More work is waiting than was allowed; `retry_after_s` says when to come back."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(f"{message} (retry after {retry_after_s:.1f} s)")
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,183 @@
+"""The fixed set of hooks on a model. Actions never change them, only the data they read.
+
+Every root and decoder layer has a pre-hook that enters the gate and a post-hook, called always, that leaves it. The
+roots' hooks also see to it that the KV cache is an elastic one, and undo its growth when a forward pass fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elastic.errors import StateError
+from elastic.hooks.gate import Gate
+from elastic.hooks.structure import Decoder
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Layer(Protocol):
+    """An elastic cache layer, as far as hooks care."""
+
+    def get_seq_length(self) -> int: ...
+
+    def rewind(self, length: int) -> None: ...
+
+
+class Caches(Protocol):
+    """What the hooks need of the KV cache."""
+
+    def make(self, config: Any) -> Any:
+        """A new elastic cache for a model config."""
+        ...
+
+    def adopt(self, cache: Any) -> None:
+        """Give an empty stock cache elastic layers; leave any other alone."""
+        ...
+
+    def layers(self, cache: Any) -> Sequence[Layer]:
+        """The elastic layers of any cache."""
+        ...
+
+
+class ModelHooks:
+    """Installs the hooks on a decoder and removes them exactly. Holds no module."""
+
+    def __init__(self, gate: Gate, caches: Caches) -> None:
+        self._gate = gate
+        self._caches = caches
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, decoder: Decoder) -> None:
+        for root in decoder.roots:
+            enter = EnterRoot(root, self._gate, self._caches)
+            self._add(root, enter, LeaveRoot(enter))
+        for layer in decoder.layers:
+            self._add(layer, EnterLayer(self._gate), LeaveLayer(self._gate))
+
+    def remove(self) -> None:
+        """Remove the hooks, in reverse. Can be called twice."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        _drop_inert_hooks(module)
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+
+class InertHook:
+    """What a hook becomes on a copy of a model, made by deepcopy or pickle: the copy is not wrapped."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+class Hook:
+    """A hook that stays with the module it was installed on."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InertHook, ()
+
+
+class EnterLayer(Hook):
+    """A forward of a decoder layer by itself is a forward pass too."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self._gate.enter(id(module))
+
+
+class LeaveLayer(Hook):
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        self._gate.leave(id(module))
+
+
+class EnterRoot(Hook):
+    """On a model: the gate, and an elastic cache where none or an empty stock one was given."""
+
+    def __init__(self, root: nn.Module, gate: Gate, caches: Caches) -> None:
+        self.gate = gate
+        self._caches = caches
+        self._names = list(inspect.signature(type(root).forward).parameters)[1:]
+        self._flight = threading.local()  # .cache, .lengths: of the forward in flight, as they were before it
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        if torch.compiler.is_compiling():
+            raise StateError("a wrapped model cannot be compiled; unwrap it first")
+        outermost = self.gate.enter(id(module))
+        cache = self._argument("past_key_values", args, kwargs)
+        changed = None
+        if cache is None:
+            if self._wants_cache(module, args, kwargs):
+                cache = self._caches.make(module.config)
+                changed = self._with("past_key_values", cache, args, kwargs)
+        elif not _records_gradients(module):
+            self._caches.adopt(cache)
+        if outermost:
+            self._flight.cache = cache
+            self._flight.lengths = {id(layer): layer.get_seq_length() for layer in self._caches.layers(cache)}
+        return changed
+
+    def land(self, failed: bool) -> None:
+        """The forward is over. If it failed, its cache holds again what it held before."""
+        cache, lengths = getattr(self._flight, "cache", None), getattr(self._flight, "lengths", {})
+        self._flight.cache, self._flight.lengths = None, {}
+        if failed:
+            for layer in self._caches.layers(cache):
+                layer.rewind(lengths.get(id(layer), 0))
+
+    def _argument(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        index = self._names.index(name)
+        return args[index] if index < len(args) else None
+
+    def _with(self, name: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        index = self._names.index(name)
+        if index < len(args):
+            return (*args[:index], value, *args[index + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+    def _wants_cache(self, module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+        use_cache = self._argument("use_cache", args, kwargs)
+        if use_cache is None:
+            config: Any = module.config
+            use_cache = getattr(config.get_text_config(decoder=True), "use_cache", False)
+        return bool(use_cache) and not _records_gradients(module)
+
+
+class LeaveRoot(Hook):
+    """Leaves the gate; after a forward that failed, the cache holds what it held before."""
+
+    def __init__(self, enter: EnterRoot) -> None:
+        self._enter = enter
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        self._enter.land(failed=output is None)
+        self._enter.gate.leave(id(module))
+
+
+def _records_gradients(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _drop_inert_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, InertHook)]:
+            del hooks[key]

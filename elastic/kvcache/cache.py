@@ -1,0 +1,78 @@
+"""Elastic layers in Hugging Face caches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from elastic.errors import ConfigError
+from elastic.kvcache.layers import ElasticLayer, ElasticSlidingLayer
+from elastic.kvcache.memory import KVMemory
+
+
+class Caches:
+    """Elastic caches for the hooks of one model."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def make(self, config: Any) -> DynamicCache:
+        """A new cache for a model config, of the stock type, with elastic layers."""
+        cache = DynamicCache(config=config)
+        self.adopt(cache)
+        return cache
+
+    def adopt(self, cache: Any) -> None:
+        """Give a plain, empty `DynamicCache` elastic layers; leave any other alone."""
+        if can_adopt(cache) and not self._memory.closed:
+            adopt(cache, self._memory)
+
+    def layers(self, cache: Any) -> list[ElasticLayer]:
+        """The elastic layers of any cache, or of what is none."""
+        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer)]
+
+
+def can_adopt(cache: Any) -> bool:
+    """Whether a cache is a plain `DynamicCache` that holds nothing yet."""
+    return type(cache) is DynamicCache and not cache.offloading and not any(_is_used(layer) for layer in cache.layers)
+
+
+def adopt(cache: Cache, memory: KVMemory) -> None:
+    """Give an empty cache elastic layers, in place: references to it stay good.
+
+    Only stock attention layers are replaced; linear-attention, indexed and hybrid layers stay what they are.
+    """
+    cache.layers = [_elastic(layer, memory) for layer in cache.layers]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = partial(ElasticLayer, memory)
+
+
+class ElasticCache(DynamicCache):  # type: ignore[misc]
+    """A cache over the virtual memory of a wrapped model, to be passed as `past_key_values`.
+
+    `generate`, `pipeline` and plain calls of a wrapped model build one by themselves; make one explicitly to keep it
+    between calls. Raises `ConfigError` for a model that is not wrapped.
+    """
+
+    def __init__(self, model: Any) -> None:
+        runtime = getattr(model, "elastic", None)
+        if runtime is None:
+            raise ConfigError(f"{type(model).__name__} is not wrapped; call elastic.wrap(model) first")
+        super().__init__(config=model.config)
+        adopt(self, runtime.kv.memory)
+
+
+def _is_used(layer: object) -> bool:
+    if isinstance(layer, ElasticLayer):
+        return True
+    return bool(getattr(layer, "is_initialized", False) or any(getattr(layer, "is_conv_states_initialized", ())))
+
+
+def _elastic(layer: Any, memory: KVMemory) -> Any:
+    if type(layer) is DynamicLayer:
+        return ElasticLayer(memory)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return ElasticSlidingLayer(memory, layer.sliding_window, getattr(layer, "record_past", False))
+    return layer

@@ -1,0 +1,328 @@
+"""Cache layers for Hugging Face models, over virtual memory: appended in place, read as views of the tokens held."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from elastic.errors import ConfigError, StateError
+from elastic.kvcache.pool import KVPool
+from elastic.kvcache.store import Store
+
+
+class LayerMemory(Protocol):
+    """Where a cache layer gets its memory from."""
+
+    def lease(
+        self, shape_k: torch.Size, shape_v: torch.Size, like: torch.Tensor, tokens: int, user: ElasticLayer
+    ) -> Lease:
+        """A store for keys and values of these shapes with the dtype and device of `like`."""
+        ...
+
+
+class Lease:
+    """A store in use by one cache layer."""
+
+    def __init__(self, pool: KVPool, store: Store, max_tokens: int) -> None:
+        self.pool = pool
+        self.store = store
+        self.max_tokens = max_tokens
+
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values so that they end at token `stop`; returns views of the tokens [read, stop).
+
+        Tokens before `keep` may be given back.
+        """
+        start = stop - keys.shape[2]
+        self.pool.open_window(self.store, keep, stop)
+        new_k, new_v, all_k, all_v = self.pool.views(self.store, (start, stop), (read, stop))
+        new_k.copy_(keys)
+        new_v.copy_(values)
+        return all_k, all_v
+
+    def narrow(self, start: int, stop: int) -> None:
+        """Only the tokens [start, stop) are held from now on."""
+        self.pool.open_window(self.store, start, stop)
+
+    def views(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.pool.views(self.store, (start, stop))
+        return keys, values
+
+    def end(self) -> None:
+        self.pool.release(self.store)
+
+
+class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Full attention: keys and values of every token, [batch, kv_heads, tokens, head_dim].
+
+    `keys` and `values` are views of the memory itself: what is appended, cropped or reordered later shows in them.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, memory: LayerMemory) -> None:
+        # The base class would set `keys` and `values`, which are computed here.
+        self._memory = memory
+        self._lease: Lease | None = None
+        self._first = self._length = 0  # tokens [first, length) are held
+        self._origin = 0  # the token at the beginning of the store
+        self.is_initialized = False
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._held()[0] if self._lease else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._held()[1] if self._lease else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._lease = self._memory.lease(key_states.shape, value_states.shape, key_states, key_states.shape[2], self)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[batch, kv_heads, new, head_dim]`; returns views of what attention must see.
+
+        Raises `CapacityError` with the cache as it was.
+        """
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            raise StateError(
+                "the elastic KV cache is written in place and cannot be differentiated; run under torch.no_grad(), "
+                "or pass use_cache=False"
+            )
+        self._fit_to(key_states, value_states)
+        stop = self._length + key_states.shape[2]
+        if self._lease is None or stop - self._origin > self._lease.max_tokens:
+            self._move(key_states, value_states, stop)
+        assert self._lease is not None
+        read = self._visible_from()
+        views = self._lease.write(
+            key_states, value_states, self._keep_from(read) - self._origin, read - self._origin, stop - self._origin
+        )
+        self._length = stop
+        self._first = self._keep_from(read)
+        return views
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The length of what attention sees after `query_length` more tokens, and the position of its first token."""
+        first = self._visible_from()
+        return self._length - first + query_length, first
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; their pages stay mapped until somebody needs them."""
+        if tokens_to_remove > 0:
+            raise ConfigError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        self.rewind(max(self._first, self._length + tokens_to_remove))
+
+    def rewind(self, length: int) -> None:
+        """Hold `length` tokens again, no more than now."""
+        if self._lease is not None and length < self._length:
+            self._length = length
+            self._lease.narrow(self._first - self._origin, length - self._origin)
+
+    def reset(self) -> None:
+        """Forget every token. The pages stay for what comes next, unless the window has left the beginning behind."""
+        if self._lease is not None and not self._first:
+            self._lease.narrow(0, 0)
+        elif self._lease is not None:
+            self._lease.end()
+            self._lease, self.is_initialized = None, False
+        self._first = self._length = self._origin = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i continue what row `beam_idx[i]` held."""
+        if self._lease is None or not self._length:
+            return
+        for rows in self._held():
+            rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        if self._length:
+            self._replace(*(rows.repeat_interleave(repeats, dim=0) for rows in self._held()))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only some rows."""
+        if self._length:
+            self._replace(*(rows[indices.to(rows.device), ...] for rows in self._held()))
+
+    def offload(self) -> None:
+        raise StateError(
+            "an elastic cache layer moves with rt.kv, not with offload(); build a stock cache to offload it"
+        )
+
+    def prefetch(self) -> None:
+        """Nothing to do: the layer is where it is computed."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(tokens={self._length})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ElasticLayer:
+        other = self._like()
+        memo[id(self)] = other
+        if self._lease is not None:
+            other._replace_with(self)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stock = self.to_stock()
+        return copyreg.__newobj__, (type(stock),), stock.__dict__  # type: ignore[attr-defined]
+
+    def to_stock(self) -> DynamicLayer:
+        """A stock cache layer with a copy of what is held."""
+        stock = DynamicLayer()
+        if self._lease is not None:
+            keys, values = self._held()
+            stock.lazy_initialization(keys, values)
+            stock.keys, stock.values = keys.clone(), values.clone()
+        return stock
+
+    def become_stock(self) -> None:
+        """Turn this very object into a stock layer with a copy of what is held; its memory goes back."""
+        stock, lease = self.to_stock(), self._lease
+        self.__class__ = type(stock)
+        self.__dict__ = stock.__dict__
+        if lease is not None:
+            lease.end()
+
+    # -- what a sliding window does otherwise
+
+    def _visible_from(self) -> int:
+        """The first token that the next query attends to."""
+        return 0
+
+    def _keep_from(self, visible_from: int) -> int:
+        """The first token to hold once the queries that see from `visible_from` on are in."""
+        return 0
+
+    def _like(self) -> ElasticLayer:
+        return type(self)(self._memory)
+
+    # -- inside
+
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._lease is not None
+        return self._lease.views(self._first - self._origin, self._length - self._origin)
+
+    def _fit_to(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Check that what is to be appended continues what is held; an empty layer takes any new shape."""
+        if keys.shape[:3] != values.shape[:3]:
+            raise ConfigError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens"
+            )
+        if self._lease is None:
+            self.lazy_initialization(keys, values)
+            return
+        expected = tuple((g.batch, g.heads, g.dim, g.dtype) for g in self._lease.store.geometries)
+        given = tuple((t.shape[0], t.shape[1], t.shape[3], t.dtype) for t in (keys, values))
+        if expected == given:
+            return
+        if self._length:
+            raise ConfigError(
+                f"the cache holds {self._length} tokens for (batch, heads, dim, dtype) {expected}, and was given "
+                f"{given}; a cache belongs to one batch: build a new one, or reset() this one"
+            )
+        self._lease.end()
+        self.lazy_initialization(keys, values)
+
+    def _move(self, keys: torch.Tensor, values: torch.Tensor, stop: int) -> None:
+        """Move to a store with address space for more tokens."""
+        held = self._held()
+        self._origin = self._first
+        self._place(*held, tokens=stop - self._origin)
+
+    def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold other rows for the same tokens."""
+        self._origin = self._first
+        self._place(keys, values, tokens=keys.shape[2])
+
+    def _replace_with(self, other: ElasticLayer) -> None:
+        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+        self._first, self._length, self._origin = other._first, other._length, other._first
+        keys, values = other._held()
+        self._place(keys, values, tokens=keys.shape[2])
+
+    def _place(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        old = self._lease
+        lease = self._memory.lease(keys.shape, values.shape, keys, tokens, self)
+        try:
+            lease.write(keys, values, 0, 0, keys.shape[2])
+        except BaseException:
+            lease.end()
+            raise
+        self._lease = lease
+        if old is not None:
+            old.end()
+
+
+class ElasticSlidingLayer(ElasticLayer):
+    """Attention to the last `sliding_window` tokens: pages behind the window go back as it slides on.
+
+    While past is recorded (assisted decoding), nothing is given back before `crop` says what was accepted.
+    """
+
+    is_sliding = True
+
+    def __init__(self, memory: LayerMemory, sliding_window: int, record_past: bool = False) -> None:
+        super().__init__(memory)
+        self.sliding_window = sliding_window
+        self.record_past = record_past
+
+    @property
+    def cumulative_length(self) -> int:
+        return self._length
+
+    def activate_past_recording(self) -> None:
+        """Keep what slides out of the window until the next `crop`."""
+        self.record_past = True
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._length >= self.sliding_window and not self.record_past:
+            raise StateError(
+                f"the window of {self.sliding_window} tokens was passed without recording the past; call "
+                "activate_past_recording() on the cache before tokens are to be cropped"
+            )
+        super().crop(tokens_to_remove)
+        self._first = self._visible_from()
+        if self._lease is not None:
+            self._lease.narrow(self._first - self._origin, self._length - self._origin)
+
+    def to_stock(self) -> DynamicSlidingWindowLayer:
+        stock = DynamicSlidingWindowLayer(self.sliding_window)
+        stock.record_past = self.record_past
+        if self._lease is not None:
+            start = self._first if self.record_past else self._visible_from()
+            keys, values = self._lease.views(start - self._origin, self._length - self._origin)
+            stock.lazy_initialization(keys, values)
+            stock.keys, stock.values, stock.cumulative_length = keys.clone(), values.clone(), self._length
+        return stock
+
+    def _visible_from(self) -> int:
+        return max(self._first, self._length - self.sliding_window + 1)
+
+    def _keep_from(self, visible_from: int) -> int:
+        return self._first if self.record_past else visible_from
+
+    def _like(self) -> ElasticLayer:
+        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past)

@@ -1,0 +1,325 @@
+"""The KV cache of one instance on one place: a limit that moves, stores that live, and stores kept for the next cache.
+
+A limit binds new caches. Caches that lived when it fell may grow past it, up to the maximum; what they hold above it
+is the overage, and the shrink is deferred until they end. Nothing that a cache holds is ever discarded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from elastic.errors import CapacityError, IntegrityError, StateError
+from elastic.kvcache.layout import Geometry
+from elastic.kvcache.store import Store, StoreState
+from elastic.memory.janitor import janitor
+from elastic.memory.pool import PagePool
+from elastic.types import KVStatus, Resize, ResizeStatus
+
+OWNER = "kv"
+RETAINED = "retained"
+IDLE_SHARE = 0.25
+
+
+class KVPool:
+    """Stores of one instance on one place. Thread-safe, under the lock that all tenants of a page pool share.
+
+    `idle_share` is the watermark: the share of the limit that stores without a cache may keep mapped for the next one.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        maximum_bytes: int,
+        *,
+        idle_share: float = IDLE_SHARE,
+    ) -> None:
+        self.pool = pool
+        self.maximum = self.limit = maximum_bytes // pool.page_bytes
+        self.revision = 0
+        self.idle_share = idle_share
+        self.on_settled: Callable[[Resize], None] = lambda result: None
+        """Hears of a deferred shrink that is over. Called under the lock: it may take none."""
+        self._last_shrink = 0
+        self._pending: int | None = None  # the limit at which a deferred shrink is over
+        self._lock = pool.tenants
+        self._stores: list[Store] = []  # all that are not closed; idle ones in the order they were left
+        self._notes: deque[tuple[Store, int]] = deque()  # (store, the lease that ended, or 0), left by finalizers
+        self._closed = False
+        pool.reclaimers.append(self.reclaim)
+
+    # -- what a cache layer does
+
+    def lease(self, keys: Geometry, values: Geometry, user: object) -> Store:
+        """A store for a new cache layer: an idle one of the same shape, or a new one. It returns when `user` dies."""
+        with self._lock:
+            self._act_on_notes()
+            if self._closed:
+                raise StateError("the model was unwrapped; build a new cache")
+            store = self._adopt((keys, values)) or self._new(keys, values)
+            store.born = self.revision
+            store.lease += 1
+            store.start = store.stop = 0
+        weakref.finalize(user, self._note, store, store.lease).atexit = False
+        return store
+
+    def release(self, store: Store) -> None:
+        """The cache layer gives its store up before it dies."""
+        self._notes.append((store, store.lease))
+        self.drain()
+
+    def open_window(self, store: Store, start: int, stop: int) -> None:
+        """Have the tokens [start, stop) mapped, and nothing given away inside them until the next call.
+
+        Raises `CapacityError` with the store as it was.
+        """
+        with self._lock:
+            if not store.holds(start, stop):
+                self._act_on_notes()
+                self._admit(store, store.missing(start, stop))
+                store.extend(start, stop, OWNER)
+                self.pool.ready_pages = min(sum(g.rows for g in store.geometries), self.limit // 64)
+            if store.pool.backend.device.type == "cuda":
+                self._order_after_last_user(store)
+            store.start, store.stop = start, stop
+            if start and store.has_pages_before(start):
+                store.trim()
+
+    def views(self, store: Store, *windows: tuple[int, int]) -> list[torch.Tensor]:
+        """For each window of tokens, the keys and the values of it."""
+        with self._lock:
+            return [b.view(*window) for window in windows for b in store.buffers]
+
+    # -- what the runtime does
+
+    def resize(self, limit_bytes: int, revision: int | None = None) -> Resize:
+        """Move the limit (DESIGN.md section 5). Raises `CapacityError` above the maximum; then nothing has changed."""
+        with self._lock:
+            self._act_on_notes()
+            if revision is not None and revision <= self.revision:
+                return self._result("stale", 0)
+            limit = limit_bytes // self.pool.page_bytes
+            if limit > self.maximum:
+                raise self._over(limit, self.maximum - self._used(), self.maximum, "the KV limit is above the maximum")
+            before = (self.limit, self.revision, self._last_shrink, self._pending)
+            self.revision = self.revision + 1 if revision is None else revision
+            if limit < self.limit:
+                self._last_shrink = self.revision
+            self.limit = limit
+            created = self.pool.backend.created
+            try:
+                self._fit()
+            except BaseException:
+                self.limit, self.revision, self._last_shrink, self._pending = before
+                raise
+            self._pending = limit if self._used() > limit else None
+            released = max(0, created - self.pool.backend.created) * self.pool.page_bytes
+            return self._result("applied" if self._pending is None else "deferred", released)
+
+    def foresee(self, limit_bytes: int, revision: int | None = None) -> tuple[ResizeStatus, int]:
+        """What `resize` would answer, and how many pages it would give back, if nothing changed until then."""
+        with self._lock:
+            self._act_on_notes()
+            if revision is not None and revision <= self.revision:
+                return "stale", 0
+            limit = limit_bytes // self.pool.page_bytes
+            if limit > self.maximum:
+                raise self._over(limit, self.maximum - self._used(), self.maximum, "the KV limit is above the maximum")
+            spare = sum(s.spare() for s in self._in(StoreState.LIVE) if not s.shown_outside)
+            mapped = self._used() + self._idle()
+            unmapped = max(0, min(mapped - limit, self._idle() + spare))
+            parked = max(0, self.pool.parked_pages + unmapped - self._ready(limit, mapped - unmapped))
+            kept = max(0, self._used() - spare)
+            return ("applied" if kept <= limit else "deferred"), parked
+
+    def reclaim(self, pages: int) -> int:
+        """Free about `pages` pages: idle stores, the longest idle first, then spare pages of live ones."""
+        with self._lock:
+            self._act_on_notes()
+            return self._unmap(pages)
+
+    def trim(self) -> int:
+        """Give every page that no cache needs back to the system; returns bytes."""
+        with self._lock:
+            self._act_on_notes()
+            created = self.pool.backend.created
+            self._unmap(self._used() + self._idle())
+            self.pool.trim()
+            return (created - self.pool.backend.created) * self.pool.page_bytes
+
+    def drain(self) -> None:
+        """Act on the notes that finalizers left: caches that died, last views that went."""
+        with self._lock:
+            self._act_on_notes()
+
+    def status(self) -> KVStatus:
+        """A snapshot."""
+        with self._lock:
+            self._act_on_notes()
+            size = self.pool.page_bytes
+            used, idle = self._used(), self._idle()
+            return KVStatus(
+                place=self.pool.name,
+                capacity_bytes=min(self.limit, used + idle + self.pool.free_pages) * size,
+                limit_bytes=self.limit * size,
+                maximum_bytes=self.maximum * size,
+                used_bytes=used * size,
+                idle_bytes=idle * size,
+                retained_bytes=self._pages(StoreState.RETAINED) * size,
+                revision=self.revision,
+            )
+
+    def check(self) -> None:
+        """Recount; raises `IntegrityError`."""
+        with self._lock:
+            self._act_on_notes()
+            for store in self._stores:
+                for b in store.buffers:
+                    expected = b.geometry.rows * (b.stop - b.first)
+                    if b.pages != expected:
+                        raise IntegrityError(f"a buffer shows {b.pages} pages, its window says {expected}")
+                if store.spare() < 0:
+                    raise IntegrityError(f"a store has {store.pages} pages, {-store.spare()} too few for its tokens")
+            self.pool.check()
+
+    def close(self) -> None:
+        """Give back what is not shown outside; the rest goes when its last view does."""
+        with self._lock:
+            self._closed = True
+            self.limit = 0
+            self.drain()
+            if self.reclaim in self.pool.reclaimers:
+                self.pool.reclaimers.remove(self.reclaim)
+
+    # -- inside, under the lock
+
+    def _in(self, state: StoreState) -> list[Store]:
+        return [store for store in self._stores if store.state is state]
+
+    def _pages(self, state: StoreState) -> int:
+        return sum(store.pages for store in self._in(state))
+
+    def _used(self) -> int:
+        return self._pages(StoreState.LIVE)
+
+    def _idle(self) -> int:
+        return self._pages(StoreState.IDLE)
+
+    def _new(self, keys: Geometry, values: Geometry) -> Store:
+        store = Store(self.pool, keys, values, lambda: self._note(store, 0))
+        self._stores.append(store)
+        return store
+
+    def _adopt(self, geometries: tuple[Geometry, Geometry]) -> Store | None:
+        room = self.limit - self._used()
+        fitting = [s for s in self._in(StoreState.IDLE) if s.geometries == geometries and s.adoptable]
+        fitting = [s for s in fitting if s.pages <= room]
+        if not fitting:
+            return None
+        store = max(fitting, key=lambda s: s.pages)
+        store.state = StoreState.LIVE
+        return store
+
+    def _note(self, store: Store, lease: int) -> None:
+        """Called by finalizers, so from anywhere: takes no lock."""
+        self._notes.append((store, lease))
+        janitor.put(self.drain)
+
+    def _act_on_notes(self) -> None:
+        acted = bool(self._notes)
+        while self._notes:
+            store, lease = self._notes.popleft()
+            if store.state is StoreState.RETAINED or (store.state is StoreState.LIVE and lease == store.lease):
+                self._retire(store)
+        if acted:
+            self._fit()
+            if self._pending is not None and self._used() <= self._pending:
+                self._pending = None
+                self.on_settled(self._result("applied", 0))
+
+    def _retire(self, store: Store) -> None:
+        store.start = store.stop = 0
+        if store.shown_outside:
+            if store.state is StoreState.LIVE:
+                store.state = StoreState.RETAINED
+                self.pool.move([p for b in store.buffers for p in b.page_ids], RETAINED)
+            return
+        if store.state is StoreState.RETAINED:
+            self.pool.move([p for b in store.buffers for p in b.page_ids], OWNER)
+        store.state = StoreState.IDLE
+        self._stores.remove(store)
+        self._stores.append(store)
+        if not store.adoptable:
+            store.trim()
+
+    def _admit(self, store: Store, missing: int) -> None:
+        bound = self.maximum if self._last_shrink > store.born else self.limit
+        used = self._used()
+        if used + missing > bound:
+            surplus = sum(s.trim() for s in self._in(StoreState.LIVE) if s is not store and s.spare())
+            used -= surplus
+        if used + missing > bound:
+            raise self._over(missing, bound - used, bound, "the KV cache has reached its limit")
+        excess = used + self._idle() + missing - max(self.limit, used + missing)
+        if excess > 0:
+            self._unmap_idle(excess)
+
+    def _fit(self) -> None:
+        """Bring what is mapped under the limit, and what is idle under the watermark, as far as that can be done."""
+        self._unmap(self._used() + self._idle() - self.limit)
+        self._unmap_idle(self._idle() - int(self.limit * self.idle_share))
+        self.pool.trim(keep=self._ready(self.limit, self._used() + self._idle()))
+
+    def _ready(self, limit: int, mapped: int) -> int:
+        """Parked pages worth keeping for caches that grow."""
+        return max(0, min(self.pool.ready_pages, limit - mapped))
+
+    def _unmap(self, pages: int) -> int:
+        freed = self._unmap_idle(pages)
+        for store in self._in(StoreState.LIVE):
+            if freed >= pages:
+                break
+            if store.spare():
+                freed += store.trim()
+        return freed
+
+    def _unmap_idle(self, pages: int) -> int:
+        freed = 0
+        for store in self._in(StoreState.IDLE):
+            if freed >= pages:
+                break
+            freed += store.trim()
+            self._stores.remove(store)
+            store.close()
+        return freed
+
+    def _order_after_last_user(self, store: Store) -> None:
+        stream = torch.cuda.current_stream(self.pool.backend.device).cuda_stream
+        if stream != store.stream:
+            store.settle()
+            store.stream = stream
+
+    def _result(self, status: ResizeStatus, released: int) -> Resize:
+        size = self.pool.page_bytes
+        used = self._used()
+        return Resize(
+            status=status,
+            limit_bytes=self.limit * size,
+            used_bytes=used * size,
+            overage_bytes=max(0, used - self.limit) * size,
+            released_bytes=released,
+            revision=self.revision,
+        )
+
+    def _over(self, pages: int, free: int, total: int, message: str) -> CapacityError:
+        size = self.pool.page_bytes
+        return CapacityError(
+            f"{message} on {self.pool.name}; shorten the text or the batch, let other generations end, or raise the "
+            "limit or the budget",
+            requested_bytes=pages * size,
+            free_bytes=max(0, free) * size,
+            total_bytes=total * size,
+        )

@@ -1,0 +1,90 @@
+"""The places of this process: opened once per name, shared by every wrapped model, closed by the last one."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from elastic.config import Place
+from elastic.errors import ConfigError
+from elastic.memory.backend import PageBackend
+from elastic.memory.cuda import CudaBackend
+from elastic.memory.janitor import janitor
+from elastic.memory.memfd import MemfdBackend
+from elastic.memory.pool import PagePool
+
+_lock = threading.Lock()
+_open: dict[str, tuple[PagePool, int]] = {}  # name -> pool, users
+_SHARE_OF_FREE_MEMORY = {"cpu": 0.5, "cuda": 0.9}
+
+
+def open_place(place: Place, *, resident_bytes: int = 0) -> PagePool:
+    """The pool of a place, made at first use.
+
+    Without a budget it gets `resident_bytes` (what the caller already holds there) and most of what is free now: 90 %
+    on CUDA, half on a CPU. A second budget for an open place is a `ConfigError`.
+    """
+    with _lock:
+        if place.name in _open:
+            pool, users = _open[place.name]
+            _require_same(place, pool)
+        else:
+            backend = make_backend(place)
+            budget = place.budget_bytes
+            if budget is None:
+                budget = resident_bytes + int(_SHARE_OF_FREE_MEMORY[place.device.type] * free_bytes(place.device))
+            pool, users = PagePool(place.name, backend, budget), 0
+            janitor.start()
+        _open[place.name] = (pool, users + 1)
+        return pool
+
+
+def close_place(pool: PagePool) -> None:
+    """One user fewer; the last one closes the pool."""
+    with _lock:
+        if _open.get(pool.name, (None, 0))[0] is not pool:
+            return
+        users = _open[pool.name][1] - 1
+        if users:
+            _open[pool.name] = (pool, users)
+            return
+        del _open[pool.name]
+    pool.close()
+
+
+def make_backend(place: Place) -> PageBackend:
+    """The page backend for a place's device."""
+    if place.device.type == "cuda":
+        return CudaBackend(place.device, place.page_bytes)
+    return MemfdBackend(place.page_bytes, name=place.name)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _require_same(place: Place, pool: PagePool) -> None:
+    budget = pool.budget_pages * pool.page_bytes
+    if place.budget_bytes is not None and place.budget_bytes // pool.page_bytes != pool.budget_pages:
+        raise ConfigError(
+            f"place {place.name} is open with a budget of {budget:,} bytes; {place.budget_bytes:,} cannot replace it "
+            "(unwrap the models that use it first, or name another place, such as "
+            f"'{place.device}#other')"
+        )
+    if place.page_bytes not in (None, pool.page_bytes):
+        raise ConfigError(f"place {place.name} is open with page_bytes={pool.page_bytes}, not {place.page_bytes}")
+
+
+def _forget_in_child() -> None:
+    """A forked child shares the parent's pages: it must not own, and so never release, any of them."""
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

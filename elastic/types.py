@@ -1,0 +1,120 @@
+"""The words that every part of Elastic shares: frozen records, no behaviour. Sizes are bytes, times as named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+ResizeStatus = Literal["applied", "deferred", "stale"]
+
+
+@dataclass(frozen=True)
+class ResizeKV:
+    """Action: set the most bytes that new KV caches of one instance may hold on `place`."""
+
+    place: str
+    limit_bytes: int
+    revision: int | None = None
+    """A resize with a revision not above the last one applied is refused as stale. None: the next one."""
+
+
+Action = ResizeKV
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What a KV resize came to."""
+
+    status: ResizeStatus
+    limit_bytes: int
+    """The limit in force now."""
+    used_bytes: int
+    """Bytes mapped for caches that are alive."""
+    overage_bytes: int
+    """Bytes by which live caches still exceed the limit; 0 once applied."""
+    released_bytes: int
+    """Physical memory given back by this call."""
+    revision: int
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """What one action would do, from a dry run."""
+
+    action: Action
+    status: ResizeStatus
+    moved_bytes: int
+    released_pages: int
+    transient_pages: int
+    """Pages needed while it runs and given back after."""
+    pause_ms: float
+    """Estimated exclusive time at the safe point: that of the last action of this kind, 0.0 before the first."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action, as it happened."""
+
+    id: int
+    action: Action
+    when_s: float
+    """Seconds since the epoch."""
+    why: str
+    moved_bytes: int
+    """Bytes copied from one residency to another; 0 for a resize, which only maps pages."""
+    released_bytes: int
+    prepare_ms: float
+    wait_ms: float
+    """From asking for the safe point until the forward passes in flight had ended; new ones waited too."""
+    pause_ms: float
+    """Exclusive time at the safe point: no forward pass could run."""
+    ok: bool
+    outcome: str
+    """The status of the result, or the error's text."""
+
+
+@dataclass(frozen=True)
+class PlaceStatus:
+    """The ledger of one place: `free_bytes` plus the owners sum to `budget_bytes`."""
+
+    name: str
+    page_bytes: int
+    budget_bytes: int
+    owners: dict[str, int] = field(hash=False)
+    """Owner -> bytes: `kv`, `staging`, `retained`, `layer:i`, `fixed:name`."""
+    free_bytes: int
+    """Bytes that nobody owns; `parked_bytes` of them are created pages kept for reuse."""
+    parked_bytes: int
+    mappings: int
+    """Contiguous mappings now in force (Linux allows a process about 65,530)."""
+
+
+@dataclass(frozen=True)
+class KVStatus:
+    """The KV cache of one instance on one place.
+
+    `limit` is what was asked for; `capacity` what a scheduler may count on now: never more than the limit, nor than
+    the pages that are mapped or free. `used` is mapped for caches that are alive, `idle` mapped and kept for the next
+    cache, `retained` mapped because a tensor outside still shows it.
+    """
+
+    place: str
+    capacity_bytes: int
+    limit_bytes: int
+    maximum_bytes: int
+    used_bytes: int
+    idle_bytes: int
+    retained_bytes: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """A snapshot of a runtime."""
+
+    layers: int
+    places: tuple[PlaceStatus, ...]
+    kv: tuple[KVStatus, ...]
+    residencies: dict[str, str] = field(hash=False)
+    """Decoder layer (module name) -> place, variant and shard."""
+    events: int
