@@ -114,12 +114,13 @@ class EnterRoot(Hook):
     def __init__(self, root: nn.Module, gate: Gate, caches: Caches) -> None:
         self.gate = gate
         self._caches = caches
+        self._refuse = torch.compiler.disable(_refuse_compilation)
         self._names = list(inspect.signature(type(root).forward).parameters)[1:]
         self._flight = threading.local()  # .cache, .lengths: of the forward in flight, as they were before it
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if torch.compiler.is_compiling():
-            raise StateError("a wrapped model cannot be compiled; unwrap it first")
+            self._refuse()
         outermost = self.gate.enter(id(module))
         cache = self._argument("past_key_values", args, kwargs)
         changed = None
@@ -171,6 +172,11 @@ class LeaveRoot(Hook):
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         self._enter.land(failed=output is None)
         self._enter.gate.leave(id(module))
+
+
+def _refuse_compilation() -> None:
+    """Called outside the compiled code, where an error is not taken for a reason to run it uncompiled."""
+    raise StateError("a wrapped model cannot be compiled; unwrap it first")
 
 
 def _records_gradients(module: nn.Module) -> bool:

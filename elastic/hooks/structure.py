@@ -40,8 +40,8 @@ def find_decoder(model: nn.Module) -> Decoder:
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     above = (module for module, name in names.items() if names[layers].startswith(name))
     roots = tuple(module for module in above if takes_cache(module))
-    if not roots:
-        raise _unsupported(model, "a forward method that takes past_key_values")
+    if not any(getattr(root, "can_generate", bool)() for root in roots):
+        raise _unsupported(model, "a model that can generate, with a forward method that takes past_key_values")
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
 
 

@@ -105,7 +105,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._fit_to(key_states, value_states)
         stop = self._length + key_states.shape[2]
         if self._lease is None or stop - self._origin > self._lease.max_tokens:
-            self._move(key_states, value_states, stop)
+            self._move(stop)
         assert self._lease is not None
         read = self._visible_from()
         views = self._lease.write(
@@ -184,7 +184,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         stock = self.to_stock()
-        return copyreg.__newobj__, (type(stock),), stock.__dict__  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (type(stock), object, None), stock.__dict__  # type: ignore[attr-defined]
 
     def to_stock(self) -> DynamicLayer:
         """A stock cache layer with a copy of what is held."""
@@ -243,24 +243,22 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._lease.end()
         self.lazy_initialization(keys, values)
 
-    def _move(self, keys: torch.Tensor, values: torch.Tensor, stop: int) -> None:
-        """Move to a store with address space for more tokens."""
-        held = self._held()
-        self._origin = self._first
-        self._place(*held, tokens=stop - self._origin)
+    def _move(self, stop: int) -> None:
+        """Move to a store with address space up to token `stop`."""
+        self._place(*self._held(), tokens=stop - self._first)
 
     def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold other rows for the same tokens."""
-        self._origin = self._first
         self._place(keys, values, tokens=keys.shape[2])
 
     def _replace_with(self, other: ElasticLayer) -> None:
         self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
-        self._first, self._length, self._origin = other._first, other._length, other._first
+        self._first, self._length = other._first, other._length
         keys, values = other._held()
         self._place(keys, values, tokens=keys.shape[2])
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        """Hold these keys and values, from the first token on, in a new store with room for `tokens`."""
         old = self._lease
         lease = self._memory.lease(keys.shape, values.shape, keys, tokens, self)
         try:
@@ -268,7 +266,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         except BaseException:
             lease.end()
             raise
-        self._lease = lease
+        self._lease, self._origin = lease, self._first
         if old is not None:
             old.end()
 

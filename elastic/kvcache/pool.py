@@ -6,28 +6,32 @@ is the overage, and the shrink is deferred until they end. Nothing that a cache 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from elastic.errors import CapacityError, IntegrityError, StateError
+from elastic.errors import CapacityError, ElasticError, IntegrityError, StateError
 from elastic.kvcache.layout import Geometry
 from elastic.kvcache.store import Store, StoreState
 from elastic.memory.janitor import janitor
 from elastic.memory.pool import PagePool
 from elastic.types import KVStatus, Resize, ResizeStatus
 
+logger = logging.getLogger(__name__)
 OWNER = "kv"
 RETAINED = "retained"
 IDLE_SHARE = 0.25
+READY_SHARE = 1 / 64
 
 
 class KVPool:
     """Stores of one instance on one place. Thread-safe, under the lock that all tenants of a page pool share.
 
     `idle_share` is the watermark: the share of the limit that stores without a cache may keep mapped for the next one.
+    `ready_share` bounds the pages that are created in the background before a cache asks for them.
     """
 
     def __init__(
@@ -36,11 +40,13 @@ class KVPool:
         maximum_bytes: int,
         *,
         idle_share: float = IDLE_SHARE,
+        ready_share: float = READY_SHARE,
     ) -> None:
         self.pool = pool
         self.maximum = self.limit = maximum_bytes // pool.page_bytes
         self.revision = 0
         self.idle_share = idle_share
+        self.ready_share = ready_share
         self.on_settled: Callable[[Resize], None] = lambda result: None
         """Hears of a deferred shrink that is over. Called under the lock: it may take none."""
         self._last_shrink = 0
@@ -48,6 +54,7 @@ class KVPool:
         self._lock = pool.tenants
         self._stores: list[Store] = []  # all that are not closed; idle ones in the order they were left
         self._notes: deque[tuple[Store, int]] = deque()  # (store, the lease that ended, or 0), left by finalizers
+        self._untidy = False
         self._closed = False
         pool.reclaimers.append(self.reclaim)
 
@@ -81,12 +88,12 @@ class KVPool:
                 self._act_on_notes()
                 self._admit(store, store.missing(start, stop))
                 store.extend(start, stop, OWNER)
-                self.pool.ready_pages = min(sum(g.rows for g in store.geometries), self.limit // 64)
+                self._create_ahead(store)
             if store.pool.backend.device.type == "cuda":
                 self._order_after_last_user(store)
             store.start, store.stop = start, stop
             if start and store.has_pages_before(start):
-                store.trim()
+                self._tidy(store.trim)
 
     def views(self, store: Store, *windows: tuple[int, int]) -> list[torch.Tensor]:
         """For each window of tokens, the keys and the values of it."""
@@ -190,7 +197,8 @@ class KVPool:
         with self._lock:
             self._closed = True
             self.limit = 0
-            self.drain()
+            self._act_on_notes()
+            self._fit()
             if self.reclaim in self.pool.reclaimers:
                 self.pool.reclaimers.remove(self.reclaim)
 
@@ -229,13 +237,13 @@ class KVPool:
         janitor.put(self.drain)
 
     def _act_on_notes(self) -> None:
-        acted = bool(self._notes)
+        acted = bool(self._notes) or self._untidy
         while self._notes:
             store, lease = self._notes.popleft()
             if store.state is StoreState.RETAINED or (store.state is StoreState.LIVE and lease == store.lease):
                 self._retire(store)
         if acted:
-            self._fit()
+            self._tidy(self._fit)
             if self._pending is not None and self._used() <= self._pending:
                 self._pending = None
                 self.on_settled(self._result("applied", 0))
@@ -252,8 +260,15 @@ class KVPool:
         store.state = StoreState.IDLE
         self._stores.remove(store)
         self._stores.append(store)
-        if not store.adoptable:
-            store.trim()
+
+    def _tidy(self, work: Callable[[], object]) -> None:
+        """Do what can as well be done later: a failure is logged, the caller served, and `_fit` tried again."""
+        try:
+            work()
+            self._untidy = False
+        except ElasticError as error:
+            self._untidy = True
+            logger.warning("pages of %s could not be given back yet: %s", self.pool.name, error)
 
     def _admit(self, store: Store, missing: int) -> None:
         bound = self.maximum if self._last_shrink > store.born else self.limit
@@ -267,8 +282,16 @@ class KVPool:
         if excess > 0:
             self._unmap_idle(excess)
 
+    def _create_ahead(self, store: Store) -> None:
+        """Have one page for each row of such a store ready: what it asks for when it next grows."""
+        next_growth = sum(geometry.rows for geometry in store.geometries)
+        self.pool.ready_pages = min(next_growth, int(self.limit * self.ready_share))
+
     def _fit(self) -> None:
         """Bring what is mapped under the limit, and what is idle under the watermark, as far as that can be done."""
+        for store in self._in(StoreState.IDLE):
+            if not store.adoptable:
+                store.trim()
         self._unmap(self._used() + self._idle() - self.limit)
         self._unmap_idle(self._idle() - int(self.limit * self.idle_share))
         self.pool.trim(keep=self._ready(self.limit, self._used() + self._idle()))

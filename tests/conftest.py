@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import `architectures`
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)
+
+import elastic  # noqa: E402
+from elastic.memory import places  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return "cuda:0" if request.param == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test closes what it opened."""
+    yield
+    gc.collect()
+    assert not places._open, f"places still open: {list(places._open)}"
+
+
+@pytest.fixture
+def wrapped() -> Iterator[Any]:
+    """wrap(model, **options), unwrapped when the test ends."""
+    models: list[Any] = []
+
+    def wrap(model: Any, places: Any = None, **options: Any) -> Any:
+        places = places or elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)
+        models.append(elastic.wrap(model, places=places, **options))
+        return model
+
+    yield wrap
+    for model in models:
+        if getattr(model, "elastic", None) is not None:
+            model.elastic.check()
+            elastic.unwrap(model)
+
+
+@pytest.fixture
+def assets() -> Any:
+    """The trained model that ships with Elastic, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from elastic.assets import MODEL_DIR
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval().requires_grad_(False)
+    return model, AutoTokenizer.from_pretrained(MODEL_DIR)

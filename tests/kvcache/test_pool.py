@@ -1,0 +1,185 @@
+"""The limit of the KV cache: applied, deferred, stale; what binds whom (DESIGN.md section 5)."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+from elastic import CapacityError
+from elastic.kvcache.layers import ElasticLayer
+from elastic.kvcache.layout import HEAD_MAJOR
+from elastic.kvcache.memory import KVMemory
+from elastic.kvcache.pool import KVPool
+from elastic.memory.memfd import MemfdBackend
+from elastic.memory.pool import PagePool
+
+PAGE = 4096
+
+
+def new_memory(pages: int = 64) -> tuple[KVMemory, KVPool]:
+    pool = PagePool("cpu#test", MemfdBackend(PAGE), pages * PAGE, ready_pages=0)
+    kv = KVPool(pool, pages * PAGE, idle_share=1.0, ready_share=0)
+    return KVMemory({torch.device("cpu"): (kv, HEAD_MAJOR)}, 1 << 16), kv
+
+
+def layer_of(memory: KVMemory, pages: int) -> ElasticLayer:
+    """A layer that holds as many pages for keys as for values."""
+    layer = ElasticLayer(memory)
+    grow(layer, pages)
+    return layer
+
+
+def grow(layer: ElasticLayer, pages: int) -> torch.Tensor:
+    state = torch.ones(1, 1, pages * PAGE // 64, 16)
+    return layer.update(state, state)[0]
+
+
+def test_a_shrink_gives_back_what_idle_caches_hold() -> None:
+    memory, kv = new_memory()
+    del_me = layer_of(memory, 8)
+    keep = layer_of(memory, 4)
+    del del_me
+    assert kv.status().idle_bytes == 16 * PAGE
+    result = kv.resize(10 * PAGE)
+    assert (result.status, result.overage_bytes, result.released_bytes) == ("applied", 0, 16 * PAGE)
+    assert kv.pool.backend.created == 8
+    assert keep.get_seq_length() == 4 * PAGE // 64
+
+
+def test_resident_memory_falls_by_what_a_shrink_says() -> None:
+    memory, kv = new_memory()
+    layers = [layer_of(memory, 4) for _ in range(6)]
+    backend = kv.pool.backend
+    assert isinstance(backend, MemfdBackend)
+    before = os.fstat(backend._file).st_blocks * 512
+    del layers[2:]
+    result = kv.resize(20 * PAGE)
+    assert result.released_bytes == 32 * PAGE
+    assert before - os.fstat(backend._file).st_blocks * 512 == result.released_bytes
+
+
+def test_a_shrink_below_what_lives_is_deferred_and_completes_as_caches_end() -> None:
+    memory, kv = new_memory()
+    settled = []
+    kv.on_settled = settled.append
+    first, second = layer_of(memory, 8), layer_of(memory, 8)
+    result = kv.resize(20 * PAGE)
+    assert (result.status, result.overage_bytes) == ("deferred", 12 * PAGE)
+    grow(first, 2)  # it lived before the shrink: it may grow past the limit
+    assert kv.status().used_bytes == 36 * PAGE
+    with pytest.raises(CapacityError, match="limit"):
+        layer_of(memory, 1)  # a new one may not
+    del second
+    assert kv.status().used_bytes == 20 * PAGE
+    assert kv.status().idle_bytes == 0
+    assert [r.status for r in settled] == ["applied"]
+    assert kv.pool.backend.created == 20
+
+
+def test_growing_back_to_the_first_maximum_always_works() -> None:
+    memory, kv = new_memory()
+    layer = layer_of(memory, 8)
+    assert kv.resize(0).status == "deferred"
+    assert kv.resize(64 * PAGE).status == "applied"
+    grow(layer, 24)
+    assert kv.status().used_bytes == 64 * PAGE
+    with pytest.raises(CapacityError) as error:
+        grow(layer, 1)
+    assert (error.value.requested_bytes, error.value.free_bytes) == (2 * PAGE, 0)
+    with pytest.raises(CapacityError, match="above the maximum"):
+        kv.resize(65 * PAGE)
+    assert kv.status().limit_bytes == 64 * PAGE
+
+
+def test_a_stale_limit_is_refused() -> None:
+    _, kv = new_memory()
+    assert kv.resize(32 * PAGE, revision=5).status == "applied"
+    for revision in (5, 4, 0):
+        result = kv.resize(8 * PAGE, revision=revision)
+        assert (result.status, result.limit_bytes, result.revision) == ("stale", 32 * PAGE, 5)
+    assert kv.resize(8 * PAGE).revision == 6
+    assert kv.resize(9 * PAGE, revision=7).status == "applied"
+
+
+def test_an_idle_store_is_adopted_by_the_next_cache_of_its_shape() -> None:
+    memory, kv = new_memory()
+    layer = layer_of(memory, 8)
+    address = layer.keys.data_ptr()  # type: ignore[union-attr]
+    mappings = kv.pool.backend.mappings
+    del layer
+    again = layer_of(memory, 3)
+    assert again.keys.data_ptr() == address  # type: ignore[union-attr]
+    assert kv.pool.backend.mappings == mappings
+    assert len(kv._stores) == 1
+
+
+def test_spare_pages_of_a_cropped_cache_serve_others() -> None:
+    memory, kv = new_memory(32)
+    layer = layer_of(memory, 16)
+    layer.crop(-12 * PAGE // 64)
+    assert kv.status().used_bytes == 32 * PAGE
+    other = layer_of(memory, 12)
+    assert kv.status().used_bytes == 32 * PAGE
+    assert other.get_seq_length() == 12 * PAGE // 64
+    kv.check()
+
+
+def test_a_view_held_outside_keeps_its_pages_and_is_counted() -> None:
+    memory, kv = new_memory()
+    layer = layer_of(memory, 8)
+    view = layer.keys[:, :, 5:7]  # type: ignore[index]
+    del layer
+    gc.collect()
+    status = kv.status()
+    assert (status.used_bytes, status.retained_bytes) == (0, 16 * PAGE)
+    assert kv.pool.status().owners["retained"] == 16 * PAGE
+    result = kv.resize(0)
+    assert (result.status, result.released_bytes) == ("applied", 0)
+    assert view.eq(1).all()
+    del view
+    assert kv.status().retained_bytes == 0
+    assert kv.pool.backend.created == 0
+    kv.check()
+
+
+def test_a_view_held_outside_survives_cropping_and_shrinking() -> None:
+    memory, kv = new_memory()
+    layer = layer_of(memory, 8)
+    view = layer.keys
+    layer.crop(-7 * PAGE // 64)
+    result = kv.resize(4 * PAGE)
+    # The keys' pages cannot go while the view shows them, those of the values can.
+    assert (result.status, result.used_bytes) == ("deferred", 9 * PAGE)
+    assert view.eq(1).all()  # type: ignore[union-attr]
+    del view
+    assert kv.resize(4 * PAGE).status == "applied"
+
+
+def test_the_watermark_bounds_what_idle_caches_keep() -> None:
+    memory, kv = new_memory()
+    kv.idle_share = 0.25
+    layers = [layer_of(memory, 4) for _ in range(4)]
+    layers.clear()
+    assert kv.status().idle_bytes == 16 * PAGE
+    assert kv.trim() == 16 * PAGE
+    assert kv.pool.backend.created == 0
+
+
+def test_two_instances_share_a_place() -> None:
+    memory, kv = new_memory(32)
+    other = KVPool(kv.pool, 32 * PAGE, idle_share=1.0, ready_share=0)
+    other_memory = KVMemory({torch.device("cpu"): (other, HEAD_MAJOR)}, 1 << 16)
+    layer = layer_of(memory, 12)
+    assert other.status().capacity_bytes == 8 * PAGE
+    with pytest.raises(CapacityError):
+        layer_of(other_memory, 8)
+    del layer  # its pages stay mapped, idle, until the neighbour needs them
+    assert kv.status().idle_bytes == 24 * PAGE
+    neighbour = layer_of(other_memory, 14)
+    assert kv.status().idle_bytes == 0
+    assert neighbour.get_seq_length()
+    kv.check()
+    other.check()

@@ -1,0 +1,241 @@
+"""Random actions on a wrapped model while other threads generate with it; run by test_machine.py in a child.
+
+    python tests/machine.py --examples 6 --steps 50
+
+Laws 1, 2 and 4 to 8: a generation gives the plain model's tokens whatever happens meanwhile; only a new one may be
+refused, or one that meets an injected fault; the ledger is right after each action.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+from architectures import build
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import elastic
+from elastic.memory import places
+from elastic.memory.faulty import FaultyBackend
+from elastic.memory.memfd import MemfdBackend
+
+PAGE = 4096
+BUDGET = 4 << 20
+PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+done: Counter[str] = Counter()
+
+
+def faulty_backend(place: elastic.Place) -> Any:
+    return FaultyBackend(MemfdBackend(place.page_bytes))
+
+
+places.make_backend = faulty_backend
+
+
+class Plain:
+    """A plain model and what it writes."""
+
+    known: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+
+    @classmethod
+    def get(cls, name: str) -> tuple[Any, list[torch.Tensor]]:
+        if name not in cls.known:
+            model = build(name)
+            cls.known[name] = model, [model.generate(prompt, **OPTIONS) for prompt in PROMPTS]
+        return cls.known[name]
+
+
+class Started(LogitsProcessor):
+    """Knows whether a generation has its first token; tells the machine of each."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.steps = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.machine.tokens.release()
+        return scores
+
+
+class Writer(threading.Thread):
+    """Generates from one prompt again and again."""
+
+    def __init__(self, machine: Machine, index: int) -> None:
+        super().__init__(daemon=True)
+        self.machine, self.index = machine, index
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        torch.set_grad_enabled(False)
+        while not self.machine.stop.is_set():
+            started, faults = Started(self.machine), self.machine.faults_armed
+            try:
+                out = self.machine.model.generate(
+                    PROMPTS[self.index], logits_processor=LogitsProcessorList([started]), **OPTIONS
+                )
+            except elastic.CapacityError as error:
+                done["refused"] += 1
+                self.machine.tokens.release()
+                if started.steps and faults == self.machine.faults_armed and not self.machine.fault_pending:
+                    self.wrong.append(f"a running generation was lost after {started.steps} tokens: {error}")
+            except BaseException as error:
+                self.wrong.append(repr(error))
+                raise
+            else:
+                done["generated"] += 1
+                if not torch.equal(out, self.machine.expected[self.index]):
+                    self.wrong.append(f"other tokens for prompt {self.index}")
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        name=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2"]),
+        layout=st.sampled_from(["head_major", "batch_major", "token_major"]),
+    )
+    def begin(self, name: str, layout: str) -> None:
+        self.model, self.expected = Plain.get(name)
+        self.stop = threading.Event()
+        self.tokens = threading.Semaphore(0)  # one for each token written
+        self.faults_armed, self.fault_pending = 0, False
+        self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        place = elastic.Place("cpu", torch.device("cpu"), BUDGET, page_bytes=PAGE)
+        elastic.wrap(self.model, places=place, kv_layout=layout)
+        self.rt = self.model.elastic
+        self.backend: Any = places._open["cpu"][0].backend
+        self.writers = [Writer(self, i) for i in range(2)]
+        for writer in self.writers:
+            writer.start()
+
+    @rule(share=st.floats(0, 1), wait=st.booleans())
+    def resize(self, share: float, wait: bool) -> None:
+        size = int(self.rt.kv.maximum_bytes * share)
+        try:
+            result = self.rt.kv.resize(size, wait=True) if wait else self.rt.kv.resize(size, wait=False).result()[0]
+        except elastic.CapacityError:
+            assert self.fault_pending, "a resize failed with no fault"
+            self.settle_fault()
+            return
+        done[result.status] += 1
+        assert (result.status == "deferred") == (result.overage_bytes > 0)
+
+    @rule()
+    def grow_back(self) -> None:
+        self.settle_fault()
+        assert self.rt.kv.resize(self.rt.kv.maximum_bytes).status == "applied"
+
+    @rule(revision=st.integers(0, 3))
+    def stale(self, revision: int) -> None:
+        if self.rt.status().kv[0].revision >= revision:
+            assert self.rt.kv.resize(0, revision=revision).status == "stale"
+            done["stale"] += 1
+
+    @rule(call=st.sampled_from(["create", "map", "unmap", "destroy"]), nth=st.integers(1, 3))
+    def fault(self, call: str, nth: int) -> None:
+        self.faults_armed += 1
+        self.fault_pending = True
+        self.backend.fail(call, nth)
+
+    @rule()
+    def settle_fault(self) -> None:
+        self.backend.disarm()
+        self.fault_pending = False
+
+    @rule()
+    def hold_a_view(self) -> None:
+        try:
+            keys = self.model(PROMPTS[0][:1]).past_key_values.layers[0].keys
+        except elastic.CapacityError:
+            return
+        self.views.append((keys, keys.clone()))
+        done["views"] += 1
+
+    @rule()
+    def drop_the_views(self) -> None:
+        self.views.clear()
+
+    @rule()
+    def trim(self) -> None:
+        self.settle_fault()
+        self.rt.kv.trim()
+
+    @rule(share=st.floats(0, 1))
+    def dry_run(self, share: float) -> None:
+        before = self.rt.status().kv[0].limit_bytes
+        self.rt.plan(elastic.ResizeKV("cpu", int(self.rt.kv.maximum_bytes * share)))
+        assert self.rt.status().kv[0].limit_bytes == before
+
+    @invariant()
+    def laws(self) -> None:
+        if not hasattr(self, "rt"):
+            return
+        done["actions"] += 1
+        for _ in range(3):  # let the writers get on between two actions
+            assert self.tokens.acquire(timeout=60)
+        while self.tokens.acquire(blocking=False):
+            pass
+        self.rt.check()
+        kv, place = self.rt.status().kv[0], self.rt.status().places[0]
+        assert sum(place.owners.values()) + place.free_bytes == place.budget_bytes
+        assert kv.capacity_bytes <= kv.limit_bytes
+        for view, copy in self.views:
+            assert torch.equal(view, copy), "a view held outside has changed"
+        for writer in self.writers:
+            assert writer.is_alive() and not writer.wrong, writer.wrong
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rt"):
+            return
+        self.settle_fault()
+        self.stop.set()
+        for writer in self.writers:
+            writer.join()
+            assert not writer.wrong, writer.wrong
+        self.views.clear()
+        self.rt.kv.resize(self.rt.kv.maximum_bytes)
+        for prompt, tokens in zip(PROMPTS, self.expected, strict=True):
+            assert torch.equal(self.model.generate(prompt, **OPTIONS), tokens)
+        self.rt.check()
+        assert self.rt.kv.used_bytes == 0
+        elastic.unwrap(self.model)
+        assert not places._open
+        assert self.backend.created == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--examples", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--random", action="store_true", help="other examples each time")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+    sys.setswitchinterval(1e-4)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=args.examples,
+            stateful_step_count=args.steps,
+            deadline=None,
+            database=None,
+            derandomize=not args.random,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(dict(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Both real backends keep one contract."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from elastic import CapacityError, ConfigError
+from elastic.config import Place
+from elastic.memory.backend import PageBackend, runs
+from elastic.memory.faulty import CALLS, FaultyBackend
+from elastic.memory.memfd import MemfdBackend
+from elastic.memory.places import make_backend
+from elastic.memory.tensors import Span
+
+
+@pytest.fixture
+def backend(device: str) -> Iterator[PageBackend]:
+    made = make_backend(Place.parse(device))
+    yield made
+    made.close()
+
+
+def show(backend: PageBackend, address: int, pages: int) -> torch.Tensor:
+    span = Span(address, pages * backend.page_bytes, backend.device, lambda: None)
+    return span.tensor(torch.int64)
+
+
+def test_a_mapped_page_keeps_its_bytes_wherever_it_is_shown(backend: PageBackend) -> None:
+    size = 4 * backend.page_bytes
+    first, second = backend.reserve(size), backend.reserve(size)
+    backend.create([0, 1, 2])
+    backend.map(first, [0, 1])
+    show(backend, first, 2).fill_(7)
+    backend.map(second, [1, 0])
+    show(backend, second, 1).fill_(9)  # page 1, shown at two addresses
+    assert show(backend, first, 2).unique().tolist() == [7, 9]
+    backend.unmap(first, 2)
+    backend.map(first, [2])
+    assert show(backend, second, 2).unique().tolist() == [7, 9]
+    backend.unmap(first, 1)
+    backend.unmap(second, 2)
+    backend.destroy([0, 1, 2])
+    backend.unreserve(first, size)
+    backend.unreserve(second, size)
+    assert (backend.created, backend.mappings) == (0, 0)
+
+
+def test_part_of_a_mapping_can_be_unmapped(backend: PageBackend) -> None:
+    address = backend.reserve(8 * backend.page_bytes)
+    backend.create(range(8))
+    backend.map(address, range(8))
+    show(backend, address, 8).copy_(torch.arange(backend.page_bytes))
+    backend.unmap(address + 2 * backend.page_bytes, 3)
+    backend.map(address + 3 * backend.page_bytes, [3])
+    words = backend.page_bytes // 8
+    assert torch.equal(show(backend, address, 2).cpu(), torch.arange(2 * words))
+    assert show(backend, address + 3 * backend.page_bytes, 1)[0] == 3 * words
+    assert show(backend, address + 5 * backend.page_bytes, 3)[0] == 5 * words
+    for slot, count in [(5, 3), (3, 1), (0, 2)]:
+        backend.unmap(address + slot * backend.page_bytes, count)
+    assert backend.mappings == 0
+
+
+@pytest.mark.parametrize("size", [4095, 5000])
+def test_page_sizes_must_fit_the_system(size: int, device: str) -> None:
+    with pytest.raises(ConfigError, match=str(size)):
+        make_backend(Place(device, torch.device(device), page_bytes=size))
+
+
+def test_runs_of_pages() -> None:
+    assert runs([]) == []
+    assert runs([4, 5, 6, 9, 8]) == [(4, 3), (9, 1), (8, 1)]
+
+
+def test_destroying_a_page_releases_its_memory() -> None:
+    backend = MemfdBackend()
+    backend.create(range(64))
+    blocks = os.fstat(backend._file).st_blocks
+    backend.destroy(range(10, 64))
+    assert (blocks - os.fstat(backend._file).st_blocks) * 512 == 54 * backend.page_bytes
+    backend.close()
+
+
+def test_a_destroyed_page_comes_back_as_zeros() -> None:
+    backend = MemfdBackend()
+    address = backend.reserve(backend.page_bytes)
+    for _ in range(2):
+        backend.create([0])
+        backend.map(address, [0])
+        assert not show(backend, address, 1).any()
+        show(backend, address, 1).fill_(-1)
+        backend.unmap(address, 1)
+        backend.destroy([0])
+    backend.close()
+
+
+def test_running_out_of_mappings_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MemfdBackend()
+    backend._most_mappings = 3
+    address = backend.reserve(8 * backend.page_bytes)
+    backend.create(range(8))
+    with pytest.raises(CapacityError, match="larger page_bytes"):
+        backend.map(address, [0, 2, 4, 6])
+    backend.map(address, [0, 1, 2, 3])
+    assert backend.mappings == 1
+    backend.close()
+
+
+@pytest.mark.parametrize("readable_gaps", [False, True])
+def test_unmapped_addresses_fault_or_read_as_zero(readable_gaps: bool) -> None:
+    code = f"""
+        import ctypes
+        from elastic.memory.memfd import MemfdBackend
+        backend = MemfdBackend()
+        address = backend.reserve(4 * backend.page_bytes, readable_gaps={readable_gaps})
+        backend.create([0, 1])
+        backend.map(address, [0, 1], readable_gaps={readable_gaps})
+        ctypes.memset(address, 1, 2 * backend.page_bytes)
+        backend.unmap(address + backend.page_bytes, 1, readable_gaps={readable_gaps})
+        print(ctypes.c_ubyte.from_address(address).value, flush=True)
+        print(ctypes.c_ubyte.from_address(address + backend.page_bytes).value, flush=True)
+    """
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert child.stdout.split()[0] == "1"
+    if readable_gaps:
+        assert (child.returncode, child.stdout.split()) == (0, ["1", "0"])
+    else:
+        assert child.returncode == -11
+
+
+def test_the_faulty_backend_fails_the_chosen_call_and_no_other() -> None:
+    backend = FaultyBackend(MemfdBackend())
+    backend.fail("create", nth=2)
+    backend.create([0])
+    with pytest.raises(CapacityError, match="injected failure in create"):
+        backend.create([1])
+    assert backend.created == 1
+    backend.create([1])
+    with pytest.raises(ValueError, match="counted from 1"):
+        backend.fail("map", 0)
+    assert set(CALLS) == {"reserve", "unreserve", "create", "destroy", "map", "unmap"}
+    backend.close()
