@@ -12,7 +12,7 @@ def in_child(code: str, timeout: float = 60) -> str:
     setup = f"import faulthandler, sys; faulthandler.dump_traceback_later({timeout / 2}, exit=True)\n"
     setup += "sys.setswitchinterval(1e-6)\n"
     child = subprocess.run(
-        [sys.executable, "-c", setup + textwrap.dedent(code)],
+        [sys.executable, "-P", "-c", setup + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -190,7 +190,8 @@ class Machine(RuleBasedStateMachine):
         for view, copy in self.views:
             assert torch.equal(view, copy), "a view held outside has changed"
         for writer in self.writers:
-            assert writer.is_alive() and not writer.wrong, writer.wrong
+            assert not writer.wrong, writer.wrong
+            assert writer.is_alive()
 
     def teardown(self) -> None:
         if not hasattr(self, "rt"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -179,3 +180,24 @@ def test_bfloat16_stays_within_twice_the_plain_models_error(architecture: str, w
     out_step = model(step, attention_mask=mask, past_key_values=out.past_key_values).logits
     for ours, theirs, true in [(out.logits, plain.logits, exact), (out_step, plain_step, exact_step)]:
         assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
+
+
+def test_bfloat16_decoding_of_a_trained_model_stays_within_twice_the_plain_error(wrapped: Any, assets: Any) -> None:
+    model, tokenizer = assets
+    ids = tokenizer('import os\n\ndef read_file(path):\n    """Read a file."""\n' * 6, return_tensors="pt")["input_ids"]
+
+    def decode(model: Any) -> torch.Tensor:
+        out, logits = model(ids[:, :8]), []
+        for i in range(8, ids.shape[1]):
+            out = model(ids[:, i : i + 1], past_key_values=out.past_key_values)
+            logits.append(out.logits.double())
+        return torch.cat(logits, dim=1)
+
+    exact = decode(copy.deepcopy(model).double())
+    model.to(torch.bfloat16)
+    plain = decode(model)
+    wrapped(model)
+    ours = decode(model)
+    assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()
+    assert (ours - exact).square().mean() <= 4 * (plain - exact).square().mean()
+    print((ours - exact).square().mean().sqrt(), (plain - exact).square().mean().sqrt())

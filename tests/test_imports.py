@@ -60,7 +60,7 @@ def test_importing_elastic_imports_no_transformers_and_starts_nothing() -> None:
         print(sorted(heavy), threading.active_count(), torch.cuda.is_initialized())
     """
     code = "\n".join(line.strip() for line in code.splitlines())
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.split() == ["[]", "1", "False"]
 
 

@@ -252,7 +252,7 @@ def test_offloaded_models_are_refused_with_the_remedy() -> None:
     from accelerate import cpu_offload
 
     model = cpu_offload(build("llama-gqa"), execution_device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match="offloaded.*device_map"):
+    with pytest.raises(ConfigError, match=r"offloaded.*device_map"):
         elastic.wrap(model)
 
 

@@ -114,7 +114,7 @@ class EnterRoot(Hook):
     def __init__(self, root: nn.Module, gate: Gate, caches: Caches) -> None:
         self.gate = gate
         self._caches = caches
-        self._refuse = torch.compiler.disable(_refuse_compilation)
+        self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         self._names = list(inspect.signature(type(root).forward).parameters)[1:]
         self._flight = threading.local()  # .cache, .lengths: of the forward in flight, as they were before it
 

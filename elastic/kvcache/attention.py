@@ -1,8 +1,9 @@
-"""Attention for one new token with grouped query heads, packed so that each key head is read once.
+"""Attention for one new token, in which each key head is read once.
 
-Stock `sdpa` asks the kernel to group the heads itself, which on CPUs is four times slower at long contexts: the fast
-path there wants as many key heads as query heads. With one query token the heads of a group are simply the queries of
-one key head, so [batch, groups * n, 1, dim] is viewed as [batch, groups, n, dim] and no key is copied.
+With one query token the query heads of a group are simply several queries of one key head, so no key is repeated:
+[batch, groups * n, 1, dim] is viewed as [batch, groups, n, dim]. On CPUs the stock kernel reads grouped keys four times
+as slowly at long contexts, and keys in bfloat16 without native instructions four times again; there two batched
+matrix products with a softmax in float32 between them are the fastest (benchmarks/decode.py).
 """
 
 from __future__ import annotations
@@ -31,17 +32,39 @@ def elastic_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Same contract as Hugging Face's `sdpa`: query [batch, heads, q, dim], key and value [batch, kv_heads, k, dim];
-    returns [batch, q, heads, dim]. Anything but one query token over grouped heads goes to the stock function."""
-    groups = key.shape[1]
-    if query.shape[1] == groups or query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs):
+    returns [batch, q, heads, dim]. Anything but one query token goes to the stock function."""
+    if query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs):
         out, weights = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, weights
     batch, heads, _, dim = query.shape
-    packed = query.reshape(batch, groups, heads // groups, dim)
-    out = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    packed = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+    if query.device.type == "cpu" and _rows_merge(key) and _rows_merge(value):
+        out = _matmul_attention(packed, key, value, attention_mask, scaling or dim**-0.5)
+    else:
+        out = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+def _matmul_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Query [batch, groups, n, dim], key and value [batch, groups, k, dim], mask [batch, 1, 1, k] or [1, 1, 1, k]."""
+    batch, groups, n, _ = query.shape
+    by_key = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).transpose(1, 2))  # the faster order for strided keys
+    scores = by_key.transpose(1, 2).contiguous().float() * scaling
+    if mask is not None:
+        scores = scores.view(batch, groups, n, -1)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores.flatten(0, 1)
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    return torch.bmm(weights, value.flatten(0, 1)).view(batch, groups, n, -1)
+
+
+def _rows_merge(states: torch.Tensor) -> bool:
+    """Whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
+    return states.shape[0] == 1 or states.stride(0) == states.shape[1] * states.stride(1)
 
 
 def _plain(mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:

@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 OWNER = "kv"
 RETAINED = "retained"
 IDLE_SHARE = 0.25
-READY_SHARE = 1 / 64
+READY_SHARE = 1 / 32
 
 
 class KVPool:
     """Stores of one instance on one place. Thread-safe, under the lock that all tenants of a page pool share.
 
     `idle_share` is the watermark: the share of the limit that stores without a cache may keep mapped for the next one.
-    `ready_share` bounds the pages that are created in the background before a cache asks for them.
+    `ready_share` bounds the pages created in the background before a cache asks for them: a share of those in use.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class KVPool:
     def _create_ahead(self, store: Store) -> None:
         """Have one page for each row of such a store ready: what it asks for when it next grows."""
         next_growth = sum(geometry.rows for geometry in store.geometries)
-        self.pool.ready_pages = min(next_growth, int(self.limit * self.ready_share))
+        self.pool.ready_pages = min(next_growth, int(self._used() * self.ready_share))
 
     def _fit(self) -> None:
         """Bring what is mapped under the limit, and what is idle under the watermark, as far as that can be done."""

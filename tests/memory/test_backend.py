@@ -127,7 +127,9 @@ def test_unmapped_addresses_fault_or_read_as_zero(readable_gaps: bool) -> None:
         print(ctypes.c_ubyte.from_address(address).value, flush=True)
         print(ctypes.c_ubyte.from_address(address + backend.page_bytes).value, flush=True)
     """
-    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
     assert child.stdout.split()[0] == "1"
     if readable_gaps:
         assert (child.returncode, child.stdout.split()) == (0, ["1", "0"])

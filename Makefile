@@ -1,0 +1,39 @@
+# make demo    set up and see it work
+# make test    set up and check everything (what CI runs)
+# make long    the checks that take minutes
+# make bench   the benchmarks, into benchmarks/results/
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MACHINE ?= cpu-2core
+SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
+
+.PHONY: demo test long bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/elastic demo
+
+test: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q
+
+long: $(VENV)/installed
+	$(BIN)/pytest -q -m long
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/run_all.py --machine $(MACHINE)
+
+$(VENV)/dependencies: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt ".[dev]"
+	touch $@
+
+$(VENV)/installed: $(VENV)/dependencies $(SOURCES)
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --force-reinstall .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,129 @@
+"""What the benchmarks share: paired timing, ratios with their spread, a table, one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SEED = 0
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    options = parser.parse_args()
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    return options
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures belong to."""
+    on_gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seed": SEED,
+    }
+
+
+def llama(heads_kv: int, dtype: torch.dtype, device: str, *, quick: bool = False) -> LlamaForCausalLM:
+    """A random Llama of about 130M parameters: 12 layers, d = 768, 12 heads of 64."""
+    config = LlamaConfig(
+        vocab_size=1000 if quick else 32000,
+        hidden_size=768,
+        intermediate_size=256 if quick else 2048,
+        num_hidden_layers=2 if quick else 12,
+        num_attention_heads=12,
+        num_key_value_heads=heads_kv,
+        max_position_embeddings=16384,
+    )
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
+
+
+def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Another model object over the same weights."""
+    with torch.device("meta"):
+        other = LlamaForCausalLM(model.config)
+    other.load_state_dict(model.state_dict(), assign=True)
+    other.model.rotary_emb = model.model.rotary_emb
+    other.config = type(model.config)(**model.config.to_dict())
+    other.config._attn_implementation = model.config._attn_implementation
+    for module in other.modules():
+        if hasattr(module, "config"):
+            module.config = other.config
+    return other.eval().requires_grad_(False)
+
+
+def seconds(work: Callable[[], Any], device: str) -> float:
+    """Wall time of one call, kernels included."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def paired(works: dict[str, Callable[[], Any]], device: str, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of each work in each round; within a round the order is shuffled."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for round_ in range(warmup + rounds):
+        for name in random.sample(list(works), len(works)):
+            took = seconds(works[name], device)
+            if round_ >= warmup:
+                times[name].append(took)
+    return times
+
+
+def ratio(above: Sequence[float], below: Sequence[float], resamples: int = 2000) -> dict[str, float]:
+    """The median of paired ratios, with a 95 % bootstrap interval."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    generator = random.Random(SEED)
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples))
+    return {
+        "median": statistics.median(ratios),
+        "low": medians[int(0.025 * resamples)],
+        "high": medians[int(0.975 * resamples)],
+    }
+
+
+def show(ratio_: dict[str, float]) -> str:
+    return f"{ratio_['median']:.2f} [{ratio_['low']:.2f}, {ratio_['high']:.2f}]"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def finish(name: str, device: str, results: Any) -> None:
+    """The last line: one JSON document."""
+    print(json.dumps({"benchmark": name, "machine": machine(device), "results": results}), flush=True)
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()

@@ -1,0 +1,33 @@
+"""`elastic generate`: a wrapped model in its plain use."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+import elastic
+from elastic.cli.loading import load
+from elastic.config import Place
+
+
+def generate(options: Namespace) -> int:
+    """Stream the continuation of a prompt to standard output."""
+    from transformers import TextStreamer
+
+    place = Place.parse(options.place or "cpu")
+    loaded = load(options.model, options.prompt, options.max_new_tokens, place.device)
+    elastic.wrap(loaded.model, places=[place])
+    try:
+        torch.manual_seed(options.seed)
+        print(options.prompt, end="", flush=True)
+        loaded.model.generate(
+            **loaded.inputs,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=True,
+            temperature=0.7,
+            streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+    finally:
+        elastic.unwrap(loaded.model)
+    return 0

@@ -1,0 +1,61 @@
+"""The command `elastic`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from elastic import __version__
+from elastic.assets import MODEL_DIR
+from elastic.errors import ElasticError
+
+USER_ERROR = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="elastic", description="A language model that changes shape while it serves.")
+    root.add_argument("--version", action="version", version=f"elastic {__version__}")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="resize the KV cache under a running generation, and watch")
+    _add_common(demo, prompt="class Stack:\n", tokens=400)
+    demo.add_argument(
+        "--pages", default="4KiB", metavar="SIZE", help="page size (default 4KiB: the demo model is tiny)"
+    )
+    generate = commands.add_parser("generate", help="generate text with a wrapped model")
+    _add_common(generate, prompt=None, tokens=128)
+    return root
+
+
+def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens: int) -> None:
+    command.add_argument(
+        "--model", default=str(MODEL_DIR), metavar="PATH", help="model directory (default: the small one inside)"
+    )
+    command.add_argument("--prompt", default=prompt, required=prompt is None, metavar="TEXT")
+    command.add_argument("--max-new-tokens", type=int, default=tokens, metavar="N")
+    command.add_argument(
+        "--place", default=None, metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB"
+    )
+    command.add_argument("--seed", type=int, default=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, or 2 after one line about what the caller must change."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.command == "demo":
+            from elastic.cli.demo import demo
+
+            return demo(options)
+        from elastic.cli.generate import generate
+
+        return generate(options)
+    except ElasticError as error:
+        print(f"elastic {options.command}: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What the terminal shows: text, pages by owner, actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic.types import Event, KVStatus, PlaceStatus, Status
+
+
+def mib(nbytes: int) -> str:
+    """Bytes as text, in MiB."""
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+def screen(text: str, status: Status, events: Sequence[Event], *, lines: int = 12) -> RenderableType:
+    """One frame: the text so far, the ledger of each place, the last actions."""
+    tail = "\n".join(text.splitlines()[-lines:])
+    pages = [pages_by_owner(place, kv) for place, kv in zip(status.places, status.kv, strict=True)]
+    return Group(Panel(Text(tail), title="text", height=lines + 2), *pages, actions(events))
+
+
+def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
+    """Bars for weights, KV in its parts, and free memory; they sum to the budget."""
+    weights = sum(size for owner, size in place.owners.items() if owner.startswith(("layer:", "fixed:")))
+    rows = {
+        "weights": weights,
+        "KV used": kv.used_bytes,
+        "KV idle": kv.idle_bytes,
+        "retained": kv.retained_bytes,
+        "free, created": place.parked_bytes,
+        "free, not created": place.free_bytes - place.parked_bytes,
+    }
+    table = Table.grid(padding=(0, 1))
+    for name, size in rows.items():
+        bar = ProgressBar(total=max(1, place.budget_bytes), completed=size, width=40)
+        table.add_row(name, bar, f"{size // place.page_bytes:,} pages", mib(size))
+    limit = f"KV limit {mib(kv.limit_bytes)} of {mib(kv.maximum_bytes)}, revision {kv.revision}"
+    return Panel(
+        table, title=f"{place.name}: {mib(place.budget_bytes)} in pages of {place.page_bytes:,}", subtitle=limit
+    )
+
+
+def actions(events: Sequence[Event], *, last: int = 6) -> Table:
+    """The last events, with what they cost."""
+    table = Table(title="actions", expand=True)
+    for column in ("action", "why", "outcome", "given back", "wait ms", "pause ms"):
+        table.add_column(column)
+    for event in events[-last:]:
+        table.add_row(
+            f"KV limit {mib(event.action.limit_bytes)}",
+            event.why,
+            event.outcome,
+            mib(event.released_bytes),
+            f"{event.wait_ms:.3f}",
+            f"{event.pause_ms:.3f}",
+        )
+    return table
