@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -82,7 +82,10 @@ def _show(loaded: Loaded, runtime: elastic.Runtime, options: Namespace, console:
             if count % PIECES_BETWEEN_ACTIONS == PIECES_BETWEEN_ACTIONS - 1:
                 runtime.kv.resize(next(sizes))
             live.update(screen(text, runtime.status(), runtime.events()), refresh=True)
-        return _result(writing)
+        tokens = writing.result()
+    if not console.is_terminal:
+        console.print()
+    return tokens
 
 
 def _write_to_end(loaded: Loaded, options: Namespace, streamer: Any) -> torch.Tensor:
@@ -99,10 +102,6 @@ def _limits(runtime: elastic.Runtime) -> Iterator[int]:
         yield runtime.kv.used_bytes // 2
         yield 0
         yield runtime.kv.maximum_bytes
-
-
-def _result(writing: Future[torch.Tensor]) -> torch.Tensor:
-    return writing.result()
 
 
 def _yes(fact: bool) -> str:

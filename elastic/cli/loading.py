@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ConfigError
+from elastic.memory.cuda import require_cuda
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ def load(path: str, prompt: str, max_new_tokens: int, device: torch.device) -> L
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    if device.type == "cuda":
+        require_cuda(device)
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"--model {path}: no model there (a directory with config.json and weights is needed)")
     if not prompt.strip():

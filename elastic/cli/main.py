@@ -11,6 +11,7 @@ from elastic.assets import MODEL_DIR
 from elastic.errors import ElasticError
 
 USER_ERROR = 2
+DEMO_PROMPT = 'def read_file(path):\n    """Read'
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"elastic {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="resize the KV cache under a running generation, and watch")
-    _add_common(demo, prompt="class Stack:\n", tokens=400)
+    _add_common(demo, prompt=DEMO_PROMPT, tokens=400)
     demo.add_argument(
         "--pages", default="4KiB", metavar="SIZE", help="page size (default 4KiB: the demo model is tiny)"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
@@ -32,9 +31,8 @@ class ResizeMechanism:
         return PlanStep(action, status, moved_bytes=0, released_pages=released, transient_pages=0, pause_ms=0.0)
 
     def prepare(self, action: ResizeKV) -> PreparedResize:
-        """Check; find caches that nobody can reach any more if the limit would otherwise have to wait for them."""
-        if self.foresee(action).status == "deferred":
-            gc.collect()
+        """Check that the action can be done; a limit needs no preparation beyond that."""
+        self.foresee(action)
         return PreparedResize(action, self._pool(action).status().limit_bytes)
 
     def commit(self, prepared: PreparedResize) -> Resize:

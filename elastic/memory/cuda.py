@@ -26,6 +26,14 @@ def _driver() -> Any:
     return driver
 
 
+def require_cuda(device: torch.device) -> None:
+    """Raise an error that says what is missing before torch does."""
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(f"place {device}: this torch sees no CUDA device; use a 'cpu' place")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"place {device}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+
+
 class CudaBackend:
     """`PageBackend` on `cuMemCreate`, `cuMemAddressReserve` and `cuMemMap`.
 
@@ -36,11 +44,8 @@ class CudaBackend:
     def __init__(
         self, device: torch.device, page_bytes: int | None = None, *, shareable: bool = False, peers: Sequence[int] = ()
     ) -> None:
-        if not torch.cuda.is_available():
-            raise BackendUnavailable(f"place {device}: this torch sees no CUDA device; use a 'cpu' place")
+        require_cuda(device)
         index = device.index or 0
-        if index >= torch.cuda.device_count():
-            raise ConfigError(f"place {device}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
         self.device = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._cu = _driver()

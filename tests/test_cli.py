@@ -1,0 +1,70 @@
+"""The commands: what a stranger sees, and one clear line with exit code 2 for what they must change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic import __version__
+from elastic.cli.main import main
+
+
+def test_the_demo_writes_the_plain_models_text_while_pages_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--max-new-tokens", "90"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens equal to the plain model's: yes; after unwrap too: yes; ledger: recounted, right" in out
+    for word in ("KV used", "free, not created", "deferred", "applied", "pause ms"):
+        assert word in out
+
+
+def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "import os\n", "--max-new-tokens", "12", "--seed", "3"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("import os\n")
+    assert len(first) > len("import os\n")
+    assert main(["generate", "--prompt", "import os\n", "--max-new-tokens", "12", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--model", "/nowhere"], "--model /nowhere: no model there"),
+        (["--prompt", "  "], "--prompt '  ' is empty"),
+        (["--place", "cpu=1MiB"], "place cpu has too few free pages"),
+        (["--place", "cpu=lots"], "budget of place cpu='lots' is not a size"),
+        (["--place", "gpu"], "'gpu' is not a place"),
+        (["--place", "cuda:99"], "cuda:99"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
+        (["--max-new-tokens", "5000"], "more than the 1024"),
+        (["--prompt", "x " * 2000], "more than the 1024"),
+    ],
+)
+@pytest.mark.parametrize("command", ["demo", "generate"])
+def test_what_the_caller_must_change(
+    command: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = [] if "--prompt" in arguments or command == "demo" else ["--prompt", "import os"]
+    assert main([command, *prompt, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.startswith(f"elastic {command}: ")
+    assert error.count("\n") == 1
+
+
+def test_a_damaged_model_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.startswith(f"elastic generate: --model {tmp_path} cannot be loaded")
+
+
+def test_the_demo_needs_a_page_size_that_the_system_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--pages", "5000"]) == 2
+    assert "page_bytes=5000" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert __version__ in capsys.readouterr().out
