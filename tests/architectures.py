@@ -69,7 +69,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Any:
     """A model in evaluation mode, the same for the same arguments."""
     torch.manual_seed(seed)
     config = CONFIGS[name]()
@@ -78,10 +78,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
-    return model.requires_grad_(False)
+    return model.requires_grad_(False).to(device)
 
 
-def prompt(batch: int = 1, length: int = 24, seed: int = 1) -> dict[str, torch.Tensor]:
+def prompt(batch: int = 1, length: int = 24, seed: int = 1, device: Any = "cpu") -> dict[str, torch.Tensor]:
     """Token ids and mask, [batch, length]; all rows but the last are padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (batch, length), generator=generator)
@@ -89,4 +89,4 @@ def prompt(batch: int = 1, length: int = 24, seed: int = 1) -> dict[str, torch.T
     for row in range(batch - 1):
         mask[row, : 3 * (row + 1)] = 0
         ids[row, : 3 * (row + 1)] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}

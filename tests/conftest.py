@@ -33,14 +33,21 @@ def nothing_left_behind() -> Iterator[None]:
     assert not places._open, f"places still open: {list(places._open)}"
 
 
+def small_places(device: torch.device) -> list[elastic.Place]:
+    """Memory for a tiny model. On CUDA two places on the one device; the KV cache goes to the first."""
+    if device.type == "cpu":
+        return [elastic.Place("cpu", device, 64 << 20, page_bytes=4096)]
+    return [elastic.Place(f"{device}#{label}", device, 1 << 30) for label in "ab"]
+
+
 @pytest.fixture
 def wrapped() -> Iterator[Any]:
     """wrap(model, **options), unwrapped when the test ends."""
     models: list[Any] = []
 
     def wrap(model: Any, places: Any = None, **options: Any) -> Any:
-        places = places or elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)
-        models.append(elastic.wrap(model, places=places, **options))
+        device = next(model.parameters()).device
+        models.append(elastic.wrap(model, places=places or small_places(device), **options))
         return model
 
     yield wrap

@@ -25,20 +25,19 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import elastic
 from elastic.memory import places
 from elastic.memory.faulty import FaultyBackend
-from elastic.memory.memfd import MemfdBackend
 
-PAGE = 4096
-BUDGET = 4 << 20
+PLACES = {
+    "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
+    "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
+}
+LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 done: Counter[str] = Counter()
 
 
-def faulty_backend(place: elastic.Place) -> Any:
-    return FaultyBackend(MemfdBackend(place.page_bytes))
-
-
-places.make_backend = faulty_backend
+make_backend = places.make_backend
+places.make_backend = lambda place: FaultyBackend(make_backend(place))
 
 
 class Plain:
@@ -49,8 +48,9 @@ class Plain:
     @classmethod
     def get(cls, name: str) -> tuple[Any, list[torch.Tensor]]:
         if name not in cls.known:
-            model = build(name)
-            cls.known[name] = model, [model.generate(prompt, **OPTIONS) for prompt in PROMPTS]
+            model = build(name, device=Machine.device)
+            prompts = [prompt.to(Machine.device) for prompt in PROMPTS]
+            cls.known[name] = model, [model.generate(prompt, **OPTIONS) for prompt in prompts]
         return cls.known[name]
 
 
@@ -81,7 +81,7 @@ class Writer(threading.Thread):
             started, faults = Started(self.machine), self.machine.faults_armed
             try:
                 out = self.machine.model.generate(
-                    PROMPTS[self.index], logits_processor=LogitsProcessorList([started]), **OPTIONS
+                    PROMPTS[self.index].to(Machine.device), logits_processor=LogitsProcessorList([started]), **OPTIONS
                 )
             except elastic.CapacityError as error:
                 done["refused"] += 1
@@ -98,20 +98,19 @@ class Writer(threading.Thread):
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(
-        name=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2"]),
-        layout=st.sampled_from(["head_major", "batch_major", "token_major"]),
-    )
-    def begin(self, name: str, layout: str) -> None:
+    device = "cpu"
+
+    @initialize(name=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2"]), data=st.data())
+    def begin(self, name: str, data: st.DataObject) -> None:
+        layout = data.draw(st.sampled_from(LAYOUTS[self.device]))
         self.model, self.expected = Plain.get(name)
         self.stop = threading.Event()
         self.tokens = threading.Semaphore(0)  # one for each token written
         self.faults_armed, self.fault_pending = 0, False
         self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        place = elastic.Place("cpu", torch.device("cpu"), BUDGET, page_bytes=PAGE)
-        elastic.wrap(self.model, places=place, kv_layout=layout)
+        elastic.wrap(self.model, places=PLACES[self.device], kv_layout=layout)
         self.rt = self.model.elastic
-        self.backend: Any = places._open["cpu"][0].backend
+        self.backend: Any = self.rt.kv.memory.pools[0].pool.backend
         self.writers = [Writer(self, i) for i in range(2)]
         for writer in self.writers:
             writer.start()
@@ -153,7 +152,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def hold_a_view(self) -> None:
         try:
-            keys = self.model(PROMPTS[0][:1]).past_key_values.layers[0].keys
+            keys = self.model(PROMPTS[0].to(self.device)).past_key_values.layers[0].keys
         except elastic.CapacityError:
             return
         self.views.append((keys, keys.clone()))
@@ -171,7 +170,7 @@ class Machine(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def dry_run(self, share: float) -> None:
         before = self.rt.status().kv[0].limit_bytes
-        self.rt.plan(elastic.ResizeKV("cpu", int(self.rt.kv.maximum_bytes * share)))
+        self.rt.plan(elastic.ResizeKV(PLACES[self.device][0].name, int(self.rt.kv.maximum_bytes * share)))
         assert self.rt.status().kv[0].limit_bytes == before
 
     @invariant()
@@ -204,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         self.views.clear()
         self.rt.kv.resize(self.rt.kv.maximum_bytes)
         for prompt, tokens in zip(PROMPTS, self.expected, strict=True):
-            assert torch.equal(self.model.generate(prompt, **OPTIONS), tokens)
+            assert torch.equal(self.model.generate(prompt.to(self.device), **OPTIONS), tokens)
         self.rt.check()
         assert self.rt.kv.used_bytes == 0
         elastic.unwrap(self.model)
@@ -216,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--examples", type=int, default=6)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--device", default="cpu", choices=list(PLACES))
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--random", action="store_true", help="other examples each time")
     args = parser.parse_args()
@@ -223,6 +223,7 @@ def main() -> None:
     sys.setswitchinterval(1e-4)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    Machine.device = args.device
     run_state_machine_as_test(
         Machine,
         settings=settings(
