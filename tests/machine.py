@@ -79,6 +79,7 @@ class Writer(threading.Thread):
         torch.set_grad_enabled(False)
         while not self.machine.stop.is_set():
             started, faults = Started(self.machine), self.machine.faults_armed
+            pending = self.machine.fault_pending
             try:
                 out = self.machine.model.generate(
                     PROMPTS[self.index].to(Machine.device), logits_processor=LogitsProcessorList([started]), **OPTIONS
@@ -86,7 +87,7 @@ class Writer(threading.Thread):
             except elastic.CapacityError as error:
                 done["refused"] += 1
                 self.machine.tokens.release()
-                if started.steps and faults == self.machine.faults_armed and not self.machine.fault_pending:
+                if started.steps and faults == self.machine.faults_armed and not pending:
                     self.wrong.append(f"a running generation was lost after {started.steps} tokens: {error}")
             except BaseException as error:
                 self.wrong.append(repr(error))

@@ -138,7 +138,7 @@ def test_a_streamer_may_resize_and_wait(wrapped: Any, assets: Any) -> None:
 
         def put(self, value: torch.Tensor) -> None:
             Resizer.turn += 1
-            rt.kv.resize(0 if Resizer.turn % 2 else rt.kv.maximum_bytes)
+            rt.kv.resize(rt.kv.maximum_bytes if Resizer.turn % 2 else 0)
 
         def end(self) -> None: ...
 

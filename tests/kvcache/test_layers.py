@@ -52,13 +52,19 @@ class LayerMachine(RuleBasedStateMachine):
         self.twin: Any
         self.layer: ElasticLayer
         if self.sliding:
-            self.layer, self.twin = ElasticSlidingLayer(self.memory, WINDOW), DynamicSlidingWindowLayer(WINDOW)
-            self.layer.activate_past_recording()
-            self.twin.activate_past_recording()
+            self.layer = ElasticSlidingLayer(self.memory, WINDOW, record_past=True)
         else:
-            self.layer, self.twin = ElasticLayer(self.memory), DynamicLayer()
+            self.layer = ElasticLayer(self.memory)
+        self.twin = self.new_twin()
         self.batch = 2
         self.recent = 0
+
+    def new_twin(self) -> Any:
+        if not self.sliding:
+            return DynamicLayer()
+        twin = DynamicSlidingWindowLayer(WINDOW)
+        twin.activate_past_recording()
+        return twin
 
     @rule(tokens=st.integers(1, 23))
     def append(self, tokens: int) -> None:
@@ -117,7 +123,7 @@ class LayerMachine(RuleBasedStateMachine):
     @rule(batch=st.integers(1, 3))
     def reset(self, batch: int) -> None:
         self.layer.reset()
-        self.twin.reset()
+        self.twin = self.new_twin()
         self.batch = batch
 
     @rule()
