@@ -1,10 +1,13 @@
-"""Running code that may hang or crash where it can do no harm."""
+"""Running code that may hang or crash where it can do no harm, and waiting for background work."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import textwrap
+import threading
+
+from elastic.memory.janitor import janitor
 
 
 def in_child(code: str, timeout: float = 60) -> str:
@@ -20,3 +23,10 @@ def in_child(code: str, timeout: float = 60) -> str:
     )
     assert child.returncode == 0, child.stderr
     return child.stdout
+
+
+def wait_for_the_janitor() -> None:
+    """Return when all that was left for the background thread until now is done."""
+    done = threading.Event()
+    janitor.put(done.set)
+    assert done.wait(timeout=60)

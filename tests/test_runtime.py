@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompt
-from children import in_child
+from children import in_child, wait_for_the_janitor
 from transformers import TextStreamer
 
 import elastic
@@ -33,6 +33,7 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(wrapped: Any) -> None
     model = wrapped(build("llama-gqa"))
     rt = model.elastic
     model.generate(**prompt(), max_new_tokens=4, pad_token_id=0)
+    wait_for_the_janitor()
     before = rt.status()
     idle = before.kv[0].idle_bytes
     assert idle

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as t
 from architectures import CONFIGS, build, prompt
+from children import wait_for_the_janitor
 from torch import nn
 
 import elastic
@@ -125,13 +126,7 @@ def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
     del model
     gc.collect()
     assert gone() is None
-    import threading
-
-    from elastic.memory.janitor import janitor
-
-    done = threading.Event()
-    janitor.put(done.set)
-    assert done.wait(60)
+    wait_for_the_janitor()
     assert "cpu" not in places._open
     assert pool.backend.created == 0
 

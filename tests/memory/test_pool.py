@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
 import torch
+from children import wait_for_the_janitor
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -209,9 +209,7 @@ def test_pages_are_created_ahead_in_the_background() -> None:
     pool = PagePool("cpu#test", MemfdBackend(PAGE), BUDGET * PAGE, ready_pages=5)
     janitor.start()
     pages = pool.take("kv", 1)
-    done = threading.Event()
-    janitor.put(done.set)
-    assert done.wait(timeout=60)
+    wait_for_the_janitor()
     assert pool.parked_pages == 5
     pool.give_back(pages)
     pool.close()
