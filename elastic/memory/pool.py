@@ -112,8 +112,8 @@ class PagePool:
             self._require_open()
             if count > self.free_pages:
                 raise self._short(owner, count)
+            self._destroy_parked(keep=self.free_pages - count)
             self._charged[owner] += count
-        self.trim(keep=self.free_pages)
 
     def discharge(self, owner: str, nbytes: int) -> None:
         """Undo `charge`."""
@@ -124,17 +124,10 @@ class PagePool:
     def trim(self, keep: int = 0) -> int:
         """Give all parked pages but `keep` back to the system, highest ids first; returns the bytes released."""
         with self._lock:
-            surplus = sorted(self._parked)[keep:]
-            if surplus:
-                self.backend.destroy(surplus)
-                gone = set(surplus)
-                self._parked = [page for page in self._parked if page not in gone]
-                heapq.heapify(self._parked)
-                for page in surplus:
-                    heapq.heappush(self._absent, page)
+            count = self._destroy_parked(keep)
             if self._closed and not self._owner:
                 self.backend.close()
-        return len(surplus) * self.page_bytes
+        return count * self.page_bytes
 
     def replenish(self) -> None:
         """Create pages until `ready_pages` are parked, as far as the budget allows."""
@@ -204,6 +197,17 @@ class PagePool:
             missing = count - self.free_pages
             if missing > 0:
                 reclaimer(missing)
+
+    def _destroy_parked(self, keep: int) -> int:
+        surplus = sorted(self._parked)[keep:]
+        if surplus:
+            self.backend.destroy(surplus)
+            gone = set(surplus)
+            self._parked = [page for page in self._parked if page not in gone]
+            heapq.heapify(self._parked)
+            for page in surplus:
+                heapq.heappush(self._absent, page)
+        return len(surplus)
 
     def _assign(self, pages: Sequence[int], owner: str) -> None:
         self._owner.update(dict.fromkeys(pages, owner))
