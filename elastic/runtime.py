@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from elastic.config import parse_bytes
 from elastic.errors import StateError
 from elastic.hooks.gate import Gate
-from elastic.kvcache.resize import PreparedResize, ResizeMechanism
 from elastic.memory.pool import PagePool
 from elastic.types import Action, Event, KVStatus, PlanStep, Resize, ResizeKV, Status
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
+    from elastic.kvcache.resize import PreparedResize, ResizeMechanism
 
 EVENTS_KEPT = 1000
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -49,7 +49,7 @@ class Runtime:
         self._gate = gate
         self._places = tuple(places)
         self._residencies = residencies
-        self._mechanism = ResizeMechanism(memory.pools)
+        self._mechanism = _mechanism(memory)
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._event_ids = itertools.count()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -175,8 +175,8 @@ class Runtime:
             for action in job.actions:
                 self._record(action, job.why, timing, False, str(error), 0)
             raise
-        for action, result in zip(job.actions, results, strict=True):
-            self._record(action, job.why, timing, True, result.status, result.released_bytes)
+        for action, result, moved in zip(job.actions, results, (p.moved_bytes for p in prepared), strict=True):
+            self._record(action, job.why, timing, True, result.status, result.released_bytes, moved)
         return results
 
     def _commit(self, prepared: Sequence[PreparedResize]) -> tuple[Resize, ...]:
@@ -191,13 +191,15 @@ class Runtime:
             raise
         return tuple(self._mechanism.commit(one) for one in prepared)
 
-    def _record(self, action: Action, why: str, timing: Timing, ok: bool, outcome: str, released: int) -> None:
+    def _record(
+        self, action: Action, why: str, timing: Timing, ok: bool, outcome: str, released: int, moved: int = 0
+    ) -> None:
         event = Event(
             id=next(self._event_ids),
             action=action,
             when_s=time.time(),
             why=why,
-            moved_bytes=0,
+            moved_bytes=moved,
             released_bytes=released,
             prepare_ms=timing.prepare_ms,
             wait_ms=timing.wait_ms,
@@ -326,6 +328,12 @@ def _total(results: Sequence[Resize]) -> Resize:
         released_bytes=sum(r.released_bytes for r in results),
         revision=max(r.revision for r in results),
     )
+
+
+def _mechanism(memory: KVMemory) -> ResizeMechanism:
+    from elastic.kvcache.resize import ResizeMechanism  # needs transformers, which `import elastic` does not
+
+    return ResizeMechanism(memory)
 
 
 def _nothing() -> None:

@@ -61,7 +61,7 @@ class Event:
     """Seconds since the epoch."""
     why: str
     moved_bytes: int
-    """Bytes copied from one residency to another; 0 for a resize, which only maps pages."""
+    """Bytes copied: for a resize, caches at rest that went to host memory."""
     released_bytes: int
     prepare_ms: float
     wait_ms: float

@@ -182,7 +182,8 @@ def _kv_memory(
     for pool in pools:
         device = pool.backend.device
         if device in needed and device not in kv_pools:
-            kv_pool = KVPool(pool, pool.free_pages * pool.page_bytes)
+            maximum = pool.free_pages * pool.page_bytes
+            kv_pool = KVPool(pool, maximum, host_offload=device.type == "cuda")
             stack.callback(kv_pool.close)
             kv_pools[device] = kv_pool, layouts[device]
     memory = KVMemory(kv_pools, getattr(decoder.config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN)

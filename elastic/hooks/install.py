@@ -42,6 +42,10 @@ class Caches(Protocol):
         """Give an empty stock cache elastic layers; leave any other alone."""
         ...
 
+    def begin_forward(self, cache: Any) -> None:
+        """A forward pass of this thread uses the cache now."""
+        ...
+
     def layers(self, cache: Any) -> Sequence[Layer]:
         """The elastic layers of any cache."""
         ...
@@ -130,7 +134,8 @@ class EnterRoot(Hook):
                 changed = self._with("past_key_values", cache, args, kwargs)
         elif not _records_gradients(module):
             self._caches.adopt(cache)
-        if outermost:
+        if outermost and cache is not None:
+            self._caches.begin_forward(cache)
             self._flight.cache = cache
             self._flight.lengths = {id(layer): layer.get_seq_length() for layer in self._caches.layers(cache)}
         return changed

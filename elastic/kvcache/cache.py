@@ -29,6 +29,10 @@ class Caches:
         if can_adopt(cache) and not self._memory.closed:
             adopt(cache, self._memory)
 
+    def begin_forward(self, cache: Any) -> None:
+        """A forward pass of this thread uses the cache now."""
+        self._memory.begin_forward(cache)
+
     def layers(self, cache: Any) -> list[ElasticLayer]:
         """The elastic layers of any cache, or of what is none."""
         return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer)]

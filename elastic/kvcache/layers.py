@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +17,27 @@ from elastic.kvcache.store import Store
 class LayerMemory(Protocol):
     """Where a cache layer gets its memory from."""
 
-    def lease(
-        self, shape_k: torch.Size, shape_v: torch.Size, like: torch.Tensor, tokens: int, user: ElasticLayer
-    ) -> Lease:
-        """A store for keys and values of these shapes with the dtype and device of `like`."""
+    def lease(self, keys: torch.Size, values: torch.Size, tokens: int, user: ElasticLayer) -> Lease:
+        """A store for keys and values of these shapes, for a layer that knows its dtype and device."""
         ...
+
+    def tick(self) -> int:
+        """A number above all earlier ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """What a layer held at one moment, in host memory."""
+
+    layer: ElasticLayer
+    stamp: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
 
 class Lease:
@@ -73,21 +90,27 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._lease: Lease | None = None
         self._first = self._length = 0  # tokens [first, length) are held
         self._origin = 0  # the token at the beginning of the store
+        self._host: HostCopy | None = None  # set while the contents wait in host memory
+        self.born: int | None = None
+        """The KV limit's revision when what is held was begun: what a later shrink must not forbid."""
+        self.stamp = 0
+        """When the contents changed last, on the clock of the memory."""
         self.is_initialized = False
-        self.dtype: torch.dtype | None = None
-        self.device: torch.device | None = None
+        self.dtype: torch.dtype
+        self.device: torch.device
 
     @property
     def keys(self) -> torch.Tensor | None:
-        return self._held()[0] if self._lease else None
+        return self._held()[0] if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:
-        return self._held()[1] if self._lease else None
+        return self._held()[1] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._lease = self._memory.lease(key_states.shape, value_states.shape, key_states, key_states.shape[2], self)
+        self.born = None
+        self._lease = self._memory.lease(key_states.shape, value_states.shape, key_states.shape[2], self)
         self.is_initialized = True
 
     def update(
@@ -104,15 +127,15 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self._fit_to(key_states, value_states)
         stop = self._length + key_states.shape[2]
-        if self._lease is None or stop - self._origin > self._lease.max_tokens:
+        if stop - self._origin > self._resident().max_tokens:
             self._move(stop)
-        assert self._lease is not None
         read = self._visible_from()
-        views = self._lease.write(
+        views = self._resident().write(
             key_states, value_states, self._keep_from(read) - self._origin, read - self._origin, stop - self._origin
         )
         self._length = stop
         self._first = self._keep_from(read)
+        self.stamp = self._memory.tick()
         return views
 
     def get_seq_length(self) -> int:
@@ -134,9 +157,11 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def rewind(self, length: int) -> None:
         """Hold `length` tokens again, no more than now."""
-        if self._lease is not None and length < self._length:
+        if length < self._length:
+            lease = self._resident()
             self._length = length
-            self._lease.narrow(self._first - self._origin, length - self._origin)
+            self.stamp = self._memory.tick()
+            lease.narrow(self._first - self._origin, length - self._origin)
 
     def reset(self) -> None:
         """Forget every token. The pages stay for what comes next, unless the window has left the beginning behind."""
@@ -144,15 +169,19 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
             self._lease.narrow(0, 0)
         elif self._lease is not None:
             self._lease.end()
-            self._lease, self.is_initialized = None, False
+            self._lease = None
+        self._host = None
+        self.is_initialized = self._lease is not None
         self._first = self._length = self._origin = 0
+        self.stamp = self._memory.tick()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue what row `beam_idx[i]` held."""
-        if self._lease is None or not self._length:
+        if not self._length:
             return
         for rows in self._held():
             rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
+        self.stamp = self._memory.tick()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
@@ -178,7 +207,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticLayer:
         other = self._like()
         memo[id(self)] = other
-        if self._lease is not None:
+        if self.is_initialized:
             other._replace_with(self)
         return other
 
@@ -189,10 +218,10 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def to_stock(self) -> DynamicLayer:
         """A stock cache layer with a copy of what is held."""
         stock = DynamicLayer()
-        if self._lease is not None:
-            keys, values = self._held()
+        if self.is_initialized:
+            keys, values = self._copies(self._first)
             stock.lazy_initialization(keys, values)
-            stock.keys, stock.values = keys.clone(), values.clone()
+            stock.keys, stock.values = keys, values
         return stock
 
     def become_stock(self) -> None:
@@ -202,6 +231,44 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self.__dict__ = stock.__dict__
         if lease is not None:
             lease.end()
+
+    # -- to host memory and back
+
+    def copy_to_host(self) -> HostCopy | None:
+        """A copy of what is held, in host memory (page-locked beside a GPU); None if there is nothing to copy."""
+        if self._lease is None or not self._length:
+            return None
+        stamp = self.stamp
+        self._lease.store.settle()
+        pinned = self.device.type == "cuda"
+        copies = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned).copy_(rows) for rows in self._held()]
+        return HostCopy(self, stamp, *copies)
+
+    @property
+    def pages(self) -> int:
+        """Pages mapped for this layer."""
+        return self._lease.store.pages if self._lease is not None else 0
+
+    def is_on(self, pool: KVPool) -> bool:
+        """Whether the contents lie in pages of this pool."""
+        return self._lease is not None and self._lease.pool is pool
+
+    def move_to_host(self, copy: HostCopy) -> bool:
+        """Hold the copy instead of pages, until the next use. False, and no change, if the contents have moved on."""
+        if self._lease is None or self.stamp != copy.stamp:
+            return False
+        lease, self._lease, self._host = self._lease, None, copy
+        self.born = lease.store.born
+        lease.end()
+        return True
+
+    def _resident(self) -> Lease:
+        """The lease, after fetching back what waits in host memory. Raises `CapacityError`; the copy is kept then."""
+        if self._host is not None:
+            self._place(self._host.keys, self._host.values, tokens=self._host.keys.shape[2])
+            self._host = None
+        assert self._lease is not None
+        return self._lease
 
     # -- what a sliding window does otherwise
 
@@ -219,8 +286,12 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     # -- inside
 
     def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._lease is not None
-        return self._lease.views(self._first - self._origin, self._length - self._origin)
+        return self._resident().views(self._first - self._origin, self._length - self._origin)
+
+    def _copies(self, start: int) -> list[torch.Tensor]:
+        """Keys and values from token `start` on, in ordinary memory of the layer's device."""
+        held = self._held() if self._host is None else (self._host.keys, self._host.values)
+        return [rows[:, :, start - self._first :].to(self.device, copy=True) for rows in held]
 
     def _fit_to(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Check that what is to be appended continues what is held; an empty layer takes any new shape."""
@@ -228,10 +299,11 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ConfigError(
                 f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens"
             )
-        if self._lease is None:
+        if not self.is_initialized:
             self.lazy_initialization(keys, values)
             return
-        expected = tuple((g.batch, g.heads, g.dim, g.dtype) for g in self._lease.store.geometries)
+        lease = self._resident()
+        expected = tuple((g.batch, g.heads, g.dim, g.dtype) for g in lease.store.geometries)
         given = tuple((t.shape[0], t.shape[1], t.shape[3], t.dtype) for t in (keys, values))
         if expected == given:
             return
@@ -240,7 +312,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"the cache holds {self._length} tokens for (batch, heads, dim, dtype) {expected}, and was given "
                 f"{given}; a cache belongs to one batch: build a new one, or reset() this one"
             )
-        self._lease.end()
+        lease.end()
         self.lazy_initialization(keys, values)
 
     def _move(self, stop: int) -> None:
@@ -253,6 +325,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _replace_with(self, other: ElasticLayer) -> None:
         self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+        self.born = other._resident().store.born
         self._first, self._length = other._first, other._length
         keys, values = other._held()
         self._place(keys, values, tokens=keys.shape[2])
@@ -260,13 +333,14 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def _place(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         """Hold these keys and values, from the first token on, in a new store with room for `tokens`."""
         old = self._lease
-        lease = self._memory.lease(keys.shape, values.shape, keys, tokens, self)
+        lease = self._memory.lease(keys.shape, values.shape, tokens, self)
         try:
             lease.write(keys, values, 0, 0, keys.shape[2])
         except BaseException:
             lease.end()
             raise
         self._lease, self._origin = lease, self._first
+        self.stamp = self._memory.tick()
         if old is not None:
             old.end()
 
@@ -302,18 +376,18 @@ class ElasticSlidingLayer(ElasticLayer):
                 "activate_past_recording() on the cache before tokens are to be cropped"
             )
         super().crop(tokens_to_remove)
-        self._first = self._visible_from()
-        if self._lease is not None:
-            self._lease.narrow(self._first - self._origin, self._length - self._origin)
+        if self._length:
+            first = self._visible_from()
+            self._resident().narrow(first - self._origin, self._length - self._origin)
+            self._first = first
 
     def to_stock(self) -> DynamicSlidingWindowLayer:
         stock = DynamicSlidingWindowLayer(self.sliding_window)
         stock.record_past = self.record_past
-        if self._lease is not None:
-            start = self._first if self.record_past else self._visible_from()
-            keys, values = self._lease.views(start - self._origin, self._length - self._origin)
+        if self.is_initialized:
+            keys, values = self._copies(self._first if self.record_past else self._visible_from())
             stock.lazy_initialization(keys, values)
-            stock.keys, stock.values, stock.cumulative_length = keys.clone(), values.clone(), self._length
+            stock.keys, stock.values, stock.cumulative_length = keys, values, self._length
         return stock
 
     def _visible_from(self) -> int:

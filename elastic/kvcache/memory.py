@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 
 import torch
@@ -22,6 +24,8 @@ class KVMemory:
         self._pools = pools
         self._max_tokens = max_tokens
         self.closed = False
+        self._clock = itertools.count(1)
+        self._latest: dict[int, weakref.ref[object]] = {}  # thread -> the cache it used last
         self._layers: weakref.WeakSet[ElasticLayer] = weakref.WeakSet()
 
     @property
@@ -29,26 +33,42 @@ class KVMemory:
         """One for each place."""
         return tuple(pool for pool, _ in self._pools.values())
 
-    def lease(
-        self, shape_k: torch.Size, shape_v: torch.Size, like: torch.Tensor, tokens: int, user: ElasticLayer
-    ) -> Lease:
-        """A store for keys and values of these shapes, [batch, heads, …, dim], with the dtype and device of `like`."""
-        if like.device not in self._pools:
+    def tick(self) -> int:
+        """A number above all earlier ones: the clock by which the longest unused caches are found."""
+        return next(self._clock)
+
+    def lease(self, keys: torch.Size, values: torch.Size, tokens: int, user: ElasticLayer) -> Lease:
+        """A store for keys and values of shapes [batch, heads, …, dim], with room for `tokens`."""
+        if user.device not in self._pools:
             raise StateError(
-                f"the model now computes on {like.device}, where it has no place (places: "
+                f"the model now computes on {user.device}, where it has no place (places: "
                 f"{[str(d) for d in self._pools]}); unwrap, move it, and wrap it again"
             )
-        pool, layout = self._pools[like.device]
+        pool, layout = self._pools[user.device]
         max_tokens = self._max_tokens
         while max_tokens < tokens:
             max_tokens *= 2
         page = pool.pool.page_bytes
-        keys, values = (
-            Geometry(layout, shape[0], shape[1], shape[3], like.dtype, max_tokens, page) for shape in (shape_k, shape_v)
-        )
-        lease = Lease(pool, pool.lease(keys, values, user), max_tokens)
+        k, v = (Geometry(layout, s[0], s[1], s[3], user.dtype, max_tokens, page) for s in (keys, values))
+        lease = Lease(pool, pool.lease(k, v, user, born=user.born), max_tokens)
         self._layers.add(user)
         return lease
+
+    def begin_forward(self, cache: object) -> None:
+        """A forward pass of this thread uses `cache` now: it is no longer resting."""
+        self._latest[threading.get_ident()] = weakref.ref(cache)
+
+    def resting(self, pool: KVPool) -> list[ElasticLayer]:
+        """Layers on a pool that no thread is generating with, the longest unused first.
+
+        A thread generates with the cache that it used last. Others (an earlier turn of another conversation) may wait
+        in host memory.
+        """
+        alive = {thread.ident for thread in threading.enumerate()}
+        self._latest = {ident: cache for ident, cache in self._latest.items() if ident in alive}
+        running = {id(layer) for cache in self._latest.values() for layer in getattr(cache(), "layers", ())}
+        layers = [layer for layer in list(self._layers) if isinstance(layer, ElasticLayer) and layer.is_on(pool)]
+        return sorted((layer for layer in layers if id(layer) not in running), key=lambda layer: layer.stamp)
 
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""

@@ -30,6 +30,7 @@ READY_SHARE = 1 / 32
 class KVPool:
     """Stores of one instance on one place. Thread-safe, under the lock that all tenants of a page pool share.
 
+    With `host_offload`, caches that rest may be moved to host memory by a shrink that would otherwise be deferred.
     `idle_share` is the watermark: the share of the limit that stores without a cache may keep mapped for the next one.
     `ready_share` bounds the pages created in the background before a cache asks for them: a share of those in use.
     """
@@ -39,12 +40,14 @@ class KVPool:
         pool: PagePool,
         maximum_bytes: int,
         *,
+        host_offload: bool = False,
         idle_share: float = IDLE_SHARE,
         ready_share: float = READY_SHARE,
     ) -> None:
         self.pool = pool
         self.maximum = self.limit = maximum_bytes // pool.page_bytes
         self.revision = 0
+        self.host_offload = host_offload
         self.idle_share = idle_share
         self.ready_share = ready_share
         self.on_settled: Callable[[Resize], None] = lambda result: None
@@ -60,14 +63,17 @@ class KVPool:
 
     # -- what a cache layer does
 
-    def lease(self, keys: Geometry, values: Geometry, user: object) -> Store:
-        """A store for a new cache layer: an idle one of the same shape, or a new one. It returns when `user` dies."""
+    def lease(self, keys: Geometry, values: Geometry, user: object, *, born: int | None = None) -> Store:
+        """A store for a cache layer: an idle one of the same shape, or a new one. It returns when `user` dies.
+
+        `born` is the revision of the limit under which the layer's contents were begun; None: they begin now.
+        """
         with self._lock:
             self._act_on_notes()
             if self._closed:
                 raise StateError("the model was unwrapped; build a new cache")
             store = self._adopt((keys, values)) or self._new(keys, values)
-            store.born = self.revision
+            store.born = self.revision if born is None else born
             store.lease += 1
             store.start = store.stop = 0
         weakref.finalize(user, self._note, store, store.lease).atexit = False
@@ -126,12 +132,12 @@ class KVPool:
             released = max(0, created - self.pool.backend.created) * self.pool.page_bytes
             return self._result("applied" if self._pending is None else "deferred", released)
 
-    def foresee(self, limit_bytes: int, revision: int | None = None) -> tuple[ResizeStatus, int]:
-        """What `resize` would answer, and how many pages it would give back, if nothing changed until then."""
+    def foresee(self, limit_bytes: int, revision: int | None = None) -> tuple[ResizeStatus, int, int]:
+        """What `resize` would do if nothing changed until then: its answer, pages given back, pages over the limit."""
         with self._lock:
             self._act_on_notes()
             if revision is not None and revision <= self.revision:
-                return "stale", 0
+                return "stale", 0, 0
             limit = limit_bytes // self.pool.page_bytes
             if limit > self.maximum:
                 raise self._over(limit, self.maximum - self._used(), self.maximum, "the KV limit is above the maximum")
@@ -140,7 +146,7 @@ class KVPool:
             unmapped = max(0, min(mapped - limit, self._idle() + spare))
             parked = max(0, self.pool.parked_pages + unmapped - self._ready(limit, mapped - unmapped))
             kept = max(0, self._used() - spare)
-            return ("applied" if kept <= limit else "deferred"), parked
+            return ("applied" if kept <= limit else "deferred"), parked, max(0, kept - limit)
 
     def reclaim(self, pages: int) -> int:
         """Free about `pages` pages: idle stores, the longest idle first, then spare pages of live ones."""
@@ -268,7 +274,7 @@ class KVPool:
             self._untidy = False
         except ElasticError as error:
             self._untidy = True
-            logger.warning("pages of %s could not be given back yet: %s", self.pool.name, error)
+            logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
     def _admit(self, store: Store, missing: int) -> None:
         bound = self.maximum if self._last_shrink > store.born else self.limit

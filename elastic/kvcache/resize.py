@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.errors import ConfigError
+from elastic.kvcache.layers import HostCopy
+from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.pool import KVPool
 from elastic.types import PlanStep, Resize, ResizeKV
 
 
 @dataclass
 class PreparedResize:
-    """A resize that was checked; `result` is set by its commit."""
+    """A resize that was checked, and host copies of what it will move there; `result` is set by its commit."""
 
     action: ResizeKV
     previous_bytes: int
+    copies: list[HostCopy] = field(default_factory=list)
+    moved_bytes: int = 0
     result: Resize | None = None
 
 
 class ResizeMechanism:
     """`ResizeKV`: check, prepare, commit, roll back."""
 
-    def __init__(self, pools: tuple[KVPool, ...]) -> None:
-        self._pools = {pool.pool.name: pool for pool in pools}
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._pools = {pool.pool.name: pool for pool in memory.pools}
 
     def foresee(self, action: ResizeKV) -> PlanStep:
         """What the action would do now. Raises `ConfigError` or `CapacityError` if it cannot be done at all."""
         pool = self._pool(action)
-        status, released = pool.foresee(action.limit_bytes, action.revision)
-        return PlanStep(action, status, moved_bytes=0, released_pages=released, transient_pages=0, pause_ms=0.0)
+        status, released, over = pool.foresee(action.limit_bytes, action.revision)
+        size, moved = pool.pool.page_bytes, 0
+        if over and pool.host_offload:
+            offered = sum(layer.pages for layer in self._memory.resting(pool))
+            moved = min(over, offered)
+            status = "applied" if offered >= over else status
+        return PlanStep(action, status, moved * size, released + moved, transient_pages=0, pause_ms=0.0)
 
     def prepare(self, action: ResizeKV) -> PreparedResize:
-        """Check that the action can be done; a limit needs no preparation beyond that."""
-        self.foresee(action)
-        return PreparedResize(action, self._pool(action).status().limit_bytes)
+        """Check; copy caches that rest to the host, as many as the limit needs, beside whatever runs."""
+        pool = self._pool(action)
+        _, _, over = pool.foresee(action.limit_bytes, action.revision)
+        prepared = PreparedResize(action, pool.status().limit_bytes)
+        if over and pool.host_offload:
+            for layer in self._memory.resting(pool):
+                copy = layer.copy_to_host() if over > 0 else None
+                if copy is not None:
+                    over -= layer.pages
+                    prepared.copies.append(copy)
+        return prepared
 
     def commit(self, prepared: PreparedResize) -> Resize:
-        """Move the limit, once."""
+        """Move the limit, once. A cache that was used since it was copied stays where it is."""
         if prepared.result is None:
             action = prepared.action
+            moved = [copy.nbytes for copy in prepared.copies if copy.layer.move_to_host(copy)]
+            prepared.moved_bytes = sum(moved)
             prepared.result = self._pool(action).resize(action.limit_bytes, action.revision)
         return prepared.result
 
     def rollback(self, prepared: PreparedResize) -> None:
-        """Undo a commit; what was given back to the system is created again when it is needed."""
+        """Undo a commit. Pages that were given back, and caches on the host, return when they are next used."""
         if prepared.result is not None and prepared.result.status != "stale":
             self._pool(prepared.action).resize(prepared.previous_bytes)
         prepared.result = None

@@ -101,7 +101,7 @@ class Store:
         return sum(b.retreat(*b.geometry.slots(self.start, self.stop)) for b in self.buffers)
 
     def settle(self) -> None:
-        """Wait until no kernel can still read what is about to be unmapped (law 6)."""
+        """Wait until no kernel can still read or write it: before pages are unmapped (law 6) or copied elsewhere."""
         if self.pool.backend.device.type == "cuda":
             torch.cuda.synchronize(self.pool.backend.device)
 

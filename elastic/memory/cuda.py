@@ -72,7 +72,7 @@ class CudaBackend:
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         if readable_gaps:
             raise ConfigError("on CUDA unmapped addresses cannot be made readable; use a layout without gaps")
-        return int(self._call("cuMemAddressReserve", nbytes, self.page_bytes, 0, 0))
+        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def unreserve(self, address: int, nbytes: int) -> None:
         self._call("cuMemAddressFree", address, nbytes)

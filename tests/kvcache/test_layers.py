@@ -131,6 +131,13 @@ class LayerMachine(RuleBasedStateMachine):
         self.layer = copy.deepcopy(self.layer)
         self.twin = copy.deepcopy(self.twin)
 
+    @rule()
+    def wait_in_host_memory(self) -> None:
+        copied = self.layer.copy_to_host()
+        if copied is not None:
+            assert self.layer.move_to_host(copied)
+            assert self.layer.pages == 0
+
     @rule(pages=st.integers(0, 300))
     def resize(self, pages: int) -> None:
         used = self.kv.status().used_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from elastic.kvcache.layers import ElasticLayer
 from elastic.kvcache.layout import HEAD_MAJOR
 from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.pool import KVPool
+from elastic.kvcache.resize import ResizeMechanism
 from elastic.memory.memfd import MemfdBackend
 from elastic.memory.pool import PagePool
+from elastic.types import ResizeKV
 
 PAGE = 4096
 
@@ -183,3 +187,87 @@ def test_two_instances_share_a_place() -> None:
     assert neighbour.get_seq_length()
     kv.check()
     other.check()
+
+
+def offloading() -> tuple[KVMemory, KVPool, ResizeMechanism]:
+    memory, kv = new_memory()
+    kv.host_offload = True
+    return memory, kv, ResizeMechanism(memory)
+
+
+def resize(mechanism: ResizeMechanism, pages: int) -> Any:
+    action = ResizeKV("cpu#test", pages * PAGE)
+    foreseen = mechanism.foresee(action)
+    prepared = mechanism.prepare(action)
+    result = mechanism.commit(prepared)
+    assert foreseen.status == result.status
+    return result, prepared
+
+
+class Cache:
+    def __init__(self, *layers: ElasticLayer) -> None:
+        self.layers = layers
+
+
+def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() -> None:
+    memory, kv, mechanism = offloading()
+    resting, older, running = layer_of(memory, 4), layer_of(memory, 6), layer_of(memory, 8)
+    resting.update(torch.full((1, 1, 1, 16), 5.0), torch.full((1, 1, 1, 16), 6.0))  # now `older` is the oldest
+    before = [t.clone() for t in (*(older._held()), *(resting._held()))]
+    cache = Cache(running)
+    memory.begin_forward(cache)
+    result, prepared = resize(mechanism, 28)
+    assert (result.status, prepared.moved_bytes) == ("applied", 12 * PAGE)
+    assert (older.pages, resting.pages, running.pages) == (0, 10, 16)
+    result, _ = resize(mechanism, 12)  # the running cache is over the limit by itself
+    assert (result.status, result.overage_bytes) == ("deferred", 4 * PAGE)
+    assert kv.status().used_bytes == 16 * PAGE
+    # They come back when they are used, though new caches are refused: they lived before the limit fell.
+    with pytest.raises(CapacityError):
+        layer_of(memory, 1)
+    assert all(torch.equal(a, b) for a, b in zip((*older._held(), *resting._held()), before, strict=True))
+    assert kv.status().used_bytes == 38 * PAGE
+    kv.check()
+
+
+def test_a_cache_that_was_used_since_it_was_copied_stays() -> None:
+    memory, _, mechanism = offloading()
+    layer = layer_of(memory, 4)
+    prepared = mechanism.prepare(ResizeKV("cpu#test", 0))
+    assert len(prepared.copies) == 1
+    grow(layer, 1)
+    assert mechanism.commit(prepared).status == "deferred"
+    assert prepared.moved_bytes == 0
+    assert layer.pages == 10
+
+
+def test_what_waits_on_the_host_can_be_cropped_copied_reset_and_dropped() -> None:
+    memory, kv, mechanism = offloading()
+    layers = [layer_of(memory, 2) for _ in range(5)]
+    assert resize(mechanism, 0)[0].status == "applied"
+    assert kv.pool.backend.created == 0
+    layers[0].crop(-3)
+    assert layers[0].get_seq_length() == 2 * PAGE // 64 - 3
+    assert copy.deepcopy(layers[1]).keys.eq(1).all()  # type: ignore[union-attr]
+    layers[2].reset()
+    grow_refused = layers[2]
+    kv.resize(kv.maximum * PAGE)
+    grow(grow_refused, 1)
+    assert layers[3].to_stock().keys.shape == (1, 1, 2 * PAGE // 64, 16)  # type: ignore[union-attr]
+    layers[4].become_stock()
+    assert layers[4].values.eq(1).all()  # type: ignore[union-attr]
+    layers.clear()
+    del grow_refused
+    assert kv.status().used_bytes == 0
+
+
+def test_a_failure_to_come_back_keeps_the_host_copy() -> None:
+    memory, kv, mechanism = offloading()
+    layer = layer_of(memory, 4)
+    resize(mechanism, 0)
+    pages = kv.pool.take("layer:0", kv.pool.free_pages - 3)
+    with pytest.raises(CapacityError):
+        grow(layer, 1)
+    kv.pool.give_back(pages)
+    assert grow(layer, 1).eq(1).all()
+    assert layer.get_seq_length() == 5 * PAGE // 64
