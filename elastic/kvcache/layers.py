@@ -90,7 +90,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._lease: Lease | None = None
         self._first = self._length = 0  # tokens [first, length) are held
         self._origin = 0  # the token at the beginning of the store
-        self._host: HostCopy | None = None  # set while the contents wait in host memory
+        self._host: tuple[torch.Tensor, torch.Tensor] | None = None  # the contents, while they wait in host memory
         self.born: int | None = None
         """The KV limit's revision when what is held was begun: what a later shrink must not forbid."""
         self.stamp = 0
@@ -257,7 +257,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Hold the copy instead of pages, until the next use. False, and no change, if the contents have moved on."""
         if self._lease is None or self.stamp != copy.stamp:
             return False
-        lease, self._lease, self._host = self._lease, None, copy
+        lease, self._lease, self._host = self._lease, None, (copy.keys, copy.values)
         self.born = lease.store.born
         lease.end()
         return True
@@ -265,7 +265,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def _resident(self) -> Lease:
         """The lease, after fetching back what waits in host memory. Raises `CapacityError`; the copy is kept then."""
         if self._host is not None:
-            self._place(self._host.keys, self._host.values, tokens=self._host.keys.shape[2])
+            self._place(*self._host, tokens=self._host[0].shape[2])
             self._host = None
         assert self._lease is not None
         return self._lease
@@ -290,7 +290,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _copies(self, start: int) -> list[torch.Tensor]:
         """Keys and values from token `start` on, in ordinary memory of the layer's device."""
-        held = self._held() if self._host is None else (self._host.keys, self._host.values)
+        held = self._host or self._held()
         return [rows[:, :, start - self._first :].to(self.device, copy=True) for rows in held]
 
     def _fit_to(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ class KVMemory:
         self.closed = False
         self._clock = itertools.count(1)
         self._latest: dict[int, weakref.ref[object]] = {}  # thread -> the cache it used last
+        self._caches: weakref.WeakSet[object] = weakref.WeakSet()  # those that a forward pass has used
         self._layers: weakref.WeakSet[ElasticLayer] = weakref.WeakSet()
 
     @property
@@ -57,18 +58,21 @@ class KVMemory:
     def begin_forward(self, cache: object) -> None:
         """A forward pass of this thread uses `cache` now: it is no longer resting."""
         self._latest[threading.get_ident()] = weakref.ref(cache)
+        self._caches.add(cache)
 
     def resting(self, pool: KVPool) -> list[ElasticLayer]:
         """Layers on a pool that no thread is generating with, the longest unused first.
 
         A thread generates with the cache that it used last. Others (an earlier turn of another conversation) may wait
-        in host memory.
+        in host memory; not those that never saw a forward pass, whose owner drives them at any moment.
         """
         alive = {thread.ident for thread in threading.enumerate()}
         self._latest = {ident: cache for ident, cache in self._latest.items() if ident in alive}
-        running = {id(layer) for cache in self._latest.values() for layer in getattr(cache(), "layers", ())}
-        layers = [layer for layer in list(self._layers) if isinstance(layer, ElasticLayer) and layer.is_on(pool)]
-        return sorted((layer for layer in layers if id(layer) not in running), key=lambda layer: layer.stamp)
+        running = {id(cache()) for cache in self._latest.values()}
+        resting = [cache for cache in list(self._caches) if id(cache) not in running]
+        layers = (layer for cache in resting for layer in getattr(cache, "layers", ()))
+        here = [layer for layer in layers if isinstance(layer, ElasticLayer) and layer.is_on(pool)]
+        return sorted(here, key=lambda layer: layer.stamp)
 
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""

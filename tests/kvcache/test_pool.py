@@ -205,8 +205,16 @@ def resize(mechanism: ResizeMechanism, pages: int) -> Any:
 
 
 class Cache:
-    def __init__(self, *layers: ElasticLayer) -> None:
-        self.layers = layers
+    def __init__(self, layer: ElasticLayer | None) -> None:
+        self.layers = [layer] if layer is not None else []
+
+
+def used(memory: KVMemory, *layers: ElasticLayer | None) -> list[Cache]:
+    """A cache for each layer, used by this thread in turn: all but the last are at rest."""
+    caches = [Cache(layer) for layer in layers]
+    for cache in caches:
+        memory.begin_forward(cache)
+    return caches
 
 
 def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() -> None:
@@ -214,14 +222,14 @@ def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() ->
     resting, older, running = layer_of(memory, 4), layer_of(memory, 6), layer_of(memory, 8)
     resting.update(torch.full((1, 1, 1, 16), 5.0), torch.full((1, 1, 1, 16), 6.0))  # now `older` is the oldest
     before = [t.clone() for t in (*(older._held()), *(resting._held()))]
-    cache = Cache(running)
-    memory.begin_forward(cache)
+    caches = used(memory, resting, older, running)
     result, prepared = resize(mechanism, 28)
     assert (result.status, prepared.moved_bytes) == ("applied", 12 * PAGE)
     assert (older.pages, resting.pages, running.pages) == (0, 10, 16)
     result, _ = resize(mechanism, 12)  # the running cache is over the limit by itself
     assert (result.status, result.overage_bytes) == ("deferred", 4 * PAGE)
     assert kv.status().used_bytes == 16 * PAGE
+    assert len(caches) == 3
     # They come back when they are used, though new caches are refused: they lived before the limit fell.
     with pytest.raises(CapacityError):
         layer_of(memory, 1)
@@ -231,19 +239,22 @@ def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() ->
 
 
 def test_a_cache_that_was_used_since_it_was_copied_stays() -> None:
-    memory, _, mechanism = offloading()
+    memory, kv, mechanism = offloading()
     layer = layer_of(memory, 4)
+    caches = used(memory, layer, None)
     prepared = mechanism.prepare(ResizeKV("cpu#test", 0))
     assert len(prepared.copies) == 1
     grow(layer, 1)
     assert mechanism.commit(prepared).status == "deferred"
     assert prepared.moved_bytes == 0
     assert layer.pages == 10
+    assert memory.resting(kv) == caches[0].layers
 
 
 def test_what_waits_on_the_host_can_be_cropped_copied_reset_and_dropped() -> None:
     memory, kv, mechanism = offloading()
     layers = [layer_of(memory, 2) for _ in range(5)]
+    caches = used(memory, *layers, None)
     assert resize(mechanism, 0)[0].status == "applied"
     assert kv.pool.backend.created == 0
     layers[0].crop(-3)
@@ -257,6 +268,7 @@ def test_what_waits_on_the_host_can_be_cropped_copied_reset_and_dropped() -> Non
     layers[4].become_stock()
     assert layers[4].values.eq(1).all()  # type: ignore[union-attr]
     layers.clear()
+    caches.clear()
     del grow_refused
     assert kv.status().used_bytes == 0
 
@@ -264,10 +276,12 @@ def test_what_waits_on_the_host_can_be_cropped_copied_reset_and_dropped() -> Non
 def test_a_failure_to_come_back_keeps_the_host_copy() -> None:
     memory, kv, mechanism = offloading()
     layer = layer_of(memory, 4)
+    caches = used(memory, layer, None)
     resize(mechanism, 0)
+    assert layer.pages == 0
     pages = kv.pool.take("layer:0", kv.pool.free_pages - 3)
     with pytest.raises(CapacityError):
         grow(layer, 1)
     kv.pool.give_back(pages)
     assert grow(layer, 1).eq(1).all()
-    assert layer.get_seq_length() == 5 * PAGE // 64
+    assert caches[0].layers[0].get_seq_length() == 5 * PAGE // 64
