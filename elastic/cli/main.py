@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic import __version__
 from elastic.assets import MODEL_DIR
-from elastic.errors import ElasticError
+from elastic.errors import BackendUnavailable, ElasticError
 
 USER_ERROR = 2
 DEMO_PROMPT = 'def read_file(path):\n    """Read'
@@ -44,18 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, or 2 after one line about what the caller must change."""
     options = parser().parse_args(arguments)
     try:
-        if options.command == "demo":
-            from elastic.cli.demo import demo
-
-            return demo(options)
-        from elastic.cli.generate import generate
-
-        return generate(options)
+        return _command(options.command)(options)
     except ElasticError as error:
         print(f"elastic {options.command}: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """The function behind a command; what it needs is imported only now."""
+    if name == "generate":
+        from elastic.cli.generate import generate
+
+        return generate
+    try:
+        from elastic.cli.demo import demo
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"{error}; the live view needs: pip install 'elastic-llm[cli]'") from error
+    return demo
 
 
 if __name__ == "__main__":

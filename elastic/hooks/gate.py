@@ -31,7 +31,7 @@ class Gate:
     @property
     def inside(self) -> bool:
         """Whether this thread is in a forward pass."""
-        return bool(self._keys())
+        return bool(getattr(self._inside, "keys", None))
 
     def enter(self, key: int) -> bool:
         """Begin a forward pass of the module `key`; returns whether it is the outermost of this thread.

@@ -62,19 +62,19 @@ class ModelHooks:
     def install(self, decoder: Decoder) -> None:
         for root in decoder.roots:
             enter = EnterRoot(root, self._gate, self._caches)
-            self._add(root, enter, LeaveRoot(enter))
+            self._add(root, enter, LeaveRoot(enter), with_kwargs=True)
         for layer in decoder.layers:
-            self._add(layer, EnterLayer(self._gate), LeaveLayer(self._gate))
+            self._add(layer, EnterLayer(self._gate), LeaveLayer(self._gate), with_kwargs=False)
 
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], with_kwargs: bool) -> None:
         _drop_inert_hooks(module)
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=with_kwargs))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=with_kwargs, always_call=True))
 
 
 class InertHook:
@@ -100,15 +100,16 @@ class EnterLayer(Hook):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._gate.enter(id(module))
+    def __call__(self, module: nn.Module, args: Args) -> None:
+        if not self._gate.inside:  # by far the most frequent case: a forward of the whole model is in flight
+            self._gate.enter(id(module))
 
 
 class LeaveLayer(Hook):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Args, output: Any) -> None:
         self._gate.leave(id(module))
 
 
@@ -119,7 +120,8 @@ class EnterRoot(Hook):
         self.gate = gate
         self._caches = caches
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
-        self._names = list(inspect.signature(type(root).forward).parameters)[1:]
+        names = list(inspect.signature(type(root).forward).parameters)[1:]
+        self._positions = {name: names.index(name) for name in ("past_key_values", "use_cache")}
         self._flight = threading.local()  # .cache, .lengths: of the forward in flight, as they were before it
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -151,11 +153,11 @@ class EnterRoot(Hook):
     def _argument(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         if name in kwargs:
             return kwargs[name]
-        index = self._names.index(name)
+        index = self._positions[name]
         return args[index] if index < len(args) else None
 
     def _with(self, name: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        index = self._names.index(name)
+        index = self._positions[name]
         if index < len(args):
             return (*args[:index], value, *args[index + 1 :]), kwargs
         return args, {**kwargs, name: value}
