@@ -15,7 +15,7 @@ from elastic.errors import (
     StateError,
 )
 from elastic.runtime import Runtime, runtime
-from elastic.types import Event, KVStatus, PlaceStatus, PlanStep, Resize, ResizeKV, Status
+from elastic.types import Event, KVStatus, PlaceStatus, PlanStep, Residency, Resize, ResizeKV, Status
 from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "Place",
     "PlaceStatus",
     "PlanStep",
+    "Residency",
     "Resize",
     "ResizeKV",
     "Runtime",

@@ -20,7 +20,7 @@ from elastic.config import parse_bytes
 from elastic.errors import StateError
 from elastic.hooks.gate import Gate
 from elastic.memory.pool import PagePool
-from elastic.types import Action, Event, KVStatus, PlanStep, Resize, ResizeKV, Status
+from elastic.types import Action, Event, KVStatus, PlanStep, Residency, Resize, ResizeKV, Status
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
@@ -43,7 +43,9 @@ class Runtime:
     between two (law 6), all actions of one call together or none (law 5).
     """
 
-    def __init__(self, gate: Gate, memory: KVMemory, places: Sequence[PagePool], residencies: dict[str, str]) -> None:
+    def __init__(
+        self, gate: Gate, memory: KVMemory, places: Sequence[PagePool], residencies: dict[str, tuple[Residency, ...]]
+    ) -> None:
         self.state = RuntimeState.NEW
         self.kv = KV(self, memory)
         self._gate = gate

@@ -109,12 +109,22 @@ class KVStatus:
 
 
 @dataclass(frozen=True)
+class Residency:
+    """Where and how a module exists."""
+
+    place: str
+    variant: str
+    """Full precision by the name of its dtype, such as `float16`."""
+    shard: str = "whole"
+
+
+@dataclass(frozen=True)
 class Status:
     """A snapshot of a runtime."""
 
     layers: int
     places: tuple[PlaceStatus, ...]
     kv: tuple[KVStatus, ...]
-    residencies: dict[str, str] = field(hash=False)
-    """Decoder layer (module name) -> place, variant and shard."""
+    residencies: dict[str, tuple[Residency, ...]] = field(hash=False)
+    """Decoder layer (module name) -> where it exists."""
     events: int

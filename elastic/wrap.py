@@ -23,6 +23,7 @@ from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
 from elastic.runtime import Runtime, runtime
+from elastic.types import Residency
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
@@ -59,7 +60,7 @@ def wrap(
         pools = [_open(place, model, decoder, memory_stack) for place in chosen]
         memory = _kv_memory(decoder, pools, layouts, memory_stack)
         gate = Gate()
-        run = Runtime(gate, memory, pools, _residencies(decoder))
+        run = Runtime(gate, memory, pools, _residencies(decoder, chosen))
         for kv_pool in memory.pools:
             kv_pool.on_settled = partial(run.settled, kv_pool.pool.name)
         _install(model, decoder, gate, memory, run, model_stack)
@@ -215,7 +216,11 @@ def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
 
 
-def _residencies(decoder: Decoder) -> dict[str, str]:
-    parameters = [next(layer.parameters()) for layer in decoder.layers]
-    variants = [f"{p.device}, {str(p.dtype).removeprefix('torch.')}, whole" for p in parameters]
-    return dict(zip(decoder.layer_names, variants, strict=True))
+def _residencies(decoder: Decoder, places: list[Place]) -> dict[str, tuple[Residency, ...]]:
+    """Each layer whole, on the first place of its device."""
+    names = {place.device: place.name for place in reversed(places)}
+    found: dict[str, tuple[Residency, ...]] = {}
+    for name, layer in zip(decoder.layer_names, decoder.layers, strict=True):
+        dtype = str(next(layer.parameters()).dtype).removeprefix("torch.")
+        found[name] = (Residency(names[_device(layer)], dtype),)
+    return found

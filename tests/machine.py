@@ -26,7 +26,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import elastic
 from elastic.memory import places
-from elastic.memory.faulty import FaultyBackend
+from elastic.memory.faulty import CALLS, FaultyBackend
 
 PLACES = {
     "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
             assert self.rt.kv.resize(0, revision=revision).status == "stale"
             done["stale"] += 1
 
-    @rule(call=st.sampled_from(["create", "map", "unmap", "destroy"]), nth=st.integers(1, 3))
+    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3))
     def fault(self, call: str, nth: int) -> None:
         self.backend.disarm()  # one at a time: a driver that also fails in the undoing of a failure is beyond repair
         self.faults_armed += 1

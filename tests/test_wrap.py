@@ -141,7 +141,8 @@ def test_the_ledger_sums_to_the_budget_with_the_model_in_it(wrapped: Any) -> Non
     assert {"fixed:lm_head", "fixed:model.embed_tokens", "layer:0", "layer:2"} <= set(place.owners)
     (kv,) = model.elastic.status().kv
     assert kv.maximum_bytes == place.free_bytes
-    assert list(model.elastic.status().residencies) == [f"model.layers.{i}" for i in range(3)]
+    here = (elastic.Residency("cpu", "float32", "whole"),)
+    assert model.elastic.status().residencies == {f"model.layers.{i}": here for i in range(3)}
 
 
 def test_two_models_share_a_place(wrapped: Any) -> None:

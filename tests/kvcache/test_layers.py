@@ -18,7 +18,7 @@ from elastic.kvcache.layers import ElasticLayer, ElasticSlidingLayer
 from elastic.kvcache.layout import HEAD_MAJOR, LAYOUTS, Layout
 from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.pool import KVPool
-from elastic.memory.faulty import FaultyBackend
+from elastic.memory.faulty import CALLS, FaultyBackend
 from elastic.memory.memfd import MemfdBackend
 from elastic.memory.pool import PagePool
 
@@ -76,7 +76,7 @@ class LayerMachine(RuleBasedStateMachine):
         assert torch.equal(ours[1], theirs[1])
         self.recent += tokens
 
-    @rule(call=st.sampled_from(["map", "unmap", "create", "destroy"]), tokens=st.integers(20, 40))
+    @rule(call=st.sampled_from(CALLS), tokens=st.integers(20, 40))
     def append_with_a_fault(self, call: str, tokens: int) -> None:
         backend: Any = self.kv.pool.backend
         backend.fail(call)
