@@ -258,7 +258,7 @@ class KV:
     def resize(
         self, size: int | str, *, place: str | None = None, revision: int | None = None, wait: bool = True
     ) -> Resize | Future[tuple[Resize, ...]]:
-        """Set the most bytes that new caches may hold (DESIGN.md section 5).
+        """Set the most bytes that new caches may hold (docs/design.md).
 
         `applied`: what lies above the new limit was given back. `deferred`: live caches hold more than the limit; they
         go on, and the rest is given back as they end. `stale`: `revision` is not above the last one; nothing changed.

@@ -1,4 +1,4 @@
-"""Imports point down (DESIGN.md section 3), and importing Elastic costs little and touches nothing."""
+"""Imports point down (docs/design.md), and importing Elastic costs little and touches nothing."""
 
 from __future__ import annotations
 

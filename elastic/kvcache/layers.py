@@ -3,75 +3,14 @@
 from __future__ import annotations
 
 import copyreg
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import ConfigError, StateError
+from elastic.kvcache.lease import HostCopy, LayerMemory, Lease
 from elastic.kvcache.pool import KVPool
-from elastic.kvcache.store import Store
-
-
-class LayerMemory(Protocol):
-    """Where a cache layer gets its memory from."""
-
-    def lease(self, keys: torch.Size, values: torch.Size, tokens: int, user: ElasticLayer) -> Lease:
-        """A store for keys and values of these shapes, for a layer that knows its dtype and device."""
-        ...
-
-    def tick(self) -> int:
-        """A number above all earlier ones."""
-        ...
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """What a layer held at one moment, in host memory."""
-
-    layer: ElasticLayer
-    stamp: int
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-
-class Lease:
-    """A store in use by one cache layer."""
-
-    def __init__(self, pool: KVPool, store: Store, max_tokens: int) -> None:
-        self.pool = pool
-        self.store = store
-        self.max_tokens = max_tokens
-
-    def write(
-        self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values so that they end at token `stop`; returns views of the tokens [read, stop).
-
-        Tokens before `keep` may be given back.
-        """
-        start = stop - keys.shape[2]
-        self.pool.open_window(self.store, keep, stop)
-        new_k, new_v, all_k, all_v = self.pool.views(self.store, (start, stop), (read, stop))
-        new_k.copy_(keys)
-        new_v.copy_(values)
-        return all_k, all_v
-
-    def narrow(self, start: int, stop: int) -> None:
-        """Only the tokens [start, stop) are held from now on."""
-        self.pool.open_window(self.store, start, stop)
-
-    def views(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.pool.views(self.store, (start, stop))
-        return keys, values
-
-    def end(self) -> None:
-        self.pool.release(self.store)
 
 
 class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -9,8 +9,9 @@ import weakref
 import torch
 
 from elastic.errors import StateError
-from elastic.kvcache.layers import ElasticLayer, Lease
+from elastic.kvcache.layers import ElasticLayer
 from elastic.kvcache.layout import Geometry, Layout
+from elastic.kvcache.lease import Lease
 from elastic.kvcache.pool import KVPool
 
 

@@ -109,7 +109,7 @@ class KVPool:
     # -- what the runtime does
 
     def resize(self, limit_bytes: int, revision: int | None = None) -> Resize:
-        """Move the limit (DESIGN.md section 5). Raises `CapacityError` above the maximum; then nothing has changed."""
+        """Move the limit (docs/design.md). Raises `CapacityError` above the maximum; then nothing has changed."""
         with self._lock:
             self._act_on_notes()
             if revision is not None and revision <= self.revision:

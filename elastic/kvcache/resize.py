@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.errors import ConfigError
-from elastic.kvcache.layers import HostCopy
+from elastic.kvcache.lease import HostCopy
 from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.pool import KVPool
 from elastic.types import PlanStep, Resize, ResizeKV

@@ -1,4 +1,4 @@
-"""The limit of the KV cache: applied, deferred, stale; what binds whom (DESIGN.md section 5)."""
+"""The limit of the KV cache: applied, deferred, stale; what binds whom (docs/design.md)."""
 
 from __future__ import annotations
 
