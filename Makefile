@@ -32,6 +32,7 @@ $(VENV)/dependencies: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed: $(VENV)/dependencies $(SOURCES)
+	rm -rf build
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --force-reinstall .
 	touch $@
 
