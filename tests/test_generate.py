@@ -211,4 +211,3 @@ def test_bfloat16_decoding_of_a_trained_model_stays_within_twice_the_plain_error
     ours = decode(model)
     assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()
     assert (ours - exact).square().mean() <= 4 * (plain - exact).square().mean()
-    print((ours - exact).square().mean().sqrt(), (plain - exact).square().mean().sqrt())
