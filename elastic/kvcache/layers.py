@@ -106,11 +106,8 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget every token. The pages stay for what comes next, unless the window has left the beginning behind."""
         if self._lease is not None and not self._first:
             self._lease.narrow(0, 0)
-        elif self._lease is not None:
-            self._lease.end()
-            self._lease = None
-        self._host = None
-        self.is_initialized = self._lease is not None
+        else:
+            self._give_up()
         self._first = self._length = self._origin = 0
         self.stamp = self._memory.tick()
 
@@ -251,8 +248,14 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"the cache holds {self._length} tokens for (batch, heads, dim, dtype) {expected}, and was given "
                 f"{given}; a cache belongs to one batch: build a new one, or reset() this one"
             )
-        lease.end()
+        self._give_up()
         self.lazy_initialization(keys, values)
+
+    def _give_up(self) -> None:
+        """Hold nothing, in pages or on the host, until the next tokens bring a shape."""
+        lease, self._lease, self._host, self.is_initialized = self._lease, None, None, False
+        if lease is not None:
+            lease.end()
 
     def _move(self, stop: int) -> None:
         """Move to a store with address space up to token `stop`."""

@@ -259,3 +259,19 @@ def test_layers_made_under_inference_mode_work_outside() -> None:
         layer.update(*states(1, 5))
     keys, _ = layer.update(*states(1, 5))
     assert keys.shape[2] == 10
+
+
+def test_a_failed_change_of_batch_leaves_an_empty_layer_that_can_go_on() -> None:
+    memory, kv = new_memory()
+    layer = ElasticLayer(memory)
+    layer.update(*states(1, 3))
+    layer.reset()
+    backend: Any = kv.pool.backend
+    backend.fail("reserve")
+    with pytest.raises(CapacityError, match="reserve"):
+        layer.update(*states(2, 3))
+    assert not layer.is_initialized
+    layer.update(*states(1, 3))
+    assert kv.resize(0).status == "deferred"
+    assert torch.equal(layer.keys, states(1, 3)[0])  # type: ignore[arg-type]
+    kv.check()
