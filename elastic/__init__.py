@@ -15,7 +15,20 @@ from elastic.errors import (
     StateError,
 )
 from elastic.runtime import Runtime, runtime
-from elastic.types import Event, KVStatus, PlaceStatus, PlanStep, Residency, Resize, ResizeKV, Status
+from elastic.types import (
+    Change,
+    Event,
+    HostStatus,
+    KVStatus,
+    PlaceStatus,
+    PlanStep,
+    Release,
+    Residency,
+    Resize,
+    ResizeKV,
+    Restore,
+    Status,
+)
 from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
@@ -26,19 +39,23 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "CapacityError",
+    "Change",
     "ConfigError",
     "ElasticCache",
     "ElasticError",
     "Event",
+    "HostStatus",
     "IntegrityError",
     "KVStatus",
     "Overloaded",
     "Place",
     "PlaceStatus",
     "PlanStep",
+    "Release",
     "Residency",
     "Resize",
     "ResizeKV",
+    "Restore",
     "Runtime",
     "StateError",
     "Status",

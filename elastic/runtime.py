@@ -8,25 +8,25 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
-from elastic.config import parse_bytes
 from elastic.errors import StateError
 from elastic.hooks.gate import Gate
+from elastic.hooks.weights import ModelWeights
+from elastic.kvcache.control import KV
+from elastic.memory.host import host
 from elastic.memory.pool import PagePool
-from elastic.types import Action, Event, KVStatus, PlanStep, Residency, Resize, ResizeKV, Status
+from elastic.types import Action, Change, Event, PlanStep, Release, Resize, ResizeKV, Restore, Result, Status
 
-if TYPE_CHECKING:
-    from elastic.kvcache.memory import KVMemory
-    from elastic.kvcache.resize import PreparedResize, ResizeMechanism
-
+Layers = int | str | Iterable[int | str]
 EVENTS_KEPT = 1000
+RETRY = "pages came free"
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -34,6 +34,34 @@ class RuntimeState(Enum):
     NEW = "new"
     RUNNING = "running"
     CLOSED = "closed"
+
+
+class Mechanism(Protocol):
+    """One kind of action. What `prepare` returns goes through `commit`, and `rollback` or `finish`."""
+
+    def foresee(self, action: Any) -> PlanStep:
+        """What the action would do now. Raises if it cannot be done at all."""
+        ...
+
+    def prepare(self, action: Any) -> Any:
+        """Check, and do what can be done beside forward passes. On an error nothing is held."""
+        ...
+
+    def commit(self, prepared: Any) -> None:
+        """Flip, at the safe point."""
+        ...
+
+    def rollback(self, prepared: Any) -> None:
+        """Undo `prepare`, and `commit` if it was reached; at the safe point."""
+        ...
+
+    def finish(self, prepared: Any) -> Any:
+        """After the safe point: give back what is no longer needed; the result."""
+        ...
+
+    def pending(self) -> Action | None:
+        """An action that was deferred, to be tried again when pages have come free."""
+        ...
 
 
 class Runtime:
@@ -44,17 +72,23 @@ class Runtime:
     """
 
     def __init__(
-        self, gate: Gate, memory: KVMemory, places: Sequence[PagePool], residencies: dict[str, tuple[Residency, ...]]
+        self,
+        gate: Gate,
+        kv: Callable[[Runtime], KV],
+        weights: ModelWeights,
+        places: Sequence[PagePool],
+        mechanisms: Mapping[type, Mechanism],
     ) -> None:
         self.state = RuntimeState.NEW
-        self.kv = KV(self, memory)
+        self.kv = kv(self)
         self._gate = gate
+        self._weights = weights
         self._places = tuple(places)
-        self._residencies = residencies
-        self._mechanism = _mechanism(memory)
+        self._mechanisms = dict(mechanisms)
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._event_ids = itertools.count()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._retrying = False
         self._worker = threading.Thread(target=self._work, name="elastic-runtime", daemon=True)
         self._pid = os.getpid()
 
@@ -63,10 +97,11 @@ class Runtime:
     def status(self) -> Status:
         """A snapshot: places with their ledgers, the KV cache, where the layers are."""
         return Status(
-            layers=len(self._residencies),
+            layers=len(self._weights.layers),
             places=tuple(pool.status() for pool in self._places),
             kv=tuple(pool.status() for pool in self.kv.memory.pools),
-            residencies=dict(self._residencies),
+            residencies=self._weights.residencies(),
+            host=host.status(),
             events=len(self._events),
         )
 
@@ -90,11 +125,42 @@ class Runtime:
         """
         self._require_running()
         actions = (actions,) if isinstance(actions, Action) else tuple(actions)
-        pause_ms = next((e.pause_ms for e in reversed(self.events()) if e.pause_ms), 0.0)
-        steps = tuple(replace(self._mechanism.foresee(action), pause_ms=pause_ms) for action in actions)
+        steps = tuple(replace(self._for(a).foresee(a), pause_ms=self._last_pause_ms(type(a))) for a in actions)
         if not dry_run:
             self.apply(actions)
         return steps
+
+    @overload
+    def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
+
+    @overload
+    def release(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change]]: ...
+
+    def release(self, layers: Layers, *, wait: bool = True) -> Change | Future[tuple[Change]]:
+        """Have the weights of decoder layers leave their place, for host memory; their pages are KV capacity then.
+
+        `layers` are indices or module names, one or several. A released layer that is called is streamed back for the
+        time of the call, so the model goes on working, slower. Raises `ConfigError` for what is no layer, and
+        `CapacityError` if host memory is short or there is no room for a stage. With `wait=False`, a future.
+        """
+        done = self.apply((Release(self._weights.find(layers)),), wait=wait)
+        return done if isinstance(done, Future) else done[0]
+
+    @overload
+    def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
+
+    @overload
+    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change]]: ...
+
+    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Change | Future[tuple[Change]]:
+        """Have the weights of decoder layers (None: all) at their place again, bit for bit.
+
+        The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
+        then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
+        """
+        found = self._weights.find(range(len(self._weights.layers)) if layers is None else layers)
+        done = self.apply((Restore(found),), wait=wait)
+        return done if isinstance(done, Future) else done[0]
 
     def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
@@ -107,6 +173,12 @@ class Runtime:
         job = _Job(tuple(actions), why)
         self._jobs.put(job)
         return job.done.result() if wait else job.done
+
+    def pages_came_free(self) -> None:
+        """Try deferred actions again. Called under the tenants' lock of a place, so it only leaves a note."""
+        if self.state is RuntimeState.RUNNING and not self._retrying and self._pending():
+            self._retrying = True
+            self._jobs.put(_Job((), RETRY))
 
     def start(self) -> None:
         """Start the worker."""
@@ -162,39 +234,66 @@ class Runtime:
                 job.done.set_exception(error)
             del job
 
-    def _run(self, job: _Job) -> tuple[Resize, ...]:
+    def _run(self, job: _Job) -> tuple[Result, ...]:
+        if job.why == RETRY:
+            self._retrying = False
+            job.actions = self._pending()
         timing = Timing()
         try:
-            start = time.perf_counter()
-            prepared = [self._mechanism.prepare(action) for action in job.actions]
-            timing.prepare_ms = (time.perf_counter() - start) * 1e3
-            with self._gate.exclusive() as waited_s:
-                timing.wait_ms = waited_s * 1e3
-                start = time.perf_counter()
-                results = self._commit(prepared)
-                timing.pause_ms = (time.perf_counter() - start) * 1e3
+            prepared = self._prepare(job.actions, timing)
+            self._commit(prepared, timing)
         except Exception as error:
             for action in job.actions:
-                self._record(action, job.why, timing, False, str(error), 0)
+                self._record(action, job.why, timing, False, str(error))
             raise
-        for action, result, moved in zip(job.actions, results, (p.moved_bytes for p in prepared), strict=True):
-            self._record(action, job.why, timing, True, result.status, result.released_bytes, moved)
+        results = tuple(mechanism.finish(one) for mechanism, one in prepared)
+        for action, result in zip(job.actions, results, strict=True):
+            if job.why != RETRY or result.layers:
+                self._record(action, job.why, timing, True, result.status, result.released_bytes, _moved(result))
         return results
 
-    def _commit(self, prepared: Sequence[PreparedResize]) -> tuple[Resize, ...]:
-        done: list[PreparedResize] = []
+    def _prepare(self, actions: Sequence[Action], timing: Timing) -> list[tuple[Mechanism, Any]]:
+        start = time.perf_counter()
+        prepared: list[tuple[Mechanism, Any]] = []
         try:
-            for one in prepared:
-                self._mechanism.commit(one)
-                done.append(one)
+            for action in actions:
+                prepared.append((self._for(action), self._for(action).prepare(action)))
         except BaseException:
-            for one in reversed(done):
-                self._mechanism.rollback(one)
+            with self._gate.exclusive():
+                self._roll_back(prepared)
             raise
-        return tuple(self._mechanism.commit(one) for one in prepared)
+        timing.prepare_ms = (time.perf_counter() - start) * 1e3
+        return prepared
+
+    def _commit(self, prepared: Sequence[tuple[Mechanism, Any]], timing: Timing) -> None:
+        with self._gate.exclusive() as waited_s:
+            timing.wait_ms = waited_s * 1e3
+            start = time.perf_counter()
+            try:
+                for mechanism, one in prepared:
+                    mechanism.commit(one)
+            except BaseException:
+                self._roll_back(prepared)
+                raise
+            timing.pause_ms = (time.perf_counter() - start) * 1e3
+
+    def _roll_back(self, prepared: Sequence[tuple[Mechanism, Any]]) -> None:
+        for mechanism, one in reversed(prepared):
+            mechanism.rollback(one)
+
+    def _pending(self) -> tuple[Action, ...]:
+        found = (mechanism.pending() for mechanism in self._mechanisms.values())
+        return tuple(action for action in found if action is not None)
+
+    def _for(self, action: Action) -> Mechanism:
+        return self._mechanisms[type(action)]
+
+    def _last_pause_ms(self, kind: type) -> float:
+        pauses = (e.pause_ms for e in reversed(self.events()) if e.pause_ms and isinstance(e.action, kind))
+        return next(pauses, 0.0)
 
     def _record(
-        self, action: Action, why: str, timing: Timing, ok: bool, outcome: str, released: int, moved: int = 0
+        self, action: Action, why: str, timing: Timing, ok: bool, outcome: str, released: int = 0, moved: int = 0
     ) -> None:
         event = Event(
             id=next(self._event_ids),
@@ -218,88 +317,11 @@ class Runtime:
             raise StateError("the model was unwrapped; wrap it again")
 
 
-class KV:
-    """The KV cache of a wrapped model: `rt.kv`. Sizes are bytes, summed over the places of the model."""
-
-    def __init__(self, runtime: Runtime, memory: KVMemory) -> None:
-        self.memory = memory
-        self._runtime = weakref.ref(runtime)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """What new and running caches may hold together now."""
-        return self._sum(lambda status: status.capacity_bytes)
-
-    @property
-    def limit_bytes(self) -> int:
-        """The limit last set."""
-        return self._sum(lambda status: status.limit_bytes)
-
-    @property
-    def maximum_bytes(self) -> int:
-        """The highest limit: the places' budgets less the model itself."""
-        return self._sum(lambda status: status.maximum_bytes)
-
-    @property
-    def used_bytes(self) -> int:
-        """Mapped for caches that are alive, in whole pages."""
-        return self._sum(lambda status: status.used_bytes)
-
-    @overload
-    def resize(
-        self, size: int | str, *, place: str | None = None, revision: int | None = None, wait: Literal[True] = True
-    ) -> Resize: ...
-
-    @overload
-    def resize(
-        self, size: int | str, *, place: str | None = None, revision: int | None = None, wait: Literal[False]
-    ) -> Future[tuple[Resize, ...]]: ...
-
-    def resize(
-        self, size: int | str, *, place: str | None = None, revision: int | None = None, wait: bool = True
-    ) -> Resize | Future[tuple[Resize, ...]]:
-        """Set the most bytes that new caches may hold (docs/design.md).
-
-        `applied`: what lies above the new limit was given back. `deferred`: live caches hold more than the limit; they
-        go on, and the rest is given back as they end. `stale`: `revision` is not above the last one; nothing changed.
-        On several places the size is shared out in proportion to their maxima. Raises `CapacityError` above the
-        maximum, `ConfigError` for what is no size. With `wait=False`, a future of a tuple of results.
-        """
-        limit = parse_bytes(size, option="kv size")
-        actions = self._share(limit, place, revision)
-        done = self._require_runtime().apply(actions, wait=wait)
-        return done if isinstance(done, Future) else _total(done)
-
-    def trim(self) -> int:
-        """Give every page that no living cache needs back to the system; returns bytes."""
-        self._require_runtime()
-        return sum(pool.trim() for pool in self.memory.pools)
-
-    def _share(self, limit: int, place: str | None, revision: int | None) -> list[ResizeKV]:
-        pools = self.memory.pools
-        if place is not None or len(pools) == 1:
-            return [ResizeKV(place or pools[0].pool.name, limit, revision)]
-        maxima = [pool.status().maximum_bytes for pool in pools]
-        return [
-            ResizeKV(pool.pool.name, limit * maximum // sum(maxima), revision)
-            for pool, maximum in zip(pools, maxima, strict=True)
-        ]
-
-    def _sum(self, field: Callable[[KVStatus], int]) -> int:
-        return sum(field(pool.status()) for pool in self.memory.pools)
-
-    def _require_runtime(self) -> Runtime:
-        runtime = self._runtime()
-        if runtime is None:
-            raise StateError("the model was unwrapped; wrap it again")
-        return runtime
-
-
 class _Job:
     def __init__(self, actions: tuple[Action, ...], why: str) -> None:
         self.actions = actions
         self.why = why
-        self.done: Future[tuple[Resize, ...]] = Future()
+        self.done: Future[tuple[Result, ...]] = Future()
 
 
 @dataclass
@@ -319,23 +341,8 @@ def runtime(model: Any) -> Runtime:
     return found
 
 
-def _total(results: Sequence[Resize]) -> Resize:
-    """One result for what was shared out over several places."""
-    order = ("applied", "stale", "deferred")
-    return Resize(
-        status=max((r.status for r in results), key=order.index),
-        limit_bytes=sum(r.limit_bytes for r in results),
-        used_bytes=sum(r.used_bytes for r in results),
-        overage_bytes=sum(r.overage_bytes for r in results),
-        released_bytes=sum(r.released_bytes for r in results),
-        revision=max(r.revision for r in results),
-    )
-
-
-def _mechanism(memory: KVMemory) -> ResizeMechanism:
-    from elastic.kvcache.resize import ResizeMechanism  # needs transformers, which `import elastic` does not
-
-    return ResizeMechanism(memory)
+def _moved(result: Result) -> int:
+    return result.moved_bytes
 
 
 def _nothing() -> None:

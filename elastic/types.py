@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 ResizeStatus = Literal["applied", "deferred", "stale"]
+HOST = "host"
+"""Where a released layer exists."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,24 @@ class ResizeKV:
     """A resize with a revision not above the last one applied is refused as stale. None: the next one."""
 
 
-Action = ResizeKV
+@dataclass(frozen=True)
+class Release:
+    """Action: the weights of these decoder layers (indices) leave their place; host memory has them.
+
+    A released layer that is called is streamed back for the time of the call.
+    """
+
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Action: the weights of these decoder layers (indices) return to their place, bit for bit."""
+
+    layers: tuple[int, ...]
+
+
+Action = ResizeKV | Release | Restore
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,29 @@ class Resize:
     released_bytes: int
     """Physical memory given back by this call."""
     revision: int
+    moved_bytes: int = 0
+    """Bytes of caches at rest that were copied to host memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a release or a restore came to."""
+
+    status: Literal["applied", "deferred"]
+    """`deferred`: some layers wait for pages, and return when there are enough."""
+    layers: tuple[int, ...]
+    """The layers that changed."""
+    deferred: tuple[int, ...] = ()
+    """The layers that wait."""
+    moved_bytes: int = 0
+    """Bytes copied."""
+    released_bytes: int = 0
+    """What the KV cache may count on more than before; below zero for a restore."""
+    retained_bytes: int = 0
+    """Pages that tensors outside still show; they become free when those die."""
+
+
+Result = Resize | Change
 
 
 @dataclass(frozen=True)
@@ -45,6 +87,7 @@ class PlanStep:
     status: ResizeStatus
     moved_bytes: int
     released_pages: int
+    """A resize: given back to the system. A release: to the KV cache; below zero for a restore."""
     transient_pages: int
     """Pages needed while it runs and given back after."""
     pause_ms: float
@@ -61,7 +104,7 @@ class Event:
     """Seconds since the epoch."""
     why: str
     moved_bytes: int
-    """Bytes copied: for a resize, caches at rest that went to host memory."""
+    """Bytes copied: for a resize, caches at rest that went to host memory; for a release or restore, weights."""
     released_bytes: int
     prepare_ms: float
     wait_ms: float
@@ -83,7 +126,9 @@ class PlaceStatus:
     owners: dict[str, int] = field(hash=False)
     """Owner -> bytes: `kv`, `staging`, `retained`, `layer:i`, `fixed:name`."""
     free_bytes: int
-    """Bytes that nobody owns; `parked_bytes` of them are created pages kept for reuse."""
+    """Bytes that nobody owns: `idle_bytes` still mapped where a released layer was, taken as soon as they are needed,
+    `parked_bytes` created and kept for reuse, the rest not created."""
+    idle_bytes: int
     parked_bytes: int
     mappings: int
     """Contiguous mappings now in force (Linux allows a process about 65,530)."""
@@ -109,10 +154,23 @@ class KVStatus:
 
 
 @dataclass(frozen=True)
+class HostStatus:
+    """The host store of this process: weights of all wrapped models, each counted once."""
+
+    memory_bytes: int
+    """In host memory of our own."""
+    locked_bytes: int
+    """Of these, page-locked."""
+    file_bytes: int
+    """In checkpoint files, mapped: in memory as far as the system caches them."""
+
+
+@dataclass(frozen=True)
 class Residency:
     """Where and how a module exists."""
 
     place: str
+    """The name of a place, or `host`."""
     variant: str
     """Full precision by the name of its dtype, such as `float16`."""
     shard: str = "whole"
@@ -127,4 +185,5 @@ class Status:
     kv: tuple[KVStatus, ...]
     residencies: dict[str, tuple[Residency, ...]] = field(hash=False)
     """Decoder layer (module name) -> where it exists."""
+    host: HostStatus
     events: int

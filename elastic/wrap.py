@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -16,14 +17,23 @@ from elastic.config import Place
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
+from elastic.hooks.moving import choose_absent, give_back, held_outside, layer_slots, make_layers, move_in, move_out
+from elastic.hooks.release import ReleaseMechanism, RestoreMechanism, Waiting
+from elastic.hooks.slots import Slot
+from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder, find_decoder
+from elastic.hooks.weights import ModelWeights
+from elastic.kvcache.control import KV
 from elastic.kvcache.layout import Layout, choose_layout
+from elastic.kvcache.lending import KVLender
 from elastic.kvcache.pool import KVPool
+from elastic.memory.checkpoint import Checkpoint
+from elastic.memory.copying import make_copier
 from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
-from elastic.runtime import Runtime, runtime
-from elastic.types import Residency
+from elastic.runtime import Mechanism, Runtime, runtime
+from elastic.types import Release, ResizeKV, Restore
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
@@ -39,14 +49,20 @@ def wrap(
     policy: str = "manual",
     places: Sequence[str | Place] | None = None,
     kv_layout: str | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Model:
     """Make a Hugging Face causal language model elastic, in place; returns the same object.
 
-    From then on `generate`, `pipeline` and plain calls keep their KV cache in virtual memory under `model.elastic`, the
-    `Runtime`. `places` says what memory may be used, at least one place for each device that holds decoder layers (by
-    default one each, with most of what is free); a place's budget covers the model's own weights there too.
+    From then on the weights of its decoder layers and its KV cache live in pages of the same budget, under
+    `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
+    may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
+    free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
+    are kept in host memory and streamed when they are called.
+
     `policy="manual"` is the only one yet: actions are called by hand. `kv_layout` is "head_major", "batch_major" or
-    "token_major"; None takes the best for the device.
+    "token_major"; None takes the best for the device. `checkpoint` is the safetensors file, or the directory of them,
+    that the model was loaded from: released weights are then read from there by mmap, and not held in memory. It must
+    not be changed while the model is wrapped.
 
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
@@ -56,16 +72,19 @@ def wrap(
     decoder = _check_model(model)
     chosen = _choose_places(decoder, places)
     layouts = {place.device: choose_layout(kv_layout, place.device) for place in chosen}
+    files = Checkpoint(checkpoint) if checkpoint is not None else None
     with ExitStack() as memory_stack, ExitStack() as model_stack:
-        pools = [_open(place, model, decoder, memory_stack) for place in chosen]
+        slots = layer_slots(model, decoder)
+        pools = _open_places(model, decoder, chosen, slots, memory_stack)
+        weights = _weights(decoder, slots, pools, files, memory_stack, model_stack)
         memory = _kv_memory(decoder, pools, layouts, memory_stack)
         gate = Gate()
-        run = Runtime(gate, memory, pools, _residencies(decoder, chosen))
-        for kv_pool in memory.pools:
-            kv_pool.on_settled = partial(run.settled, kv_pool.pool.name)
-        _install(model, decoder, gate, memory, run, model_stack)
+        lender = KVLender(memory, gate.exclusive)
+        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender))
+        _connect(run, memory, weights, lender, pools, memory_stack)
+        _install(model, decoder, gate, memory, run, weights, model_stack)
         run.start()
-        installed = _Installed(run, model_stack.pop_all(), memory_stack.pop_all())
+        installed = _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
     _installed[model] = installed
     weakref.finalize(model, janitor.put, installed.abandon).atexit = False
     return model
@@ -86,15 +105,18 @@ def unwrap(model: Model) -> Model:
 class _Installed:
     """What `wrap` did to a model, and how it is undone: what is on the model first, its memory after."""
 
-    def __init__(self, run: Runtime, on_model: ExitStack, memory: ExitStack) -> None:
+    def __init__(self, run: Runtime, weights: ModelWeights, on_model: ExitStack, memory: ExitStack) -> None:
         self._run = run
+        self._weights = weights
         self._on_model = on_model
         self._memory = memory
 
     def take_off(self) -> None:
-        if self._run.in_forked_child:  # the memory is the parent's
-            self._on_model.close()
-            return
+        if self._run.in_forked_child:
+            raise StateError(
+                "this model was wrapped before the process forked: its weights lie in pages of the parent, which may "
+                "change them; load it again in the child"
+            )
         with self._run.last_safe_point():
             self._on_model.close()
             self._memory.close()
@@ -103,6 +125,7 @@ class _Installed:
         """The model is gone without `unwrap`."""
         if not self._run.in_forked_child:
             self._run.close()
+            self._weights.let_go()
             self._memory.close()
 
 
@@ -142,35 +165,83 @@ def _choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> li
     return chosen
 
 
-def _open(place: Place, model: nn.Module, decoder: Decoder, stack: ExitStack) -> PagePool:
-    """Open a place and charge what the model holds on its device."""
-    held = _held_bytes(model, decoder, place.device)
-    pool = open_place(place, resident_bytes=sum(held.values()))
-    stack.callback(close_place, pool)
-    for owner, nbytes in held.items():
-        pool.charge(owner, nbytes)
-        stack.callback(pool.discharge, owner, nbytes)
-    return pool
+def _open_places(
+    model: nn.Module, decoder: Decoder, chosen: list[Place], slots: list[dict[str, Slot]], stack: ExitStack
+) -> list[PagePool]:
+    """Open the places and charge what stays in ordinary tensors on their devices."""
+    outside = held_outside(model, decoder, slots)
+    paged: Counter[str] = Counter()
+    for here in slots:
+        for slot in here.values():
+            paged[str(slot.parameter.device)] += slot.parameter.nbytes
+    pools = []
+    for place in chosen:
+        held = outside.get(str(place.device), Counter())
+        pool = open_place(place, resident_bytes=held.total() + paged[str(place.device)])
+        stack.callback(close_place, pool)
+        for owner, nbytes in held.items():
+            pool.charge(owner, nbytes)
+            stack.callback(pool.discharge, owner, nbytes)
+        pools.append(pool)
+    return pools
 
 
-def _held_bytes(model: nn.Module, decoder: Decoder, device: torch.device) -> Counter[str]:
-    """Bytes of parameters and buffers on a device: `layer:i`, or `fixed:name` for what lies outside the layers."""
-    owners = {name: f"layer:{i}" for i, name in enumerate(decoder.layer_names)}
-    held: Counter[str] = Counter()
-    seen: set[int] = set()
-    for name, tensor in _tensors(model):
-        storage = tensor.untyped_storage()
-        if tensor.device != device or storage.data_ptr() in seen:
-            continue
-        seen.add(storage.data_ptr())
-        layer = next((owner for prefix, owner in owners.items() if name.startswith(prefix + ".")), None)
-        held[layer or f"fixed:{name.rsplit('.', 1)[0]}"] += storage.nbytes()
-    return held
+def _weights(
+    decoder: Decoder,
+    slots: list[dict[str, Slot]],
+    pools: list[PagePool],
+    checkpoint: Checkpoint | None,
+    memory_stack: ExitStack,
+    model_stack: ExitStack,
+) -> ModelWeights:
+    """Move the layers' weights into pages, one layer after another."""
+    homes = {pool.backend.device: pool for pool in reversed(pools)}
+    layers = make_layers(decoder, slots, homes, checkpoint)
+    streamers, absent = {}, []
+    for pool in homes.values():
+        here = [layer for layer in layers if layer.pool is pool]
+        copier = make_copier(pool.backend.device)
+        memory_stack.callback(copier.close)
+        streamer = Streamer(pool, [layer for layer in here if layer.slots], copier)
+        memory_stack.callback(streamer.close)
+        streamers[pool.name] = streamer
+        stages, elsewhere = choose_absent([w for w in here if w.slots], pool.free_pages, streamer.stage_pages)
+        streamer.resize(stages)
+        absent += elsewhere
+    for layer in layers:
+        memory_stack.callback(give_back, layer)
+        model_stack.callback(move_out, layer)
+        move_in(layer, absent=layer in absent)
+    return ModelWeights(layers, streamers)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: KVLender) -> dict[type, Mechanism]:
+    from elastic.kvcache.resize import ResizeMechanism
+
+    waiting = Waiting(lender)
+    return {
+        ResizeKV: ResizeMechanism(memory),
+        Release: ReleaseMechanism(weights, lender, waiting),
+        Restore: RestoreMechanism(weights, lender, waiting),
+    }
+
+
+def _connect(
+    run: Runtime,
+    memory: KVMemory,
+    weights: ModelWeights,
+    lender: KVLender,
+    pools: list[PagePool],
+    stack: ExitStack,
+) -> None:
+    """Have memory tell the runtime what happens by itself."""
+    for kv_pool in memory.pools:
+        kv_pool.on_settled = partial(run.settled, kv_pool.pool.name)
+    for name, streamer in weights.streamers.items():
+        streamer.on_spare = partial(lender.lend, name)
+    for pool in pools:
+        pool.listeners.append(run.pages_came_free)
+        stack.callback(pool.listeners.remove, run.pages_came_free)
 
 
 def _kv_memory(
@@ -192,12 +263,20 @@ def _kv_memory(
     return memory
 
 
-def _install(model: nn.Module, decoder: Decoder, gate: Gate, memory: KVMemory, run: Runtime, stack: ExitStack) -> None:
+def _install(
+    model: nn.Module,
+    decoder: Decoder,
+    gate: Gate,
+    memory: KVMemory,
+    run: Runtime,
+    weights: ModelWeights,
+    stack: ExitStack,
+) -> None:
     """Put hooks, attention function and runtime on the model."""
     from elastic.kvcache.attention import AttentionSwitch
     from elastic.kvcache.cache import Caches
 
-    hooks, attention = ModelHooks(gate, Caches(memory)), AttentionSwitch(model)
+    hooks, attention = ModelHooks(gate, Caches(memory), weights), AttentionSwitch(model)
     stack.callback(hooks.remove)
     hooks.install(decoder)
     stack.callback(attention.remove)
@@ -214,13 +293,3 @@ def _forget(model: weakref.ref[nn.Module]) -> None:
 
 def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
-
-
-def _residencies(decoder: Decoder, places: list[Place]) -> dict[str, tuple[Residency, ...]]:
-    """Each layer whole, on the first place of its device."""
-    names = {place.device: place.name for place in reversed(places)}
-    found: dict[str, tuple[Residency, ...]] = {}
-    for name, layer in zip(decoder.layer_names, decoder.layers, strict=True):
-        dtype = str(next(layer.parameters()).dtype).removeprefix("torch.")
-        found[name] = (Residency(names[_device(layer)], dtype),)
-    return found

@@ -10,7 +10,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.types import Event, KVStatus, PlaceStatus, Status
+from elastic.types import Action, Event, KVStatus, PlaceStatus, ResizeKV, Status
+
+
+def _in_words(action: Action) -> str:
+    if isinstance(action, ResizeKV):
+        return f"KV limit {mib(action.limit_bytes)}"
+    layers = ", ".join(map(str, action.layers))
+    return f"{type(action).__name__.lower()} layer{'s' * (len(action.layers) != 1)} {layers}"
 
 
 def mib(nbytes: int) -> str:
@@ -53,7 +60,7 @@ def actions(events: Sequence[Event], *, last: int = 6) -> Table:
         table.add_column(column)
     for event in events[-last:]:
         table.add_row(
-            f"KV limit {mib(event.action.limit_bytes)}",
+            _in_words(event.action),
             event.why,
             event.outcome,
             mib(event.released_bytes),

@@ -17,7 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic.errors import StateError
 from elastic.hooks.gate import Gate
+from elastic.hooks.layer import LayerWeights
+from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder
+from elastic.hooks.weights import ModelWeights
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -54,17 +57,20 @@ class Caches(Protocol):
 class ModelHooks:
     """Installs the hooks on a decoder and removes them exactly. Holds no module."""
 
-    def __init__(self, gate: Gate, caches: Caches) -> None:
+    def __init__(self, gate: Gate, caches: Caches, weights: ModelWeights) -> None:
         self._gate = gate
         self._caches = caches
+        self._weights = weights
         self._handles: list[RemovableHandle] = []
 
     def install(self, decoder: Decoder) -> None:
         for root in decoder.roots:
-            enter = EnterRoot(root, self._gate, self._caches)
+            enter = EnterRoot(root, self._gate, self._caches, self._weights)
             self._add(root, enter, LeaveRoot(enter), with_kwargs=True)
-        for layer in decoder.layers:
-            self._add(layer, EnterLayer(self._gate), LeaveLayer(self._gate), with_kwargs=False)
+        for layer, weights in zip(decoder.layers, self._weights.layers, strict=True):
+            streamer = self._weights.streamer(weights)
+            before, after = EnterLayer(self._gate, weights, streamer), LeaveLayer(self._gate, weights, streamer)
+            self._add(layer, before, after, with_kwargs=False)
 
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
@@ -95,30 +101,39 @@ class Hook:
 
 
 class EnterLayer(Hook):
-    """A forward of a decoder layer by itself is a forward pass too."""
+    """A forward of a decoder layer by itself is a forward pass too. A layer whose weights are absent is staged."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, weights: LayerWeights, streamer: Streamer) -> None:
         self._gate = gate
+        self._weights = weights
+        self._streamer = streamer
 
     def __call__(self, module: nn.Module, args: Args) -> None:
-        if not self._gate.inside:  # by far the most frequent case: a forward of the whole model is in flight
+        if not self._gate.inside:  # most often it is: a forward of the whole model is in flight
             self._gate.enter(id(module))
+        if self._weights.absent:
+            self._streamer.enter(self._weights)
 
 
 class LeaveLayer(Hook):
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, weights: LayerWeights, streamer: Streamer) -> None:
         self._gate = gate
+        self._weights = weights
+        self._streamer = streamer
 
     def __call__(self, module: nn.Module, args: Args, output: Any) -> None:
+        if self._weights.absent:
+            self._streamer.leave(self._weights)
         self._gate.leave(id(module))
 
 
 class EnterRoot(Hook):
     """On a model: the gate, and an elastic cache where none or an empty stock one was given."""
 
-    def __init__(self, root: nn.Module, gate: Gate, caches: Caches) -> None:
+    def __init__(self, root: nn.Module, gate: Gate, caches: Caches, weights: ModelWeights) -> None:
         self.gate = gate
         self._caches = caches
+        self._weights = weights
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
         self._positions = {name: names.index(name) for name in ("past_key_values", "use_cache")}
@@ -128,6 +143,8 @@ class EnterRoot(Hook):
         if torch.compiler.is_compiling():
             self._refuse()
         outermost = self.gate.enter(id(module))
+        if outermost:
+            self._weights.begin_forward()
         cache = self._argument("past_key_values", args, kwargs)
         changed = None
         if cache is None:

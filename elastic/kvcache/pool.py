@@ -52,7 +52,8 @@ class KVPool:
         self.ready_share = ready_share
         self.on_settled: Callable[[Resize], None] = lambda result: None
         """Hears of a deferred shrink that is over. Called under the lock: it may take none."""
-        self._last_shrink = 0
+        self._shrinks = 0
+        self._wanted = 0  # pages that weights wait for: new caches do not get them
         self._pending: int | None = None  # the limit at which a deferred shrink is over
         self._lock = pool.tenants
         self._stores: list[Store] = []  # all that are not closed; idle ones in the order they were left
@@ -66,14 +67,14 @@ class KVPool:
     def lease(self, keys: Geometry, values: Geometry, user: object, *, born: int | None = None) -> Store:
         """A store for a cache layer: an idle one of the same shape, or a new one. It returns when `user` dies.
 
-        `born` is the revision of the limit under which the layer's contents were begun; None: they begin now.
+        `born` is how often the limit had fallen when the layer's contents were begun; None: they begin now.
         """
         with self._lock:
             self._act_on_notes()
             if self._closed:
                 raise StateError("the model was unwrapped; build a new cache")
             store = self._adopt((keys, values)) or self._new(keys, values)
-            store.born = self.revision if born is None else born
+            store.born = self._shrinks if born is None else born
             store.lease += 1
             store.start = store.stop = 0
         weakref.finalize(user, self._note, store, store.lease).atexit = False
@@ -117,16 +118,16 @@ class KVPool:
             limit = limit_bytes // self.pool.page_bytes
             if limit > self.maximum:
                 raise self._over(limit, self.maximum - self._used(), self.maximum, "the KV limit is above the maximum")
-            before = (self.limit, self.revision, self._last_shrink, self._pending)
+            before = (self.limit, self.revision, self._shrinks, self._pending)
             self.revision = self.revision + 1 if revision is None else revision
             if limit < self.limit:
-                self._last_shrink = self.revision
+                self._shrinks += 1
             self.limit = limit
             created = self.pool.backend.created
             try:
                 self._fit()
             except BaseException:
-                self.limit, self.revision, self._last_shrink, self._pending = before
+                self.limit, self.revision, self._shrinks, self._pending = before
                 raise
             self._pending = limit if self._used() > limit else None
             released = max(0, created - self.pool.backend.created) * self.pool.page_bytes
@@ -148,6 +149,43 @@ class KVPool:
             kept = max(0, self._used() - spare)
             return ("applied" if kept <= limit else "deferred"), parked, max(0, kept - limit)
 
+    def lend(self, pages: int) -> None:
+        """Weights gave up pages: caches may have them from now on. A limit at the maximum rises with it."""
+        with self._lock:
+            if self._closed:
+                return
+            follows = self.limit == self.maximum
+            self.maximum += pages
+            if follows:
+                self.limit = self.maximum
+
+    def claim(self, pages: int) -> bool:
+        """Weights take pages back: whether caches can do without. If so, they do; else nothing has changed."""
+        with self._lock:
+            self._act_on_notes()
+            left = self.maximum - pages
+            excess = self._used() - left
+            if excess > 0:
+                excess -= sum(store.trim() for store in self._in(StoreState.LIVE) if store.spare())
+            if excess > 0:
+                return False
+            self.maximum, self.limit = left, min(self.limit, left)
+            self._tidy(self._fit)
+            return True
+
+    def reserve(self, pages: int) -> None:
+        """Weights wait for pages: new caches do not get them, those that live may go on. 0: they wait no more."""
+        with self._lock:
+            if pages > self._wanted:
+                self._shrinks += 1
+            self._wanted = pages
+            self._tidy(self._fit)
+
+    def excess(self, pages: int) -> int:
+        """By how many pages live caches exceed what they may hold without `pages`."""
+        with self._lock:
+            return max(0, self._used() + pages - self.maximum)
+
     def reclaim(self, pages: int) -> int:
         """Free about `pages` pages: idle stores, the longest idle first, then spare pages of live ones."""
         with self._lock:
@@ -160,6 +198,7 @@ class KVPool:
             self._act_on_notes()
             created = self.pool.backend.created
             self._unmap(self._used() + self._idle())
+            self.pool.unmap_idle()
             self.pool.trim()
             return (created - self.pool.backend.created) * self.pool.page_bytes
 
@@ -176,7 +215,7 @@ class KVPool:
             used, idle = self._used(), self._idle()
             return KVStatus(
                 place=self.pool.name,
-                capacity_bytes=min(self.limit, used + idle + self.pool.free_pages) * size,
+                capacity_bytes=min(self._open_limit, used + idle + self.pool.free_pages) * size,
                 limit_bytes=self.limit * size,
                 maximum_bytes=self.maximum * size,
                 used_bytes=used * size,
@@ -222,13 +261,18 @@ class KVPool:
     def _idle(self) -> int:
         return self._pages(StoreState.IDLE)
 
+    @property
+    def _open_limit(self) -> int:
+        """The limit for new caches."""
+        return max(0, min(self.limit, self.maximum - self._wanted))
+
     def _new(self, keys: Geometry, values: Geometry) -> Store:
         store = Store(self.pool, keys, values, lambda: self._note(store, 0))
         self._stores.append(store)
         return store
 
     def _adopt(self, geometries: tuple[Geometry, Geometry]) -> Store | None:
-        room = self.limit - self._used()
+        room = self._open_limit - self._used()
         fitting = [s for s in self._in(StoreState.IDLE) if s.geometries == geometries and s.adoptable]
         fitting = [s for s in fitting if s.pages <= room]
         if not fitting:
@@ -253,6 +297,7 @@ class KVPool:
             if self._pending is not None and self._used() <= self._pending:
                 self._pending = None
                 self.on_settled(self._result("applied", 0))
+            self.pool.tell()
 
     def _retire(self, store: Store) -> None:
         store.start = store.stop = 0
@@ -277,14 +322,14 @@ class KVPool:
             logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
     def _admit(self, store: Store, missing: int) -> None:
-        bound = self.maximum if self._last_shrink > store.born else self.limit
+        bound = self.maximum if self._shrinks > store.born else self._open_limit
         used = self._used()
         if used + missing > bound:
             surplus = sum(s.trim() for s in self._in(StoreState.LIVE) if s is not store and s.spare())
             used -= surplus
         if used + missing > bound:
             raise self._over(missing, bound - used, bound, "the KV cache has reached its limit")
-        excess = used + self._idle() + missing - max(self.limit, used + missing)
+        excess = used + self._idle() + missing - max(self._open_limit, used + missing)
         if excess > 0:
             self._unmap_idle(excess)
 
@@ -298,9 +343,10 @@ class KVPool:
         for store in self._in(StoreState.IDLE):
             if not store.adoptable:
                 store.trim()
-        self._unmap(self._used() + self._idle() - self.limit)
-        self._unmap_idle(self._idle() - int(self.limit * self.idle_share))
-        self.pool.trim(keep=self._ready(self.limit, self._used() + self._idle()))
+        limit = self._open_limit
+        self._unmap(self._used() + self._idle() - limit)
+        self._unmap_idle(self._idle() - int(limit * self.idle_share))
+        self.pool.trim(keep=self._ready(limit, self._used() + self._idle()))
 
     def _ready(self, limit: int, mapped: int) -> int:
         """Parked pages worth keeping for caches that grow."""

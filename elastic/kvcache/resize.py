@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.errors import ConfigError
 from elastic.kvcache.lease import HostCopy
@@ -18,7 +18,6 @@ class PreparedResize:
     action: ResizeKV
     previous_bytes: int
     copies: list[HostCopy] = field(default_factory=list)
-    moved_bytes: int = 0
     result: Resize | None = None
 
 
@@ -53,20 +52,27 @@ class ResizeMechanism:
                     prepared.copies.append(copy)
         return prepared
 
-    def commit(self, prepared: PreparedResize) -> Resize:
+    def commit(self, prepared: PreparedResize) -> None:
         """Move the limit, once. A cache that was used since it was copied stays where it is."""
         if prepared.result is None:
             action = prepared.action
             moved = [copy.nbytes for copy in prepared.copies if copy.layer.move_to_host(copy)]
-            prepared.moved_bytes = sum(moved)
-            prepared.result = self._pool(action).resize(action.limit_bytes, action.revision)
-        return prepared.result
+            result = self._pool(action).resize(action.limit_bytes, action.revision)
+            prepared.result = replace(result, moved_bytes=sum(moved))
 
     def rollback(self, prepared: PreparedResize) -> None:
         """Undo a commit. Pages that were given back, and caches on the host, return when they are next used."""
         if prepared.result is not None and prepared.result.status != "stale":
             self._pool(prepared.action).resize(prepared.previous_bytes)
         prepared.result = None
+
+    def finish(self, prepared: PreparedResize) -> Resize:
+        """The result."""
+        assert prepared.result is not None
+        return prepared.result
+
+    def pending(self) -> None:
+        """A deferred resize completes by itself, as caches end."""
 
     def _pool(self, action: ResizeKV) -> KVPool:
         if action.place not in self._pools:

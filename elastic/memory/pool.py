@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from elastic.errors import CapacityError, IntegrityError, StateError
 from elastic.memory.backend import PageBackend
@@ -18,13 +18,22 @@ if TYPE_CHECKING:
     from elastic.memory.range import VirtualRange
 
 
+class Resting(Protocol):
+    """A range that still shows pages which nobody owns any more."""
+
+    def give(self, count: int) -> int:
+        """Unmap up to `count` of them and give them back; returns how many."""
+        ...
+
+
 class PagePool:
     """Physical pages of one place under one budget. Thread-safe.
 
-    Every page is owned (`take` … `give_back`), parked (created, free, kept for reuse) or not created. Memory that the
-    budget must cover but pages do not hold (embeddings, norms) is charged as whole pages. So always
+    Every page is owned (`take` … `give_back`) or free. A free page is idle (`rest`: a range still shows it, and loses
+    it as soon as somebody takes it), parked (created, kept for reuse) or not created. Memory that the budget must cover
+    but pages do not hold (embeddings, the final norm) is charged as whole pages. So always
 
-        charged + owned + free = budget,    parked <= free.
+        charged + owned + free = budget,    idle + parked <= free.
 
     Pages are created outside the lock; `replenish` makes some ahead of time, on the janitor's thread.
     """
@@ -37,13 +46,17 @@ class PagePool:
         self.ready_pages = ready_pages
         self.reclaimers: list[Callable[[int], int]] = []
         """Asked in turn, without the pool's own lock, to free some number of pages when the budget is short."""
+        self.listeners: list[Callable[[], object]] = []
+        """Told, under `tenants`, when pages may be had that could not be had before. They may only leave a note."""
         self.tenants = threading.RLock()
-        """Held by those who map pages (KV pools) while they do; comes before the pool's own lock."""
+        """Held by those who map pages (KV pools, blocks of weights) while they do; comes before the pool's own lock."""
         self._lock = threading.Lock()
         self._owner: dict[int, str] = {}  # page -> owner
         self._owned: Counter[str] = Counter()  # owner -> pages
         self._charged: Counter[str] = Counter()  # owner -> pages that only count
         self._parked: list[int] = []  # heap
+        self._idle: set[int] = set()
+        self._resting: list[Resting] = []  # those that show idle pages, longest idle first
         self._absent = list(range(self.budget_pages))  # heap of pages that are not created
         self._in_creation: set[int] = set()
         self._ranges: weakref.WeakSet[VirtualRange] = weakref.WeakSet()
@@ -55,6 +68,11 @@ class PagePool:
         return self.budget_pages - len(self._owner) - self._charged.total()
 
     @property
+    def idle_pages(self) -> int:
+        """Free pages that a range still shows."""
+        return len(self._idle)
+
+    @property
     def parked_pages(self) -> int:
         """Created pages that nobody owns."""
         return len(self._parked)
@@ -63,18 +81,19 @@ class PagePool:
         """Pages of one owner, charged ones included."""
         return self._owned[owner] + self._charged[owner]
 
+    def owns(self, page: int) -> bool:
+        """Whether somebody owns the page; else it is free."""
+        return page in self._owner
+
     def pages_for(self, nbytes: int) -> int:
         """How many pages hold `nbytes`."""
         return -(-nbytes // self.page_bytes)
 
     def take(self, owner: str, count: int) -> list[int]:
         """`count` created pages for `owner`, all or none; parked ones first. Raises `CapacityError`."""
-        if count > self.free_pages:
-            self._reclaim(count)
+        self._make_room(count)
         with self._lock:
-            self._require_open()
-            if count > self.free_pages:
-                raise self._short(owner, count)
+            self._require_room(owner, count)
             fresh_count = max(0, count - len(self._parked))
             pages = [heapq.heappop(self._parked) for _ in range(count - fresh_count)]
             fresh = [heapq.heappop(self._absent) for _ in range(fresh_count)]
@@ -93,9 +112,25 @@ class PagePool:
         return pages + fresh
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Park pages that no range shows any more."""
+        """Park pages that no range shows any more, owned or idle ones."""
         with self._lock:
-            self._clear(pages, self._parked)
+            idle = [page for page in pages if page in self._idle]
+            self._idle.difference_update(idle)
+            for page in idle:
+                heapq.heappush(self._parked, page)
+            self._clear([page for page in pages if page in self._owner], self._parked)
+
+    def forget(self, holder: Resting) -> None:
+        """`holder` shows no idle page any more."""
+        with self._lock:
+            if holder in self._resting:
+                self._resting.remove(holder)
+
+    def tell(self) -> None:
+        """Pages may be had that could not be had before."""
+        with self.tenants:
+            for listener in list(self.listeners):
+                listener()
 
     def move(self, pages: Iterable[int], owner: str) -> None:
         """Change the owner of owned pages."""
@@ -105,14 +140,33 @@ class PagePool:
                 self._owner[page] = owner
                 self._owned[owner] += 1
 
+    def rest(self, pages: Sequence[int], holder: Resting) -> None:
+        """Owned pages are free from now on, though `holder` shows them until somebody takes them."""
+        with self._lock:
+            for page in pages:
+                self._owned[self._owner.pop(page)] -= 1
+            self._idle.update(pages)
+            if holder not in self._resting:
+                self._resting.append(holder)
+
+    def wake(self, pages: Sequence[int], owner: str, holder: Resting) -> None:
+        """Idle pages of `holder` are owned again, all or none. Raises `CapacityError`."""
+        with self._lock:
+            self._require_open()
+            if len(pages) > self.free_pages:
+                raise self._short(owner, len(pages))
+            self._idle.difference_update(pages)
+            self._assign(pages, owner)
+            if holder in self._resting:
+                self._resting.remove(holder)
+
     def charge(self, owner: str, nbytes: int) -> None:
         """Count `nbytes` (rounded up to pages) of memory that lies outside the pages. Raises `CapacityError`."""
         count = self.pages_for(nbytes)
+        self._make_room(count)
         with self._lock:
-            self._require_open()
-            if count > self.free_pages:
-                raise self._short(owner, count)
-            self._destroy_parked(keep=self.free_pages - count)
+            self._require_room(owner, count)
+            self._destroy_parked(keep=self._unshown_pages - count)
             self._charged[owner] += count
 
     def discharge(self, owner: str, nbytes: int) -> None:
@@ -129,10 +183,15 @@ class PagePool:
                 self.backend.close()
         return count * self.page_bytes
 
+    def unmap_idle(self) -> None:
+        """Take idle pages out of the ranges that show them; they are parked then."""
+        for holder in list(self._resting):
+            holder.give(self.budget_pages)
+
     def replenish(self) -> None:
         """Create pages until `ready_pages` are parked, as far as the budget allows."""
         with self._lock:
-            room = min(self.ready_pages, self.free_pages) - len(self._parked) - len(self._in_creation)
+            room = min(self.ready_pages, self._unshown_pages) - len(self._parked) - len(self._in_creation)
             if self._closed or room <= 0:
                 return
             pages = [heapq.heappop(self._absent) for _ in range(min(room, len(self._absent)))]
@@ -164,6 +223,7 @@ class PagePool:
                 budget_bytes=self.budget_pages * size,
                 owners={owner: count * size for owner, count in sorted(owners.items())},
                 free_bytes=self.free_pages * size,
+                idle_bytes=len(self._idle) * size,
                 parked_bytes=len(self._parked) * size,
                 mappings=self.backend.mappings,
             )
@@ -176,15 +236,16 @@ class PagePool:
         with self._lock:
             mapped: Counter[int] = Counter(page for r in self._ranges for page in r.slots.values())
             shared = [page for page, count in mapped.items() if count > 1]
-            every = Counter([*self._owner, *self._parked, *self._absent, *self._in_creation])
-            created = len(self._owner) + len(self._parked) + len(self._in_creation)
+            every = Counter([*self._owner, *self._idle, *self._parked, *self._absent, *self._in_creation])
+            created = len(self._owner) + len(self._idle) + len(self._parked) + len(self._in_creation)
             self._require(not shared, f"pages mapped more than once: {shared[:8]}")
-            self._require_equal("mapped pages", set(mapped), "owned pages", set(self._owner))
+            self._require_equal("mapped pages", set(mapped), "owned and idle pages", {*self._owner, *self._idle})
             self._require_equal("owners recounted", Counter(self._owner.values()), "owners", +self._owned)
             self._require_equal("pages", sorted(every.elements()), "ids", list(range(self.budget_pages)))
             if not self._in_creation:
                 self._require_equal("created in the ledger", created, "created in the backend", self.backend.created)
-            self._require(self.free_pages >= len(self._parked), f"{len(self._parked)} parked, {self.free_pages} free")
+            unowned = len(self._parked) + len(self._idle)
+            self._require(self.free_pages >= unowned, f"{unowned} pages parked or idle, {self.free_pages} free")
 
     def close(self) -> None:
         """Give parked pages back; owned ones go as their ranges close. Can be called twice."""
@@ -192,11 +253,21 @@ class PagePool:
             self._closed = True
         self.trim()
 
-    def _reclaim(self, count: int) -> None:
+    @property
+    def _unshown_pages(self) -> int:
+        """Free pages that no range shows."""
+        return self.free_pages - len(self._idle)
+
+    def _make_room(self, count: int) -> None:
+        """Try to have `count` free pages that no range shows: ask the reclaimers, then unmap idle ones."""
         for reclaimer in list(self.reclaimers):
-            missing = count - self.free_pages
-            if missing > 0:
-                reclaimer(missing)
+            if count <= self.free_pages:
+                break
+            reclaimer(count - self.free_pages)
+        for holder in list(self._resting):
+            if count <= self._unshown_pages:
+                break
+            holder.give(count - self._unshown_pages)
 
     def _destroy_parked(self, keep: int) -> int:
         surplus = sorted(self._parked)[keep:]
@@ -217,6 +288,11 @@ class PagePool:
         for page in pages:
             self._owned[self._owner.pop(page)] -= 1
             heapq.heappush(heap, page)
+
+    def _require_room(self, owner: str, count: int) -> None:
+        self._require_open()
+        if count > self._unshown_pages:
+            raise self._short(owner, count)
 
     def _require_open(self) -> None:
         if self._closed:

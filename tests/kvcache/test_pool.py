@@ -199,7 +199,8 @@ def resize(mechanism: ResizeMechanism, pages: int) -> Any:
     action = ResizeKV("cpu#test", pages * PAGE)
     foreseen = mechanism.foresee(action)
     prepared = mechanism.prepare(action)
-    result = mechanism.commit(prepared)
+    mechanism.commit(prepared)
+    result = mechanism.finish(prepared)
     assert foreseen.status == result.status
     return result, prepared
 
@@ -223,8 +224,8 @@ def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() ->
     resting.update(torch.full((1, 1, 1, 16), 5.0), torch.full((1, 1, 1, 16), 6.0))  # now `older` is the oldest
     before = [t.clone() for t in (*(older._held()), *(resting._held()))]
     caches = used(memory, resting, older, running)
-    result, prepared = resize(mechanism, 28)
-    assert (result.status, prepared.moved_bytes) == ("applied", 12 * PAGE)
+    result, _ = resize(mechanism, 28)
+    assert (result.status, result.moved_bytes) == ("applied", 12 * PAGE)
     assert (older.pages, resting.pages, running.pages) == (0, 10, 16)
     result, _ = resize(mechanism, 12)  # the running cache is over the limit by itself
     assert (result.status, result.overage_bytes) == ("deferred", 4 * PAGE)
@@ -245,8 +246,9 @@ def test_a_cache_that_was_used_since_it_was_copied_stays() -> None:
     prepared = mechanism.prepare(ResizeKV("cpu#test", 0))
     assert len(prepared.copies) == 1
     grow(layer, 1)
-    assert mechanism.commit(prepared).status == "deferred"
-    assert prepared.moved_bytes == 0
+    mechanism.commit(prepared)
+    assert mechanism.finish(prepared).status == "deferred"
+    assert mechanism.finish(prepared).moved_bytes == 0
     assert layer.pages == 10
     assert memory.resting(kv) == caches[0].layers
 

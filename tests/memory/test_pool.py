@@ -182,7 +182,7 @@ def test_a_recount_finds_what_is_wrong() -> None:
     range_.map(0, pool.take("kv", 2))
     pool.check()
     page = range_.slots.pop(0)
-    with pytest.raises(IntegrityError, match="mapped pages and owned pages differ"):
+    with pytest.raises(IntegrityError, match="mapped pages and owned and idle pages differ"):
         pool.check()
     range_.slots[0] = range_.slots[1]
     with pytest.raises(IntegrityError, match="more than once"):

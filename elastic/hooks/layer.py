@@ -1,0 +1,166 @@
+"""The weights of one decoder layer: where they are, and the flips between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from elastic.errors import StateError
+from elastic.hooks.slots import Slot
+from elastic.memory.block import Block
+from elastic.memory.checkpoint import Checkpoint
+from elastic.memory.copying import digest
+from elastic.memory.host import HostTensor, host
+from elastic.memory.layout import LayerLayout
+from elastic.memory.pool import PagePool
+from elastic.weights import FORWARD_FUNCTIONS, on_values, register
+
+
+class HostSource:
+    """A weight that is in host memory; while its layer is called, also in a stage on the device."""
+
+    def __init__(self, layer: LayerWeights, name: str) -> None:
+        self._layer = layer
+        self._name = name
+
+    def value(self) -> torch.Tensor:
+        staged = self._layer.staged
+        if staged is not None and self._layer.entered:
+            return staged[self._name]
+        return self.copy().to(self._layer.pool.backend.device)
+
+    def copy(self) -> torch.Tensor:
+        return self._layer.host_tensor(self._name).clone()
+
+    def write(self, value: torch.Tensor) -> None:
+        self._layer.write(self._name, value)
+
+    def where(self) -> str:
+        return f"of {self._layer.name}, which is in host memory"
+
+
+register(HostSource, FORWARD_FUNCTIONS, on_values)
+
+
+class LayerWeights:
+    """One decoder layer's weights: in a block of its place (resident), or in the host store (absent)."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        pool: PagePool,
+        slots: Mapping[str, Slot],
+        layout: LayerLayout,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.pool = pool
+        self.slots = dict(slots)
+        self.layout = layout
+        self.owner = f"layer:{index}"
+        self.absent = False
+        """Read by the layer's hooks: whether a call must be staged."""
+        self.staged: Mapping[str, torch.Tensor] | None = None
+        """While absent: the parameters in a stage, for forwards of this layer to read."""
+        self.block: Block | None = None
+        self.on_written: Callable[[], object] = lambda: None
+        """Told when the host store has other bytes than a stage."""
+        self._checkpoint = checkpoint
+        self._host: dict[str, HostTensor] = {}
+        self._threads_inside = threading.local()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters, padding and alignment included."""
+        return self.layout.nbytes
+
+    @property
+    def pages(self) -> int:
+        """Pages that it needs at its place."""
+        return self.pool.pages_for(self.nbytes)
+
+    @cached_property
+    def variant(self) -> str:
+        """The name of its first matrix's dtype, such as `float16`."""
+        dtypes = [p.dtype for p in self.layout.parameters.values()]
+        return str(dtypes[0]).removeprefix("torch.") if dtypes else "none"
+
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is in a forward of the layer."""
+        return getattr(self._threads_inside, "depth", 0) > 0
+
+    def enter(self) -> None:
+        self._threads_inside.depth = getattr(self._threads_inside, "depth", 0) + 1
+
+    def leave(self) -> None:
+        self._threads_inside.depth -= 1
+
+    def intact(self) -> bool:
+        """Whether nobody else replaced a parameter."""
+        return all(slot.intact() for slot in self.slots.values())
+
+    # -- the bytes
+
+    def new_block(self) -> Block:
+        """The layer's own block, addresses stable as long as no tensor outside keeps an earlier one."""
+        if self.block is None:
+            self.block = Block(self.pool, self.nbytes)
+        return self.block
+
+    def keep(self) -> int:
+        """Have the bytes of a resident layer in the host store; returns how many had to be copied."""
+        copied = 0
+        for name, slot in self.slots.items():
+            known = self._host.get(name)
+            if known is None or known.digest != digest(slot.parameter):
+                file = self._checkpoint.find(f"{self.name}.{name}") if self._checkpoint else None
+                lock = self.pool.backend.device.type == "cuda"
+                self._host[name] = host.keep(slot.parameter, file=file, lock=lock)
+                copied += slot.parameter.nbytes
+        return copied
+
+    def host_tensor(self, name: str) -> torch.Tensor:
+        """A parameter in the host store, in the checkpoint's shape. Not to be written."""
+        return self._host[name].tensor
+
+    def version(self) -> int:
+        """Rises whenever torch writes into a parameter of a resident layer."""
+        return sum(slot.parameter._version for slot in self.slots.values())
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Replace a parameter of an absent layer."""
+        if not self.absent:
+            raise StateError(f"{self.name} came back meanwhile; write again")
+        fresh = self.host_tensor(name).clone()
+        fresh.copy_(value)
+        self._host[name] = host.keep(fresh, lock=self.pool.backend.device.type == "cuda")
+        self.on_written()
+
+    def sources(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, host tensor) for each parameter."""
+        return [(target, self.host_tensor(name)) for name, target in targets.items()]
+
+    # -- the flips, at a safe point
+
+    def show(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Resident from now on, over these tensors."""
+        for name, slot in self.slots.items():
+            slot.show(tensors[name])
+        self.absent = False
+
+    def show_block(self) -> None:
+        """Resident again, over what its block still shows."""
+        assert self.block is not None
+        self.show(self.block.show(self.layout))
+
+    def hide(self) -> None:
+        """Absent from now on; the host store must have the bytes."""
+        self.absent = True
+        for name, slot in self.slots.items():
+            slot.hide(HostSource(self, name))

@@ -1,0 +1,65 @@
+"""A parameter and the places in the modules where it sits; what it shows can be flipped."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from elastic.weights import Source, Weight
+
+
+class Slot:
+    """One parameter. Its identity is kept through flips wherever torch allows it, so references follow."""
+
+    def __init__(self, parameter: nn.Parameter, homes: tuple[tuple[nn.Module, str], ...]) -> None:
+        self.parameter: nn.Parameter | Weight = parameter
+        self.homes = homes
+        self.strides = parameter.stride()
+        """As the user's model had them."""
+        self._address = parameter.data_ptr()
+        self._outside: weakref.ref[nn.Parameter] | None = None
+        """The user's parameter object, while another one has to be in its place."""
+
+    def show(self, data: torch.Tensor) -> None:
+        """Have a plain parameter over `data` in the slot."""
+        with torch.inference_mode(False), torch.no_grad():
+            outside = self._outside() if self._outside else None
+            if outside is not None:
+                outside.data = data
+                self._put(outside)
+                self._outside = None  # while there is one, torch refuses to exchange
+            elif isinstance(self.parameter, Weight):
+                self._exchange(nn.Parameter(data, requires_grad=self.parameter.requires_grad))
+            else:
+                self.parameter.data = data
+        self._address = data.data_ptr()
+
+    def hide(self, source: Source) -> None:
+        """Have a `Weight` in the slot; what it showed until now is let go of."""
+        with torch.inference_mode(False), torch.no_grad():
+            plain = self.parameter
+            self._exchange(Weight(plain, source))
+            if self.parameter is not plain:
+                self._outside = weakref.ref(plain)  # type: ignore[arg-type]
+
+    def in_place(self) -> bool:
+        """Whether the parameter has the bytes that Elastic gave it."""
+        return isinstance(self.parameter, Weight) or self.parameter.data_ptr() == self._address
+
+    def intact(self) -> bool:
+        """Whether the modules have the parameter that Elastic put there, with its bytes."""
+        return self.in_place() and all(m._parameters.get(name) is self.parameter for m, name in self.homes)
+
+    def _exchange(self, other: nn.Parameter | Weight) -> None:
+        """Put `other` in place of the parameter: under the same Python object, or else as another object."""
+        try:
+            torch.utils.swap_tensors(self.parameter, other)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # somebody has a weak reference, or a graph has the tensor
+            self._put(other)
+
+    def _put(self, parameter: nn.Parameter | Weight) -> None:
+        for module, name in self.homes:
+            module._parameters[name] = parameter  # type: ignore[assignment]
+        self.parameter = parameter

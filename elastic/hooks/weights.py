@@ -1,0 +1,69 @@
+"""The weights of a model's decoder layers, as its hooks and its actions see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic.errors import ConfigError, StateError
+from elastic.hooks.layer import LayerWeights
+from elastic.hooks.streaming import Streamer
+from elastic.types import HOST, Residency
+
+
+class ModelWeights:
+    """Decoder layers by index, and the stages of each place."""
+
+    def __init__(self, layers: Sequence[LayerWeights], streamers: Mapping[str, Streamer]) -> None:
+        self.layers = tuple(layers)
+        self.streamers = dict(streamers)
+        self._homes = [(m._parameters, name, s) for w in layers for s in w.slots.values() for m, name in s.homes]
+
+    def streamer(self, layer: LayerWeights) -> Streamer:
+        """The stages of the place where a layer belongs."""
+        return self.streamers[layer.pool.name]
+
+    def begin_forward(self) -> None:
+        """An outermost forward pass of this thread begins. Raises `StateError` if others replaced weights."""
+        for streamer in self.streamers.values():
+            streamer.leave_all()
+        for parameters, name, slot in self._homes:
+            if parameters.get(name) is not slot.parameter or not slot.in_place():
+                self._refuse()
+
+    def let_go(self) -> None:
+        """Hold no parameter of the model any more: it is gone."""
+        self._homes = []
+        for weights in self.layers:
+            weights.slots = {}
+
+    def residencies(self) -> dict[str, tuple[Residency, ...]]:
+        """Where each layer exists."""
+        return {w.name: (Residency(HOST if w.absent else w.pool.name, w.variant),) for w in self.layers}
+
+    def find(self, layers: int | str | Iterable[int | str]) -> tuple[int, ...]:
+        """Indices of decoder layers from indices (negative ones count from the end) or module names.
+
+        Raises `ConfigError` naming the one that is no such layer.
+        """
+        if isinstance(layers, int | str):
+            layers = (layers,)
+        return tuple(dict.fromkeys(self._index(layer) for layer in layers))
+
+    def _index(self, layer: int | str) -> int:
+        count = len(self.layers)
+        if isinstance(layer, int) and not isinstance(layer, bool) and -count <= layer < count:
+            return layer % count
+        for weights in self.layers:
+            if weights.name == layer:
+                return weights.index
+        raise ConfigError(
+            f"layer {layer!r} is no decoder layer of this model; use 0 to {count - 1} or a name such as "
+            f"{self.layers[0].name!r}"
+        )
+
+    def _refuse(self) -> None:
+        changed = [weights.name for weights in self.layers if not weights.intact()]
+        raise StateError(
+            f"the weights of {', '.join(changed)} were replaced outside Elastic (a cast, a move, "
+            "load_state_dict(assign=True), or another library); call elastic.unwrap(model) and wrap it again"
+        )

@@ -1,0 +1,170 @@
+"""A block: the parameters of one layer in pages of one place, side by side in one range of addresses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+
+from elastic.errors import ElasticError
+from elastic.memory.backend import runs
+from elastic.memory.janitor import janitor
+from elastic.memory.layout import LayerLayout
+from elastic.memory.pool import PagePool
+from elastic.memory.range import VirtualRange
+from elastic.memory.tensors import Span
+
+logger = logging.getLogger(__name__)
+RETAINED = "retained"
+PAGES_AT_ONCE = 64
+"""Mapped under one hold of the tenants' lock, so that a KV cache that grows meanwhile waits for no more than that."""
+
+
+class Block:
+    """Room for one layer. Thread-safe, under the lock that all tenants of a page pool share.
+
+    `fill` (pages, owned) and `rest` (pages free, still mapped, lost one by one to whoever takes them) are a pair;
+    `show` makes the parameters, each a storage of its own, and `hide` lets go of them. A block that a tensor outside
+    still shows is given up with `abandon`: its pages are `retained` until that tensor dies.
+    """
+
+    def __init__(self, pool: PagePool, nbytes: int) -> None:
+        self.pool = pool
+        self.pages = pool.pages_for(nbytes)
+        self._range = VirtualRange(pool, max(1, self.pages))
+        self._spans: dict[str, tuple[int, Span]] = {}  # parameter -> offset, span
+        self._abandoned = False
+        self._closed = False
+        self._on_freed: Callable[[int], object] = lambda pages: None
+
+    def fill(self, owner: str) -> None:
+        """Have every page mapped and owned. Raises `CapacityError`; then the block rests."""
+        try:
+            with self.pool.tenants:
+                idle = list(self._range.slots.values())
+                self.pool.wake(idle, owner, self)
+            for first, count in runs([s for s in range(self.pages) if s not in self._range.slots]):
+                for start in range(first, first + count, PAGES_AT_ONCE):
+                    self._map(start, min(PAGES_AT_ONCE, first + count - start), owner)
+        except BaseException:
+            self.rest()
+            raise
+
+    def rest(self) -> None:
+        """The pages are free: whoever needs some takes them out of this block."""
+        assert not self._spans, "hide first"
+        with self.pool.tenants:
+            owned = [page for page in self._range.slots.values() if self.pool.owns(page)]
+            if owned:
+                self.pool.rest(owned, self)
+                self.pool.tell()
+
+    def give(self, count: int) -> int:
+        """Unmap up to `count` idle pages, the last ones first."""
+        with self.pool.tenants:
+            gone = 0
+            if any(self.pool.owns(page) for page in self._range.slots.values()):
+                return 0  # filled again meanwhile
+            for first, length in reversed(self._range.mapped_runs()):
+                part = min(length, count - gone)
+                if part:
+                    self.pool.give_back(self._range.unmap(first + length - part, part))
+                    gone += part
+            if not self._range.slots:
+                self.pool.forget(self)
+            return gone
+
+    def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
+        """The parameters by name, views of the block in the checkpoint's shapes. The same ones until `hide`."""
+        shown = {}
+        for name, parameter in layout.parameters.items():
+            if name not in self._spans:
+                span = Span(self._range.address + parameter.offset, parameter.nbytes, self._device, self._note)
+                self._spans[name] = parameter.offset, span
+            shown[name] = parameter.show(self._spans[name][1].tensor(parameter.dtype))
+        return shown
+
+    def hide(self) -> bool:
+        """Let go of the parameters; returns whether no tensor outside shows one."""
+        for _, span in self._spans.values():
+            span.drop()
+        if any(span.alive for _, span in self._spans.values()):
+            return False
+        self._spans.clear()
+        return True
+
+    def abandon(self, on_freed: Callable[[int], object]) -> int:
+        """Give up a block that tensors outside still show.
+
+        Returns the pages freed now; the others are `retained`, and `on_freed` hears how many of them become free when
+        the last such tensor dies.
+        """
+        with self.pool.tenants:
+            self._on_freed = on_freed
+            needed = self._shown_slots()
+            self.pool.move((self._range.slots[slot] for slot in needed), RETAINED)
+            freed = self._drop(slot for slot in self._range.slots if slot not in needed)
+            self._abandoned = True
+        janitor.put(self._settle)  # for what died in between
+        return freed
+
+    def close(self) -> None:
+        """Give pages and addresses back; with tensors outside, when the last of them dies. Can be called twice."""
+        with self.pool.tenants:
+            if self._closed:
+                return
+            if self.hide():
+                self._closed = True
+                self.pool.forget(self)
+                self._range.close()
+            elif not self._abandoned:
+                self.abandon(lambda pages: None)
+
+    def _map(self, slot: int, count: int, owner: str) -> None:
+        with self.pool.tenants:
+            pages = self.pool.take(owner, count)
+            try:
+                self._range.map(slot, pages)
+            except BaseException:
+                self.pool.give_back(pages)
+                raise
+
+    def _shown_slots(self) -> set[int]:
+        size = self.pool.page_bytes
+        alive = [(at, span.nbytes) for at, span in self._spans.values() if span.alive]
+        return {slot for at, nbytes in alive for slot in range(at // size, -(-(at + nbytes) // size))}
+
+    def _drop(self, slots: Iterable[int]) -> int:
+        """Unmap slots and give their pages back. What the driver refuses now is tried again when a tensor dies."""
+        dropped = 0
+        try:
+            for first, count in runs(sorted(slots)):
+                self.pool.give_back(self._range.unmap(first, count))
+                dropped += count
+        except ElasticError as error:
+            logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
+        return dropped
+
+    def _note(self) -> None:
+        """Called by finalizers, so from anywhere: takes no lock."""
+        if self._abandoned:
+            janitor.put(self._settle)
+
+    def _settle(self) -> None:
+        """Give back the pages of an abandoned block that no tensor shows any more."""
+        with self.pool.tenants:
+            if self._closed:
+                return
+            needed = self._shown_slots()
+            freed = self._drop([slot for slot in self._range.slots if slot not in needed])
+            if not self._range.slots:
+                self._closed = True
+                self._range.close()
+            if freed:
+                self._on_freed(freed)
+                self.pool.tell()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.pool.backend.device

@@ -1,0 +1,117 @@
+"""Parameters straight from safetensors files, by mmap: read when they are needed, shared by all processes of a host."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic.errors import ConfigError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LONGEST_HEADER = 100 << 20
+_files: weakref.WeakValueDictionary[tuple[int, ...], CheckpointFile] = weakref.WeakValueDictionary()
+
+
+class CheckpointFile:
+    """One safetensors file, mapped copy-on-write. It must not be changed while tensors of it are alive."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self._entries, self._start = _read_header(path, file, self.size)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A tensor over the mapped file, a storage of its own; None for a dtype that has no pages of ours."""
+        entry = self._entries[name]
+        dtype = _DTYPES.get(entry["dtype"])
+        first, last = entry["data_offsets"]
+        shape = entry["shape"]
+        if dtype is None or first == last or (self._start + first) % dtype.itemsize:
+            return None
+        count = (last - first) // dtype.itemsize
+        with torch.inference_mode(False):
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + first).view(shape)
+
+
+class Checkpoint:
+    """The tensors of one safetensors file, or of all those in a directory."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
+        self._where = {name: file for file in map(_open, files) for name in file.names}
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The tensor of a parameter: by its name, or by the longest end of it that the checkpoint has.
+
+        A model inside another (an adapter, a head) has longer names than its checkpoint. Whether the bytes are those
+        of the parameter is for the caller to find out.
+        """
+        parts = name.replace(".base_layer", "").split(".")
+        for start in range(len(parts)):
+            file = self._where.get(".".join(parts[start:]))
+            if file is not None:
+                return file.tensor(".".join(parts[start:]))
+        return None
+
+
+def _open(path: Path) -> CheckpointFile:
+    """The one mapping of a file in this process."""
+    stat = path.stat()
+    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    file = _files.get(key)
+    if file is None:
+        file = _files[key] = CheckpointFile(path)
+    return file
+
+
+def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
+    """The entries by name, and where the data begin."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(_LONGEST_HEADER, size - 8):
+        raise ConfigError(f"{path} is no safetensors file: its header would be {length:,} bytes long")
+    try:
+        entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        for entry in entries.values():
+            _check_entry(entry, size - 8 - length)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged: its header cannot be read ({error})") from error
+    return entries, 8 + length
+
+
+def _check_entry(entry: dict[str, Any], size: int) -> None:
+    first, last = entry["data_offsets"]
+    dtype = _DTYPES.get(entry["dtype"])
+    count = 1
+    for dim in entry["shape"]:
+        count *= dim
+    if not 0 <= first <= last <= size or (dtype is not None and count * dtype.itemsize != last - first):
+        raise ValueError(f"an entry does not fit the file: {entry}")
