@@ -109,7 +109,7 @@ class Weight(torch.Tensor):
         cls, function: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kernel = next((_kernels.get((type(w.source), function)) for w in _weights(args, kwargs)), None)
-        if kernel is not None:
+        if kernel is not None and "out" not in (kwargs or {}):
             return kernel(function, args, kwargs or {})
         if function in _NEED_MEMORY:
             return function(*_plain(args), **_plain(kwargs or {}))

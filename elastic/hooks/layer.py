@@ -129,6 +129,10 @@ class LayerWeights:
         """A parameter in the host store, in the checkpoint's shape. Not to be written."""
         return self._host[name].tensor
 
+    def drop_host_copies(self) -> None:
+        """The host store need not have the bytes for this layer any more."""
+        self._host.clear()
+
     def version(self) -> int:
         """Rises whenever torch writes into a parameter of a resident layer."""
         return sum(slot.parameter._version for slot in self.slots.values())

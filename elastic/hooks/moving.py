@@ -138,6 +138,7 @@ def move_out(layer: LayerWeights) -> None:
         slot.show(plain)
         del source
     layer.absent = False
+    layer.drop_host_copies()
     give_back(layer)
 
 
