@@ -153,12 +153,13 @@ class Runtime:
     def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change]]: ...
 
     def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Change | Future[tuple[Change]]:
-        """Have the weights of decoder layers (None: all) at their place again, bit for bit.
+        """Have the weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
 
         The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
         then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
+        Raises `ConfigError` for what is no layer, and `CapacityError` for more layers than the place has room for.
         """
-        found = self._weights.find(range(len(self._weights.layers)) if layers is None else layers)
+        found = self._weights.find(self._weights.at_home if layers is None else layers)
         done = self.apply((Restore(found),), wait=wait)
         return done if isinstance(done, Future) else done[0]
 

@@ -15,10 +15,12 @@ from torch import nn
 
 from elastic.config import Place
 from elastic.errors import ConfigError, StateError
+from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
 from elastic.hooks.moving import choose_absent, give_back, held_outside, layer_slots, make_layers, move_in, move_out
-from elastic.hooks.release import ReleaseMechanism, RestoreMechanism, Waiting
+from elastic.hooks.release import ReleaseMechanism
+from elastic.hooks.restore import RestoreMechanism
 from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder, find_decoder

@@ -396,13 +396,23 @@ def test_a_model_twice_its_budget_runs(wrapped: Any) -> None:
     model = t.LlamaForCausalLM(config).eval().requires_grad_(False)
     expected = model.generate(**prompt(3), **OPTIONS)
     before = bits(model)
-    rt = wrapped(model, small(sum(p.nbytes for p in model.parameters()) // 2)).elastic
+    place = small(sum(p.nbytes for p in model.parameters()) // 2 + 40 * PAGE)
+    rt = wrapped(model, place, kv_layout="token_major").elastic
     absent = [where[0].place == HOST for where in rt.status().residencies.values()]
     assert 0 < sum(absent) < 8
     assert torch.equal(model.generate(**prompt(3), **OPTIONS), expected)
-    assert rt.restore().status == "deferred"
+    assert rt.restore().status == "applied", "all that wrap left there"
+    with pytest.raises(CapacityError, match=r"no room for \d more layers beside its KV cache"):
+        rt.restore(range(8))
     assert torch.equal(model.generate(**prompt(3), **OPTIONS), expected)
     assert_same_bits(model, before)
+    rt.release(range(8))
+    assert torch.equal(model.generate(**prompt(3), **OPTIONS), expected)
+    assert rt.restore().status == "applied"
+    assert absent == [where[0].place == HOST for where in rt.status().residencies.values()]
+    rt.kv.resize("64KiB")
+    rt.restore(absent.index(True))
+    rt.check()
 
 
 def test_a_budget_without_room_for_a_stage_refuses_releases_in_words(wrapped: Any) -> None:

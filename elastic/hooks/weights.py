@@ -15,6 +15,8 @@ class ModelWeights:
 
     def __init__(self, layers: Sequence[LayerWeights], streamers: Mapping[str, Streamer]) -> None:
         self.layers = tuple(layers)
+        self.at_home = tuple(layer.index for layer in layers if not layer.absent)
+        """The layers that were resident when the model was wrapped."""
         self.streamers = dict(streamers)
         self._homes = [(m._parameters, name, s) for w in layers for s in w.slots.values() for m, name in s.homes]
 

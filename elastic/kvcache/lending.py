@@ -37,6 +37,10 @@ class KVLender:
         """Weights wait for these pages: no new cache gets them. 0: they wait no more."""
         self._pools[place].reserve(pages)
 
+    def room(self, place: str) -> int:
+        """Pages that could be claimed if no cache were alive."""
+        return self._pools[place].room()
+
     def could_claim(self, place: str, pages: int) -> bool:
         """Whether `claim` would succeed without moving anything to the host."""
         return not self._pools[place].excess(pages)

@@ -15,6 +15,7 @@ import torch
 
 from elastic.errors import CapacityError, ElasticError, IntegrityError, StateError
 from elastic.kvcache.layout import Geometry
+from elastic.kvcache.limits import Limits
 from elastic.kvcache.store import Store, StoreState
 from elastic.memory.janitor import janitor
 from elastic.memory.pool import PagePool
@@ -45,15 +46,12 @@ class KVPool:
         ready_share: float = READY_SHARE,
     ) -> None:
         self.pool = pool
-        self.maximum = self.limit = maximum_bytes // pool.page_bytes
-        self.revision = 0
+        self.limits = Limits.of(maximum_bytes // pool.page_bytes)
         self.host_offload = host_offload
         self.idle_share = idle_share
         self.ready_share = ready_share
         self.on_settled: Callable[[Resize], None] = lambda result: None
         """Hears of a deferred shrink that is over. Called under the lock: it may take none."""
-        self._shrinks = 0
-        self._wanted = 0  # pages that weights wait for: new caches do not get them
         self._pending: int | None = None  # the limit at which a deferred shrink is over
         self._lock = pool.tenants
         self._stores: list[Store] = []  # all that are not closed; idle ones in the order they were left
@@ -74,7 +72,7 @@ class KVPool:
             if self._closed:
                 raise StateError("the model was unwrapped; build a new cache")
             store = self._adopt((keys, values)) or self._new(keys, values)
-            store.born = self._shrinks if born is None else born
+            store.born = self.limits.shrinks if born is None else born
             store.lease += 1
             store.start = store.stop = 0
         weakref.finalize(user, self._note, store, store.lease).atexit = False
@@ -113,21 +111,16 @@ class KVPool:
         """Move the limit (docs/design.md). Raises `CapacityError` above the maximum; then nothing has changed."""
         with self._lock:
             self._act_on_notes()
-            if revision is not None and revision <= self.revision:
+            limit = self._pages_of_limit(limit_bytes, revision)
+            if limit is None:
                 return self._result("stale", 0)
-            limit = limit_bytes // self.pool.page_bytes
-            if limit > self.maximum:
-                raise self._over(limit, self.maximum - self._used(), self.maximum, "the KV limit is above the maximum")
-            before = (self.limit, self.revision, self._shrinks, self._pending)
-            self.revision = self.revision + 1 if revision is None else revision
-            if limit < self.limit:
-                self._shrinks += 1
-            self.limit = limit
+            before = self.limits, self._pending
+            self.limits = self.limits.moved(limit, revision)
             created = self.pool.backend.created
             try:
                 self._fit()
             except BaseException:
-                self.limit, self.revision, self._shrinks, self._pending = before
+                self.limits, self._pending = before
                 raise
             self._pending = limit if self._used() > limit else None
             released = max(0, created - self.pool.backend.created) * self.pool.page_bytes
@@ -137,11 +130,9 @@ class KVPool:
         """What `resize` would do if nothing changed until then: its answer, pages given back, pages over the limit."""
         with self._lock:
             self._act_on_notes()
-            if revision is not None and revision <= self.revision:
+            limit = self._pages_of_limit(limit_bytes, revision)
+            if limit is None:
                 return "stale", 0, 0
-            limit = limit_bytes // self.pool.page_bytes
-            if limit > self.maximum:
-                raise self._over(limit, self.maximum - self._used(), self.maximum, "the KV limit is above the maximum")
             spare = sum(s.spare() for s in self._in(StoreState.LIVE) if not s.shown_outside)
             mapped = self._used() + self._idle()
             unmapped = max(0, min(mapped - limit, self._idle() + spare))
@@ -154,37 +145,37 @@ class KVPool:
         with self._lock:
             if self._closed:
                 return
-            follows = self.limit == self.maximum
-            self.maximum += pages
-            if follows:
-                self.limit = self.maximum
+            self.limits = self.limits.lent(pages)
 
     def claim(self, pages: int) -> bool:
         """Weights take pages back: whether caches can do without. If so, they do; else nothing has changed."""
         with self._lock:
             self._act_on_notes()
-            left = self.maximum - pages
+            left = self.limits.maximum - pages
             excess = self._used() - left
             if excess > 0:
                 excess -= sum(store.trim() for store in self._in(StoreState.LIVE) if store.spare())
             if excess > 0:
                 return False
-            self.maximum, self.limit = left, min(self.limit, left)
+            self.limits = self.limits.lent(-pages)
             self._tidy(self._fit)
             return True
+
+    def room(self) -> int:
+        """Pages that weights may claim at most: those they gave up, and those that the limit keeps from caches."""
+        with self._lock:
+            return self.limits.claimable + self.pool.pages_of(RETAINED)
 
     def reserve(self, pages: int) -> None:
         """Weights wait for pages: new caches do not get them, those that live may go on. 0: they wait no more."""
         with self._lock:
-            if pages > self._wanted:
-                self._shrinks += 1
-            self._wanted = pages
+            self.limits = self.limits.reserved(pages)
             self._tidy(self._fit)
 
     def excess(self, pages: int) -> int:
         """By how many pages live caches exceed what they may hold without `pages`."""
         with self._lock:
-            return max(0, self._used() + pages - self.maximum)
+            return max(0, self._used() + pages - self.limits.maximum)
 
     def reclaim(self, pages: int) -> int:
         """Free about `pages` pages: idle stores, the longest idle first, then spare pages of live ones."""
@@ -215,13 +206,13 @@ class KVPool:
             used, idle = self._used(), self._idle()
             return KVStatus(
                 place=self.pool.name,
-                capacity_bytes=min(self._open_limit, used + idle + self.pool.free_pages) * size,
-                limit_bytes=self.limit * size,
-                maximum_bytes=self.maximum * size,
+                capacity_bytes=min(self.limits.open, used + idle + self.pool.free_pages) * size,
+                limit_bytes=self.limits.limit * size,
+                maximum_bytes=self.limits.maximum * size,
                 used_bytes=used * size,
                 idle_bytes=idle * size,
                 retained_bytes=self._pages(StoreState.RETAINED) * size,
-                revision=self.revision,
+                revision=self.limits.revision,
             )
 
     def check(self) -> None:
@@ -241,7 +232,7 @@ class KVPool:
         """Give back what is not shown outside; the rest goes when its last view does."""
         with self._lock:
             self._closed = True
-            self.limit = 0
+            self.limits = Limits.of(0)
             self._act_on_notes()
             self._fit()
             if self.reclaim in self.pool.reclaimers:
@@ -261,10 +252,14 @@ class KVPool:
     def _idle(self) -> int:
         return self._pages(StoreState.IDLE)
 
-    @property
-    def _open_limit(self) -> int:
-        """The limit for new caches."""
-        return max(0, min(self.limit, self.maximum - self._wanted))
+    def _pages_of_limit(self, limit_bytes: int, revision: int | None) -> int | None:
+        """A limit in pages; None if its revision is stale. Raises `CapacityError` above the maximum."""
+        if self.limits.is_stale(revision):
+            return None
+        limit, maximum = limit_bytes // self.pool.page_bytes, self.limits.maximum
+        if limit > maximum:
+            raise self._over(limit, maximum - self._used(), maximum, "the KV limit is above the maximum")
+        return limit
 
     def _new(self, keys: Geometry, values: Geometry) -> Store:
         store = Store(self.pool, keys, values, lambda: self._note(store, 0))
@@ -272,7 +267,7 @@ class KVPool:
         return store
 
     def _adopt(self, geometries: tuple[Geometry, Geometry]) -> Store | None:
-        room = self._open_limit - self._used()
+        room = self.limits.open - self._used()
         fitting = [s for s in self._in(StoreState.IDLE) if s.geometries == geometries and s.adoptable]
         fitting = [s for s in fitting if s.pages <= room]
         if not fitting:
@@ -322,14 +317,14 @@ class KVPool:
             logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
     def _admit(self, store: Store, missing: int) -> None:
-        bound = self.maximum if self._shrinks > store.born else self._open_limit
+        bound = self.limits.bound(store.born)
         used = self._used()
         if used + missing > bound:
             surplus = sum(s.trim() for s in self._in(StoreState.LIVE) if s is not store and s.spare())
             used -= surplus
         if used + missing > bound:
             raise self._over(missing, bound - used, bound, "the KV cache has reached its limit")
-        excess = used + self._idle() + missing - max(self._open_limit, used + missing)
+        excess = used + self._idle() + missing - max(self.limits.open, used + missing)
         if excess > 0:
             self._unmap_idle(excess)
 
@@ -343,7 +338,7 @@ class KVPool:
         for store in self._in(StoreState.IDLE):
             if not store.adoptable:
                 store.trim()
-        limit = self._open_limit
+        limit = self.limits.open
         self._unmap(self._used() + self._idle() - limit)
         self._unmap_idle(self._idle() - int(limit * self.idle_share))
         self.pool.trim(keep=self._ready(limit, self._used() + self._idle()))
@@ -382,11 +377,11 @@ class KVPool:
         used = self._used()
         return Resize(
             status=status,
-            limit_bytes=self.limit * size,
+            limit_bytes=self.limits.limit * size,
             used_bytes=used * size,
-            overage_bytes=max(0, used - self.limit) * size,
+            overage_bytes=max(0, used - self.limits.limit) * size,
             released_bytes=released,
-            revision=self.revision,
+            revision=self.limits.revision,
         )
 
     def _over(self, pages: int, free: int, total: int, message: str) -> CapacityError:

@@ -147,7 +147,7 @@ class LayerMachine(RuleBasedStateMachine):
         assert result.used_bytes <= used
         if result.status == "deferred":
             assert all(store.spare() == 0 for store in self.kv._in(self.kv._stores[0].state.LIVE))
-        self.kv.resize(self.kv.maximum * PAGE)
+        self.kv.resize(self.kv.limits.maximum * PAGE)
 
     @invariant()
     def same_contents(self) -> None:

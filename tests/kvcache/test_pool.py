@@ -264,7 +264,7 @@ def test_what_waits_on_the_host_can_be_cropped_copied_reset_and_dropped() -> Non
     assert copy.deepcopy(layers[1]).keys.eq(1).all()  # type: ignore[union-attr]
     layers[2].reset()
     grow_refused = layers[2]
-    kv.resize(kv.maximum * PAGE)
+    kv.resize(kv.limits.maximum * PAGE)
     grow(grow_refused, 1)
     assert layers[3].to_stock().keys.shape == (1, 1, 2 * PAGE // 64, 16)  # type: ignore[union-attr]
     layers[4].become_stock()
