@@ -57,7 +57,7 @@ class RestoreMechanism:
         for layer in reversed(prepared.layers):
             self._lender.lend(layer.pool.name, retire(layer, self._lender))
             layer.pool.tell()
-        for place in by_place(prepared.layers):
+        for place in by_place(self._weights.layers[i] for i in prepared.action.layers):
             self._lender.lend(place, resize_stages(self._weights, place))
         prepared.layers.clear()
 

@@ -86,12 +86,12 @@ class Streamer:
         try:
             assert ticket is not None
             ticket.wait()
+            with self._changed:
+                layer.staged = stage.tensors
+                self._prefetch_after(layer)
         except BaseException:
             self._abort(stage)
             raise
-        with self._changed:
-            layer.staged = stage.tensors
-            self._prefetch_after(layer)
         layer.enter()
         self._entered().append((stage, layer))
 
@@ -223,18 +223,15 @@ class Streamer:
             stage.block = None
 
     def _close(self, stage: Stage) -> int:
-        """Take a stage away; returns the pages it had."""
+        """Take a stage away; returns the pages it was entitled to."""
         self._empty(stage)
         self._stages.remove(stage)
-        pages = 0
         if stage.block is not None:
             self._settle_device()
             stage.block.close()
-            pages = self.stage_pages
         elif stage.charged:
             self.pool.discharge(OWNER, self.stage_bytes)
-            pages = self.stage_pages
-        return pages
+        return self.stage_pages
 
     def _left(self, stage: Stage) -> None:
         device = self.pool.backend.device

@@ -80,7 +80,7 @@ class ThreadCopier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-copy")
 
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> Ticket:
-        return _Told(self._thread.submit(_copy_all_or_fail_bare, pairs))
+        return _Told(self._thread.submit(_copy_and_let_go, list(pairs)))
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -132,13 +132,14 @@ class _Recorded:
         """Once issued, a copy holds nothing; what comes next on the stream comes after it."""
 
 
-def _copy_all_or_fail_bare(pairs: Sequence[Pair]) -> None:
-    """As `_copy_all`; an error does not carry the tensors with it, in the frames of its traceback."""
+def _copy_and_let_go(pairs: list[Pair]) -> None:
+    """Copy; then hold no tensor, neither in the list nor in the traceback of an error."""
     try:
         _copy_all(pairs)
     except Exception as error:
-        pairs = ()
         raise error.with_traceback(None) from None
+    finally:
+        pairs.clear()
 
 
 def _copy_all(pairs: Sequence[Pair]) -> None:
