@@ -173,7 +173,14 @@ class Runtime:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         job = _Job(tuple(actions), why)
         self._jobs.put(job)
-        return job.done.result() if wait else job.done
+        done = job.done
+        del job
+        if not wait:
+            return done
+        try:
+            return done.result()
+        finally:
+            del done  # an error knows this frame: it must not know the error, or both live until garbage is collected
 
     def pages_came_free(self) -> None:
         """Try deferred actions again. Called under the tenants' lock of a place, so it only leaves a note."""
@@ -230,27 +237,27 @@ class Runtime:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job.done.set_result(self._run(job))
+                job.done.set_result(self._run(job.actions, job.why))
             except BaseException as error:  # handed to whoever waits for the result
                 job.done.set_exception(error)
             del job
 
-    def _run(self, job: _Job) -> tuple[Result, ...]:
-        if job.why == RETRY:
+    def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+        if why == RETRY:
             self._retrying = False
-            job.actions = self._pending()
+            actions = self._pending()
         timing = Timing()
         try:
-            prepared = self._prepare(job.actions, timing)
+            prepared = self._prepare(actions, timing)
             self._commit(prepared, timing)
         except Exception as error:
-            for action in job.actions:
-                self._record(action, job.why, timing, False, str(error))
+            for action in actions:
+                self._record(action, why, timing, False, str(error))
             raise
         results = tuple(mechanism.finish(one) for mechanism, one in prepared)
-        for action, result in zip(job.actions, results, strict=True):
-            if job.why != RETRY or result.layers:
-                self._record(action, job.why, timing, True, result.status, result.released_bytes, _moved(result))
+        for action, result in zip(actions, results, strict=True):
+            if why != RETRY or result.layers:
+                self._record(action, why, timing, True, result.status, result.released_bytes, _moved(result))
         return results
 
     def _prepare(self, actions: Sequence[Action], timing: Timing) -> list[tuple[Mechanism, Any]]:

@@ -103,8 +103,11 @@ class Started(LogitsProcessor):
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.steps = 0
+        self.shrinks = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.steps:
+            self.shrinks = self.machine.limits.shrinks
         self.steps += 1
         self.machine.tokens.release()
         return scores
@@ -130,7 +133,10 @@ class Writer(threading.Thread):
             except elastic.CapacityError as error:
                 done["refused"] += 1
                 self.machine.tokens.release()
-                if started.steps and faults == self.machine.faults_armed and not pending:
+                promised_more = (
+                    self.machine.limits.shrinks > started.shrinks
+                )  # one begun under this limit is bound by it
+                if started.steps and promised_more and faults == self.machine.faults_armed and not pending:
                     self.wrong.append(f"a running generation was lost after {started.steps} tokens: {error}")
             except BaseException as error:
                 self.wrong.append(repr(error))
@@ -215,6 +221,10 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.resize(len(layers) / 3, tight=False, wait=True)
         self.rt.check()
+
+    @property
+    def limits(self) -> Any:
+        return self.rt.kv.memory.pools[0].limits
 
     def where(self, layer: int) -> str:
         return list(self.rt.status().residencies.values())[layer][0].place

@@ -90,6 +90,7 @@ class Streamer:
                 layer.staged = stage.tensors
                 self._prefetch_after(layer)
         except BaseException:
+            del ticket  # it knows the error, which knows this frame, and so all the forward's tensors
             self._abort(stage)
             raise
         layer.enter()

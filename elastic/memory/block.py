@@ -110,16 +110,24 @@ class Block:
         return freed
 
     def close(self) -> None:
-        """Give pages and addresses back; with tensors outside, when the last of them dies. Can be called twice."""
+        """Give pages and addresses back; with tensors outside, when the last of them dies. Can be called twice.
+
+        What the driver refuses to unmap stays at rest: free, and taken by whoever needs it.
+        """
         with self.pool.tenants:
             if self._closed:
                 return
-            if self.hide():
-                self._closed = True
-                self.pool.forget(self)
+            if not self.hide():
+                if not self._abandoned:
+                    self.abandon(lambda pages: None)
+                return
+            self.rest()
+            try:
+                self.give(self.pages)
                 self._range.close()
-            elif not self._abandoned:
-                self.abandon(lambda pages: None)
+                self._closed = True
+            except ElasticError as error:
+                logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
 
     def _map(self, slot: int, count: int, owner: str) -> None:
         with self.pool.tenants:

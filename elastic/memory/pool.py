@@ -179,7 +179,7 @@ class PagePool:
         """Give all parked pages but `keep` back to the system, highest ids first; returns the bytes released."""
         with self._lock:
             count = self._destroy_parked(keep)
-            if self._closed and not self._owner:
+            if self._closed and not self._owner and not self._idle:
                 self.backend.close()
         return count * self.page_bytes
 
@@ -196,17 +196,17 @@ class PagePool:
                 return
             pages = [heapq.heappop(self._absent) for _ in range(min(room, len(self._absent)))]
             self._in_creation.update(pages)
-        target = self._absent
+        created = False
         try:
             self.backend.create(pages)
-            target = self._parked
+            created = True
         except CapacityError:
             self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
         finally:
             with self._lock:
                 self._in_creation.difference_update(pages)
                 for page in pages:
-                    heapq.heappush(target, page)
+                    heapq.heappush(self._parked if created else self._absent, page)
 
     def adopt(self, range_: VirtualRange) -> None:
         """Know a range, for `check`."""
@@ -248,9 +248,10 @@ class PagePool:
             self._require(self.free_pages >= unowned, f"{unowned} pages parked or idle, {self.free_pages} free")
 
     def close(self) -> None:
-        """Give parked pages back; owned ones go as their ranges close. Can be called twice."""
+        """Give free pages back; owned ones go as their ranges close. Can be called twice."""
         with self._lock:
             self._closed = True
+        self.unmap_idle()
         self.trim()
 
     @property
