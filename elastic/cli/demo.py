@@ -1,11 +1,13 @@
-"""`elastic demo`: a trained model writes while its KV cache is shrunk and grown under it, and writes the same."""
+"""`elastic demo`: a trained model writes while memory moves under it, and writes the same."""
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -18,31 +20,65 @@ from elastic.config import Place, parse_bytes
 
 DEFAULT_PLACE = "cpu=24MiB"
 PIECES_BETWEEN_ACTIONS = 12
+PIECES_OF_THE_NEIGHBOUR = 60
+KV_IN_SECOND_ACT = 0.6
+LAYERS_AT_ONCE = 2
 
 
 def demo(options: Namespace) -> int:
-    """Run the demo; returns 0 if the texts are the same and the ledger is right, else 1."""
+    """Run both acts; returns 0 if every text is the plain model's and the ledger is right, else 1."""
     place = Place.parse(options.place or DEFAULT_PLACE)
     place = Place(place.name, place.device, place.budget_bytes, _page_bytes(options.pages, place))
     console = Console()
     loaded = load(options.model, options.prompt, options.max_new_tokens, place.device)
     expected = _write(loaded, options)
+    console.rule("act 1: the KV limit moves under a running generation")
+    same, needs = _act(_move_the_limit, place, loaded, options, console, expected)
+    console.rule("act 2: a budget too small for model and KV cache; pages travel between weights and cache")
+    small = Place(f"{place.device}#small", place.device, needs.too_small_bytes(place), place.page_bytes)
+    also, _ = _act(_trade_layers, small, loaded, options, console, expected)
+    again = torch.equal(_write(loaded, options), expected)
+    console.print(
+        f"tokens equal to the plain model's: {_yes(same and also)}; after unwrap too: {_yes(again)}; "
+        "ledger: recounted, right"
+    )
+    return 0 if same and also and again else 1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that the first act showed the demo to need."""
+
+    weights: int
+    kv: int
+
+    def too_small_bytes(self, place: Place) -> int:
+        """A budget for all weights and a part of the KV cache."""
+        return self.weights + int(KV_IN_SECOND_ACT * self.kv)
+
+
+class Director(Protocol):
+    """What an act does to the runtime while text is written."""
+
+    def __call__(self, loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]: ...
+
+
+def _act(
+    director: Director, place: Place, loaded: Loaded, options: Namespace, console: Console, expected: torch.Tensor
+) -> tuple[bool, Needs]:
+    """Wrap, write under the director's hand, recount, unwrap; whether the tokens are the plain model's."""
     elastic.wrap(loaded.model, places=[place])
     try:
         runtime = elastic.runtime(loaded.model)
-        _leave_idle_pages(loaded)
-        tokens = _show(loaded, runtime, options, console)
+        weights = sum(size for owner, size in runtime.status().places[0].owners.items() if owner != "kv")
+        tokens, kv = _show(director, loaded, runtime, options, console)
         runtime.check()
-        same = torch.equal(tokens, expected)
-        released = sum(event.released_bytes for event in runtime.events())
+        events = runtime.events()
     finally:
         elastic.unwrap(loaded.model)
-    again = torch.equal(_write(loaded, options), expected)
-    console.print(f"{len(runtime.events())} actions, {mib(released)} given back to the system and taken again")
-    console.print(
-        f"tokens equal to the plain model's: {_yes(same)}; after unwrap too: {_yes(again)}; ledger: recounted, right"
-    )
-    return 0 if same and again else 1
+    moved = sum(abs(event.released_bytes) for event in events)
+    console.print(f"{len(events)} actions, {mib(moved)} changed hands")
+    return torch.equal(tokens, expected), Needs(weights, kv)
 
 
 def _page_bytes(size: str, place: Place) -> int | None:
@@ -68,24 +104,70 @@ def _leave_idle_pages(loaded: Loaded) -> None:
     loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
 
 
-def _show(loaded: Loaded, runtime: elastic.Runtime, options: Namespace, console: Console) -> torch.Tensor:
-    """Generate in a thread; here, show each piece of text and move the KV limit now and then."""
+def _show(
+    director: Director, loaded: Loaded, runtime: elastic.Runtime, options: Namespace, console: Console
+) -> tuple[torch.Tensor, int]:
+    """Generate in a thread; here, show each piece of text, and let the director act now and then.
+
+    Returns the tokens and the most bytes that the KV cache used.
+    """
     from transformers import TextIteratorStreamer
 
     streamer = TextIteratorStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sizes = _limits(runtime)
-    text = options.prompt
+    acting = director(loaded, runtime)
+    next(acting)
+    text, most = options.prompt, 0
     with ThreadPoolExecutor(1) as pool, Live(console=console, auto_refresh=False) as live:
         writing = pool.submit(_write_to_end, loaded, options, streamer)
-        for count, piece in enumerate(streamer):
-            text += piece
-            if count % PIECES_BETWEEN_ACTIONS == PIECES_BETWEEN_ACTIONS - 1:
-                runtime.kv.resize(next(sizes))
-            live.update(screen(text, runtime.status(), runtime.events()), refresh=True)
-        tokens = writing.result()
+        try:
+            for piece in streamer:
+                text += piece
+                next(acting)
+                most = max(most, runtime.kv.used_bytes)
+                live.update(screen(text, runtime.status(), runtime.events()), refresh=True)
+            tokens = writing.result()
+        finally:
+            acting.close()
     if not console.is_terminal:
         console.print()
-    return tokens
+    return tokens, most
+
+
+def _move_the_limit(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:
+    """Down to what is in use, to half of it (deferred), to nothing, and up again."""
+    _leave_idle_pages(loaded)
+    kv = runtime.kv
+    for turn in itertools.count():
+        for _ in range(PIECES_BETWEEN_ACTIONS):
+            yield
+        used = kv.used_bytes
+        kv.resize((used, used // 2, 0, kv.maximum_bytes)[turn % 4])
+
+
+def _trade_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:
+    """Release layers when the KV cache fills up; take them back when another conversation ends."""
+    ids = loaded.inputs["input_ids"]
+    neighbour: Any = loaded.model(ids).past_key_values
+    released = 0
+    growth = runtime.kv.used_bytes
+    try:
+        for piece in itertools.count():
+            while _is_short(runtime, growth) and released < runtime.status().layers:
+                runtime.release(range(released, released + LAYERS_AT_ONCE))
+                released += LAYERS_AT_ONCE
+            yield
+            if released and neighbour is not None and piece > PIECES_OF_THE_NEIGHBOUR:
+                neighbour = None
+                runtime.restore(range(released))
+                released = 0
+    finally:
+        neighbour = None
+        runtime.restore()
+
+
+def _is_short(runtime: elastic.Runtime, growth: int) -> bool:
+    """Whether the KV cache could not grow twice by as much as a first page for each of its rows."""
+    return runtime.kv.used_bytes + 2 * growth > runtime.kv.capacity_bytes
 
 
 def _write_to_end(loaded: Loaded, options: Namespace, streamer: Any) -> torch.Tensor:
@@ -93,15 +175,6 @@ def _write_to_end(loaded: Loaded, options: Namespace, streamer: Any) -> torch.Te
         return _write(loaded, options, streamer=streamer)
     finally:
         streamer.end()
-
-
-def _limits(runtime: elastic.Runtime) -> Iterator[int]:
-    """Down to what is in use, to half of it (deferred), to nothing, and up again."""
-    while True:
-        yield runtime.kv.used_bytes
-        yield runtime.kv.used_bytes // 2
-        yield 0
-        yield runtime.kv.maximum_bytes
 
 
 def _yes(fact: bool) -> str:

@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="elastic", description="A language model that changes shape while it serves.")
     root.add_argument("--version", action="version", version=f"elastic {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="resize the KV cache under a running generation, and watch")
+    demo = commands.add_parser("demo", help="move memory under a running generation, and watch")
     _add_common(demo, prompt=DEMO_PROMPT, tokens=400)
     demo.add_argument(
         "--pages", default="4KiB", metavar="SIZE", help="page size (default 4KiB: the demo model is tiny)"

@@ -10,14 +10,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.memory.backend import runs
 from elastic.types import Action, Event, KVStatus, PlaceStatus, ResizeKV, Status
 
 
 def _in_words(action: Action) -> str:
     if isinstance(action, ResizeKV):
         return f"KV limit {mib(action.limit_bytes)}"
-    layers = ", ".join(map(str, action.layers))
-    return f"{type(action).__name__.lower()} layer{'s' * (len(action.layers) != 1)} {layers}"
+    spans = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in runs(sorted(action.layers)))
+    return f"{type(action).__name__.lower()} layer{'s' * (len(action.layers) != 1)} {spans}"
 
 
 def mib(nbytes: int) -> str:
@@ -37,11 +38,13 @@ def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
     weights = sum(size for owner, size in place.owners.items() if owner.startswith(("layer:", "fixed:")))
     rows = {
         "weights": weights,
+        "staging": place.owners.get("staging", 0),
         "KV used": kv.used_bytes,
         "KV idle": kv.idle_bytes,
         "retained": kv.retained_bytes,
+        "free, from layers": place.idle_bytes,
         "free, created": place.parked_bytes,
-        "free, not created": place.free_bytes - place.parked_bytes,
+        "free, not created": place.free_bytes - place.idle_bytes - place.parked_bytes,
     }
     table = Table.grid(padding=(0, 1))
     for name, size in rows.items():
@@ -56,7 +59,7 @@ def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
 def actions(events: Sequence[Event], *, last: int = 6) -> Table:
     """The last events, with what they cost."""
     table = Table(title="actions", expand=True)
-    for column in ("action", "why", "outcome", "given back", "wait ms", "pause ms"):
+    for column in ("action", "why", "outcome", "freed", "wait ms", "pause ms"):
         table.add_column(column)
     for event in events[-last:]:
         table.add_row(

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from elastic.errors import CapacityError
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.streaming import MOST_STAGES
 from elastic.hooks.weights import ModelWeights
 from elastic.types import Release, Restore
+from elastic.weights import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +40,10 @@ class Prepared:
 
     action: Release | Restore
     layers: list[LayerWeights] = field(default_factory=list)
-    tensors: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
+    plain: list[Mapping[str, nn.Parameter]] = field(default_factory=list)
     """Restore: what each layer will show."""
+    weights: list[Mapping[str, Weight]] = field(default_factory=list)
+    """Release: what will stand for each layer's parameters."""
     versions: list[int] = field(default_factory=list)
     """Release: how often each layer's parameters had been written when the host store got them."""
     deferred: list[LayerWeights] = field(default_factory=list)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from elastic.errors import StateError
 from elastic.hooks.slots import Slot
@@ -16,7 +17,7 @@ from elastic.memory.copying import digest
 from elastic.memory.host import HostTensor, host
 from elastic.memory.layout import LayerLayout
 from elastic.memory.pool import PagePool
-from elastic.weights import FORWARD_FUNCTIONS, on_values, register
+from elastic.weights import FORWARD_FUNCTIONS, Weight, on_values, register
 
 
 class HostSource:
@@ -152,19 +153,24 @@ class LayerWeights:
 
     # -- the flips, at a safe point
 
-    def show(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Resident from now on, over these tensors."""
-        for name, slot in self.slots.items():
-            slot.show(tensors[name])
+    def plain(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+        """Parameters over these tensors, for `show`."""
+        return {name: slot.plain(tensors[name]) for name, slot in self.slots.items()}
+
+    def weights(self) -> dict[str, Weight]:
+        """Weights that stand for what the host store has, for `hide`."""
+        return {name: slot.weight(HostSource(self, name)) for name, slot in self.slots.items()}
+
+    def show(self, plain: Mapping[str, nn.Parameter]) -> None:
+        """Resident from now on."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name, slot in self.slots.items():
+                slot.show(plain[name])
         self.absent = False
 
-    def show_block(self) -> None:
-        """Resident again, over what its block still shows."""
-        assert self.block is not None
-        self.show(self.block.show(self.layout))
-
-    def hide(self) -> None:
+    def hide(self, weights: Mapping[str, Weight]) -> None:
         """Absent from now on; the host store must have the bytes."""
         self.absent = True
-        for name, slot in self.slots.items():
-            slot.hide(HostSource(self, name))
+        with torch.inference_mode(False), torch.no_grad():
+            for name, slot in self.slots.items():
+                slot.hide(weights[name])

@@ -111,7 +111,7 @@ def move_in(layer: LayerWeights, absent: bool) -> None:
     """Have a layer's parameters in pages of its place, or in the host store; what they were before is let go of."""
     if absent:
         layer.keep()
-        layer.hide()
+        layer.hide(layer.weights())
     else:
         block = layer.new_block()
         block.fill(layer.owner)
@@ -119,7 +119,7 @@ def move_in(layer: LayerWeights, absent: bool) -> None:
         with torch.no_grad():
             for name, slot in layer.slots.items():
                 tensors[name].copy_(slot.parameter)
-        layer.show(tensors)
+        layer.show(layer.plain(tensors))
     if layer.pool.backend.device.type == "cuda":
         torch.cuda.synchronize(layer.pool.backend.device)
         torch.cuda.empty_cache()  # what it held is for pages now
@@ -135,7 +135,7 @@ def move_out(layer: LayerWeights) -> None:
         with torch.inference_mode(False), torch.no_grad():
             plain = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=device)
             plain.copy_(source)
-        slot.show(plain)
+        slot.show(slot.plain(plain))
         del source
     layer.absent = False
     layer.drop_host_copies()

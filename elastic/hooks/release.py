@@ -30,6 +30,7 @@ class ReleaseMechanism:
         for layer in prepared.layers:
             prepared.versions.append(layer.version())
             prepared.moved_bytes += layer.keep()
+            prepared.weights.append(layer.weights())
         return prepared
 
     def commit(self, prepared: Prepared) -> None:
@@ -38,18 +39,19 @@ class ReleaseMechanism:
             if layer.version() != version:
                 raise StateError(f"the weights of {layer.name} were written while it was being released; try again")
         prepared.committed = True
-        for layer in prepared.layers:
-            layer.hide()
+        for layer, weights in zip(prepared.layers, prepared.weights, strict=True):
+            layer.hide(weights)
 
     def rollback(self, prepared: Prepared) -> None:
         """Flip back. The block still has everything."""
         if prepared.committed:
             for layer in prepared.layers:
                 if layer.absent and layer.block is not None:
-                    layer.show_block()
+                    layer.show(layer.plain(layer.block.show(layer.layout)))
 
     def finish(self, prepared: Prepared) -> Change:
         """Retire the blocks: their pages are KV capacity, but for what stages need and what tensors outside show."""
+        prepared.weights.clear()  # where torch exchanged them, they have what the layer had
         released = retained = 0
         for place, layers in by_place(prepared.layers).items():
             freed = [retire(layer, self._lender) for layer in layers]

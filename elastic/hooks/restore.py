@@ -44,16 +44,16 @@ class RestoreMechanism:
     def commit(self, prepared: Prepared) -> None:
         """Flip the layers to their blocks."""
         prepared.committed = True
-        for layer, tensors in zip(prepared.layers, prepared.tensors, strict=True):
-            layer.show(tensors)
-        prepared.tensors.clear()
+        for layer, plain in zip(prepared.layers, prepared.plain, strict=True):
+            layer.show(plain)
+        prepared.plain.clear()
 
     def rollback(self, prepared: Prepared) -> None:
         """Give the pages back."""
         for layer in prepared.layers:
             if prepared.committed and not layer.absent:
-                layer.hide()
-        prepared.tensors.clear()
+                layer.hide(layer.weights())
+        prepared.plain.clear()
         for layer in reversed(prepared.layers):
             self._lender.lend(layer.pool.name, retire(layer, self._lender))
             layer.pool.tell()
@@ -119,8 +119,8 @@ class RestoreMechanism:
             prepared.deferred.append(layer)  # another model has the pages
             return
         prepared.layers.append(layer)
-        prepared.tensors.append(block.show(layer.layout))
-        self._weights.streamer(layer).copier.start(layer.sources(prepared.tensors[-1])).finish()
+        prepared.plain.append(layer.plain(block.show(layer.layout)))
+        self._weights.streamer(layer).copier.start(layer.sources(prepared.plain[-1])).finish()
         prepared.moved_bytes += layer.nbytes
 
     def _spare_stages(self, returning: list[LayerWeights]) -> int:

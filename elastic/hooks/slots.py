@@ -22,27 +22,34 @@ class Slot:
         self._outside: weakref.ref[nn.Parameter] | None = None
         """The user's parameter object, while another one has to be in its place."""
 
-    def show(self, data: torch.Tensor) -> None:
-        """Have a plain parameter over `data` in the slot."""
-        with torch.inference_mode(False), torch.no_grad():
-            outside = self._outside() if self._outside else None
-            if outside is not None:
-                outside.data = data
-                self._put(outside)
-                self._outside = None  # while there is one, torch refuses to exchange
-            elif isinstance(self.parameter, Weight):
-                self._exchange(nn.Parameter(data, requires_grad=self.parameter.requires_grad))
-            else:
-                self.parameter.data = data
-        self._address = data.data_ptr()
+    def plain(self, data: torch.Tensor) -> nn.Parameter:
+        """A parameter over `data`, for `show`: made beside forward passes, so that the flip is short."""
+        with torch.inference_mode(False):
+            return nn.Parameter(data, requires_grad=self.parameter.requires_grad)
 
-    def hide(self, source: Source) -> None:
-        """Have a `Weight` in the slot; what it showed until now is let go of."""
-        with torch.inference_mode(False), torch.no_grad():
-            plain = self.parameter
-            self._exchange(Weight(plain, source))
-            if self.parameter is not plain:
-                self._outside = weakref.ref(plain)  # type: ignore[arg-type]
+    def weight(self, source: Source) -> Weight:
+        """A weight without bytes, for `hide`: made beside forward passes."""
+        return Weight(self.parameter, source)
+
+    def show(self, plain: nn.Parameter) -> None:
+        """Have a plain parameter with this one's data in the slot."""
+        self._address = plain.data_ptr()
+        outside = self._outside() if self._outside else None
+        if outside is not None:
+            outside.data = plain.data
+            self._put(outside)
+            self._outside = None  # while there is one, torch refuses to exchange
+        elif isinstance(self.parameter, Weight):
+            self._exchange(plain)
+        else:
+            self.parameter.data = plain.data
+
+    def hide(self, weight: Weight) -> None:
+        """Have a weight without bytes in the slot; what it showed until now is let go of."""
+        plain = self.parameter
+        self._exchange(weight)
+        if self.parameter is not plain:
+            self._outside = weakref.ref(plain)  # type: ignore[arg-type]
 
     def in_place(self) -> bool:
         """Whether the parameter has the bytes that Elastic gave it."""

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +55,7 @@ class MemfdBackend:
             raise BackendUnavailable("CPU pages need Linux (memfd_create); on this system only CUDA places can be used")
         self._file = os.memfd_create(name, os.MFD_CLOEXEC)
         self._file_bytes = 0
+        self._sizes = threading.Lock()  # pages are created by several threads, each of which may lengthen the file
         self._pid = os.getpid()
         self._created = 0
         self._most_mappings = _most_mappings()
@@ -88,7 +90,8 @@ class MemfdBackend:
                     self._fallocate(_KEEP_SIZE | _PUNCH_HOLE, *undo)
                 raise error
             done.append((first, count))
-        self._created += len(pages)
+        with self._sizes:
+            self._created += len(pages)
 
     def destroy(self, pages: Sequence[int]) -> None:
         done: list[tuple[int, int]] = []
@@ -99,7 +102,8 @@ class MemfdBackend:
                     self._fallocate(0, *undo)
                 raise error
             done.append((first, count))
-        self._created -= len(pages)
+        with self._sizes:
+            self._created -= len(pages)
 
     def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
         pieces = runs(pages)
@@ -154,9 +158,10 @@ class MemfdBackend:
             at = after
 
     def _grow_file(self, pages: int) -> None:
-        if pages * self.page_bytes > self._file_bytes:
-            self._file_bytes = pages * self.page_bytes
-            os.ftruncate(self._file, self._file_bytes)
+        with self._sizes:
+            if pages * self.page_bytes > self._file_bytes:
+                os.ftruncate(self._file, pages * self.page_bytes)
+                self._file_bytes = pages * self.page_bytes
 
     def _fallocate(self, mode: int, first: int, count: int) -> int:
         if os.getpid() != self._pid:

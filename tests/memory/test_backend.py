@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from children import in_child
 
 from elastic import CapacityError, ConfigError
 from elastic.config import Place
@@ -149,3 +150,27 @@ def test_the_faulty_backend_fails_the_chosen_call_and_no_other() -> None:
         backend.fail("map", 0)
     assert set(CALLS) == {"reserve", "unreserve", "create", "destroy", "map", "unmap"}
     backend.close()
+
+
+def test_pages_made_by_several_threads_at_once_are_all_there() -> None:
+    """Each may lengthen the memory file; none may shorten it again."""
+    out = in_child("""
+    import threading
+    from elastic.memory.memfd import MemfdBackend
+    for _ in range(200):
+        backend = MemfdBackend(4096)
+        threads = [threading.Thread(target=backend.create, args=([page],)) for page in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert backend.created == 8
+        address = backend.reserve(8 * 4096)
+        backend.map(address, range(8))
+        import ctypes
+        ctypes.memset(address, 7, 8 * 4096)
+        assert ctypes.string_at(address, 8 * 4096) == bytes([7]) * 8 * 4096
+        backend.unmap(address, 8)
+        backend.unreserve(address, 8 * 4096)
+        backend.close()
+    print("right")
+    """)
+    assert out == "right\n"
