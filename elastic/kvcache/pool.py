@@ -158,7 +158,7 @@ class KVPool:
             if excess > 0:
                 return False
             self.limits = self.limits.lent(-pages)
-            self._tidy(self._fit)
+            self._tidy(self._fit_mapped)  # what it parks is for the weights
             return True
 
     def room(self) -> int:
@@ -334,14 +334,18 @@ class KVPool:
         self.pool.ready_pages = min(next_growth, int(self._used() * self.ready_share))
 
     def _fit(self) -> None:
-        """Bring what is mapped under the limit, and what is idle under the watermark, as far as that can be done."""
+        """Bring what is mapped under its limits, and give free pages back to the system, as far as can be done."""
+        self._fit_mapped()
+        self.pool.trim(keep=self._ready(self.limits.open, self._used() + self._idle()))
+
+    def _fit_mapped(self) -> None:
+        """Bring what is mapped under the limit, and what is idle under the watermark."""
         for store in self._in(StoreState.IDLE):
             if not store.adoptable:
                 store.trim()
         limit = self.limits.open
         self._unmap(self._used() + self._idle() - limit)
         self._unmap_idle(self._idle() - int(limit * self.idle_share))
-        self.pool.trim(keep=self._ready(limit, self._used() + self._idle()))
 
     def _ready(self, limit: int, mapped: int) -> int:
         """Parked pages worth keeping for caches that grow."""

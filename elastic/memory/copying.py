@@ -11,7 +11,7 @@ import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(target, source), of equal shapes and dtypes."""
-_DIGEST_WORDS = 32
+_DIGEST_WORDS = 128
 
 
 class Ticket(Protocol):
@@ -58,7 +58,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def digest(tensor: torch.Tensor) -> int:
     """A checksum of the bytes in the order of the shape: the same for equal tensors on any device, in any layout.
 
-    Runs of 32 words of 64 bits are summed, and the sums weighted by their place. It tells changed weights from
+    Runs of 128 words of 64 bits are summed, and the sums weighted by their place. It tells changed weights from
     unchanged ones; it is no defence against an adversary.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

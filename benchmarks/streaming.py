@@ -1,0 +1,124 @@
+"""A model that is twice as large as its budget: tokens per second, beside the copy limit and, on CUDA, accelerate.
+
+    python benchmarks/streaming.py [--device cuda:0]
+
+The copy limit is what the links allow: for each token every absent layer is copied once, at the rate of a plain copy of
+one layer in the same run. Peer on CUDA: accelerate's `cpu_offload`, which copies every layer of the model for each
+token. On a CPU it copies nothing, so there is no peer there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from common import arguments, finish, paired, ratio, seconds, show, table, twin
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import elastic
+from elastic.memory.copying import copy
+
+TOKENS = 8
+
+
+def big_model(device: str, quick: bool) -> Any:
+    on_cpu = device == "cpu" or quick
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512 if quick else 1024 if on_cpu else 4096,
+        intermediate_size=1376 if quick else 2752 if on_cpu else 11008,
+        num_hidden_layers=16,
+        num_attention_heads=16 if on_cpu else 32,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return (
+            LlamaForCausalLM(config)
+            .to(torch.float32 if device == "cpu" else torch.bfloat16)
+            .eval()
+            .requires_grad_(False)
+        )
+
+
+def decode(model: Any, device: str) -> None:
+    token = torch.ones(1, 1, dtype=torch.long, device=device)
+    cache = model(token.repeat(1, 16)).past_key_values
+    for _ in range(TOKENS - 1):
+        cache = model(token, past_key_values=cache).past_key_values
+
+
+def plain_copy_s(runtime: Any, device: str, rounds: int) -> float:
+    """Seconds of a plain copy of one layer from the host store into mapped memory."""
+    layer = next(w for w in runtime._weights.layers if w.absent)
+    sources = [layer.host_tensor(name) for name in layer.slots]
+    targets = [torch.empty_like(source, device=device) for source in sources]
+
+    def work() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            copy(target, source)
+
+    return statistics.median([seconds(work, device) for _ in range(rounds + 2)][2:])
+
+
+def offloaded(model: Any, device: str) -> Any:
+    """accelerate's offloading of the same model."""
+    from accelerate import cpu_offload
+
+    other = twin(model).to("cpu")
+    return cpu_offload(other, execution_device=torch.device(device))
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    device = options.device
+    model = big_model(device, options.quick)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    works = {"resident": lambda: decode(resident, device), "streamed": lambda: decode(model, device)}
+    resident = twin(model)
+    if device != "cpu":
+        peer = offloaded(model, device)
+        works["cpu_offload"] = lambda: decode(peer, device)
+    elastic.wrap(model, places=[f"{device}={nbytes // 2}"])
+    absent = sum(layer.absent for layer in model.elastic._weights.layers)
+    times = paired(works, device, options.rounds)
+    per_layer = plain_copy_s(model.elastic, device, options.rounds)
+    limit = [t + TOKENS * absent * per_layer for t in times["resident"]]
+    overlapped = [max(t, TOKENS * absent * per_layer) for t in times["resident"]]
+    results: dict[str, Any] = {
+        "model_bytes": nbytes,
+        "budget_bytes": nbytes // 2,
+        "layers": len(model.elastic._weights.layers),
+        "absent": absent,
+        "copy_gb_s": model.elastic._weights.layers[0].nbytes / 1e9 / per_layer,
+        "tokens_per_s": {key: TOKENS / statistics.median(value) for key, value in times.items()},
+        "time_over_copy_then_compute": ratio(times["streamed"], limit),
+        "time_over_overlapped_limit": ratio(times["streamed"], overlapped),
+    }
+    if "cpu_offload" in times:
+        results["speed_over_cpu_offload"] = ratio(times["cpu_offload"], times["streamed"])
+    elastic.unwrap(model)
+    table(
+        [
+            "layers absent",
+            "copy GB/s",
+            *(f"{key} tok/s" for key in times),
+            "time / (copy + compute)",
+            "time / max",
+        ],
+        [
+            [
+                f"{absent} of {results['layers']}",
+                f"{results['copy_gb_s']:.1f}",
+                *(f"{value:.2f}" for value in results["tokens_per_s"].values()),
+                show(results["time_over_copy_then_compute"]),
+                show(results["time_over_overlapped_limit"]),
+            ]
+        ],
+    )
+    finish("streaming", device, results)
+
+
+if __name__ == "__main__":
+    main()
