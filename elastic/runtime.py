@@ -230,7 +230,7 @@ class Runtime:
         """A copy of a wrapped model is not wrapped."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        return _arrive_unwrapped, ()
 
     # -- the worker
 
@@ -353,8 +353,11 @@ def _moved(result: Result) -> int:
     return result.moved_bytes
 
 
-def _nothing() -> None:
-    return None
+def _arrive_unwrapped() -> None:
+    """What a runtime becomes in a pickled copy of its model: nothing; but the copy still names our attention."""
+    from elastic.kvcache.attention import register
+
+    register()
 
 
 def _refuse_in_child() -> None:

@@ -8,7 +8,6 @@ writes): it goes to the source.
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -31,6 +30,10 @@ class Source(Protocol):
 
     def copy(self) -> torch.Tensor:
         """The weight as a plain tensor that nobody else has; it may lie in host memory."""
+        ...
+
+    def stored(self) -> torch.Tensor:
+        """The weight as a plain tensor that lives on, for reading only; it may lie in host memory."""
         ...
 
     def write(self, value: torch.Tensor) -> None:
@@ -141,13 +144,15 @@ class Weight(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the plain parameter it stands for."""
-        reduce = copyreg.dispatch_table.get(nn.Parameter)
-        plain = nn.Parameter(self.source.copy(), self.requires_grad)
-        return reduce(plain) if reduce else plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Saved, or sent to another process, as the plain parameter it stands for."""
+        return _parameter, (self.source.stored().to(self.device), self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Weight({tuple(self.shape)}, {self.dtype}, {self.source.where()})"
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad)
 
 
 _NEED_MEMORY = frozenset(

@@ -265,10 +265,47 @@ def test_a_forked_child_cannot_touch_the_parents_pages() -> None:
     assert out.split("\n")[:-1] == ["child: True"] * 3 + ["parent: 0", "parent: True 24", "parent: True"]
 
 
-def test_a_spawned_child_gets_a_plain_model() -> None:
+def test_a_pickled_model_is_a_plain_model() -> None:
     out = child("""
-    import torch.multiprocessing as mp
     import pickle
+    model.elastic.release(0)
     print(torch.equal(pickle.loads(pickle.dumps(model))(**prompt()).logits, expected))
     """)
     assert out.strip() == "True"
+
+
+def test_a_spawned_child_gets_a_plain_model_and_the_parent_is_told_what_that_did() -> None:
+    """torch moves the storages that it sends into shared memory: out of the pages."""
+    out = child("""
+    import torch.multiprocessing as mp
+    from spawned import compare
+    model.elastic.release(0)
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=compare, args=(model, prompt(), expected, answers))
+    process.start()
+    print("child:", *answers.get())
+    process.join()
+    try:
+        model(**prompt())
+    except elastic.StateError as error:
+        print("parent:", "unwrap(model) and wrap it again" in str(error))
+    elastic.unwrap(model)
+    elastic.wrap(model, places="cpu=64MiB")
+    print("parent:", torch.equal(model(**prompt()).logits, expected))
+    elastic.unwrap(model)
+    """)
+    assert out.split("\n")[:-1] == ["child: True True True", "parent: True", "parent: True"]
+
+
+def test_the_interpreter_exits_while_layers_are_released_and_streamed() -> None:
+    out = child("""
+    import threading
+    model.elastic.release([0, 1, 2])
+    work = lambda: model.generate(**prompt(), max_new_tokens=10**4, pad_token_id=0)
+    threading.Thread(target=work, daemon=True).start()
+    view = model.model.layers[0].mlp.up_proj.weight.detach()
+    model(**prompt())
+    print("bye")
+    """)
+    assert out.strip() == "bye"

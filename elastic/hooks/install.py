@@ -71,6 +71,9 @@ class ModelHooks:
             streamer = self._weights.streamer(weights)
             before, after = EnterLayer(self._gate, weights, streamer), LeaveLayer(self._gate, weights, streamer)
             self._add(layer, before, after, with_kwargs=False)
+            if weights.reordered:
+                hook: Any = AsInTheCheckpoint(weights)
+                self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
@@ -125,6 +128,21 @@ class LeaveLayer(Hook):
         if self._weights.absent:
             self._streamer.leave(self._weights)
         self._gate.leave(id(module))
+
+
+class AsInTheCheckpoint(Hook):
+    """On a layer whose weights are stored in another order: its `state_dict` has the user's."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+        for name, slot in self._weights.slots.items():
+            tensor = state.get(prefix + name)
+            if tensor is not None and tensor.stride() != slot.strides:
+                state[prefix + name] = torch.empty_strided(
+                    tensor.shape, slot.strides, dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
 
 
 class EnterRoot(Hook):

@@ -36,6 +36,9 @@ class HostSource:
     def copy(self) -> torch.Tensor:
         return self._layer.host_tensor(self._name).clone()
 
+    def stored(self) -> torch.Tensor:
+        return self._layer.host_tensor(self._name)
+
     def write(self, value: torch.Tensor) -> None:
         self._layer.write(self._name, value)
 
@@ -84,6 +87,11 @@ class LayerWeights:
     def pages(self) -> int:
         """Pages that it needs at its place."""
         return self.pool.pages_for(self.nbytes)
+
+    @property
+    def reordered(self) -> bool:
+        """Whether a parameter is stored in another order than the user's model had it."""
+        return any(self.layout.parameters[name].strides != slot.strides for name, slot in self.slots.items())
 
     @cached_property
     def variant(self) -> str:

@@ -15,6 +15,7 @@ from elastic.hooks.slots import Slot
 from elastic.hooks.structure import Decoder
 from elastic.memory.checkpoint import Checkpoint
 from elastic.memory.layout import LayerLayout, ParameterLayout
+from elastic.memory.places import give_back_freed
 from elastic.memory.pool import PagePool
 
 KV_SHARE = 0.1
@@ -120,9 +121,7 @@ def move_in(layer: LayerWeights, absent: bool) -> None:
             for name, slot in layer.slots.items():
                 tensors[name].copy_(slot.parameter)
         layer.show(layer.plain(tensors))
-    if layer.pool.backend.device.type == "cuda":
-        torch.cuda.synchronize(layer.pool.backend.device)
-        torch.cuda.empty_cache()  # what it held is for pages now
+    give_back_freed(layer.pool.backend.device)
 
 
 def move_out(layer: LayerWeights) -> None:

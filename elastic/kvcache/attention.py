@@ -21,6 +21,12 @@ NAME = "elastic_sdpa"
 _STOCK = "sdpa"
 
 
+def register() -> None:
+    """Have transformers know the function by its name. Can be called twice."""
+    AttentionInterface.register(NAME, elastic_sdpa)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
 def elastic_sdpa(
     module: nn.Module,
     query: torch.Tensor,
@@ -79,8 +85,7 @@ class AttentionSwitch:
         self._configs = list(_configs_with_sdpa(model))
 
     def install(self) -> None:
-        AttentionInterface.register(NAME, elastic_sdpa)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+        register()
         for config in self._configs:
             config._attn_implementation_internal = NAME
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 
@@ -15,6 +16,7 @@ from elastic.memory.janitor import janitor
 from elastic.memory.memfd import MemfdBackend
 from elastic.memory.pool import PagePool
 
+_libc = ctypes.CDLL(None)
 _lock = threading.Lock()
 _open: dict[str, tuple[PagePool, int]] = {}  # name -> pool, users
 _SHARE_OF_FREE_MEMORY = {"cpu": 0.5, "cuda": 0.9}
@@ -68,6 +70,15 @@ def free_bytes(device: torch.device) -> int:
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def give_back_freed(device: torch.device) -> None:
+    """Give memory that was freed, but is kept by an allocator for reuse, back to the system: pages need it now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    elif hasattr(_libc, "malloc_trim"):  # glibc
+        _libc.malloc_trim(0)
 
 
 def _require_same(place: Place, pool: PagePool) -> None:
