@@ -16,7 +16,7 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol, overload
 
-from elastic.errors import StateError
+from elastic.errors import ConfigError, StateError
 from elastic.hooks.gate import Gate
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
@@ -166,9 +166,11 @@ class Runtime:
     def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
 
-        Waiting inside a forward pass of the same thread is a `StateError`.
+        They are prepared together and committed together, so one call moves a layer once: else `ConfigError`. Waiting
+        inside a forward pass of the same thread is a `StateError`.
         """
         self._require_running()
+        _require_once([layer for a in actions if isinstance(a, Release | Restore) for layer in a.layers])
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         job = _Job(tuple(actions), why)
@@ -294,6 +296,9 @@ class Runtime:
         return tuple(action for action in found if action is not None)
 
     def _for(self, action: Action) -> Mechanism:
+        if type(action) not in self._mechanisms:
+            kinds = ", ".join(kind.__name__ for kind in self._mechanisms)
+            raise ConfigError(f"{action!r} is no action of this model; there are {kinds}")
         return self._mechanisms[type(action)]
 
     def _last_pause_ms(self, kind: type) -> float:
@@ -347,6 +352,12 @@ def runtime(model: Any) -> Runtime:
     if not isinstance(found, Runtime):
         raise StateError(f"{type(model).__name__} is not wrapped; call elastic.wrap(model) first")
     return found
+
+
+def _require_once(layers: list[int]) -> None:
+    twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if twice:
+        raise ConfigError(f"one call would move layers {twice} twice; make two calls of it")
 
 
 def _moved(result: Result) -> int:

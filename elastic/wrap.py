@@ -120,8 +120,10 @@ class _Installed:
                 "change them; load it again in the child"
             )
         with self._run.last_safe_point():
-            self._on_model.close()
-            self._memory.close()
+            try:
+                self._on_model.close()
+            finally:  # a layer that finds no ordinary memory keeps its pages, as `retained`, and goes on working
+                self._memory.close()
 
     def abandon(self) -> None:
         """The model is gone without `unwrap`."""

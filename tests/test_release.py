@@ -384,6 +384,61 @@ def test_layers_are_named_by_index_or_module_name(wrapped: Any) -> None:
     assert future.result()[0].layers == (1,)
 
 
+def test_actions_that_cannot_be_are_refused_and_change_nothing(wrapped: Any) -> None:
+    rt = wrapped(build("llama-gqa")).elastic
+    for wrong in (elastic.Release((3,)), elastic.Restore((-4,))):
+        with pytest.raises(ConfigError, match="no decoder layer"):
+            rt.apply((elastic.Release((0,)), wrong))
+        with pytest.raises(ConfigError, match="no decoder layer"):
+            rt.plan(wrong)
+    with pytest.raises(ConfigError, match=r"layers \[1\] twice"):
+        rt.apply((elastic.Release((0, 1)), elastic.Restore((1,))))
+    with pytest.raises(ConfigError, match="no action of this model; there are ResizeKV, Release, Restore"):
+        rt.apply(("release",))
+    assert all(where[0].place == "cpu" for where in rt.status().residencies.values())
+    rt.apply((elastic.Release((0,)), elastic.Release((1,)), elastic.ResizeKV("cpu", 1 << 20)))
+    assert [where[0].place for where in rt.status().residencies.values()] == [HOST, HOST, "cpu"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_released_layers_stream_in_every_mode(mode: Any, wrapped: Any) -> None:
+    model = build("llama-gqa")
+    expected = model.generate(**prompt(), **OPTIONS)
+    rt = wrapped(model).elastic
+    with mode():
+        rt.release([0, 1, 2])
+        assert torch.equal(model.generate(**prompt(), **OPTIONS), expected)
+        rt.restore()
+        assert torch.equal(model.generate(**prompt(), **OPTIONS), expected)
+    model(**prompt())
+
+
+def test_gradients_flow_through_streamed_layers_to_what_is_trained(wrapped: Any) -> None:
+    plain, model = build("llama-gqa"), build("llama-gqa")
+    wrapped(model).elastic.release([0, 1, 2])
+    for each in (plain, model):
+        each.get_input_embeddings().weight.requires_grad_(True)
+        each(**prompt(), use_cache=False).logits.sum().backward()
+    assert torch.equal(plain.get_input_embeddings().weight.grad, model.get_input_embeddings().weight.grad)
+
+
+def test_unwrap_without_memory_leaves_a_model_that_works(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama-gqa")
+    expected, before = model(**prompt()).logits, bits(model)
+    wrapped(model).elastic.release(1)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_strided", refuse)
+        with pytest.raises(RuntimeError, match="allocate"):
+            elastic.unwrap(model)
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert_same_bits(model, before)
+    model.elastic = None  # not to be unwrapped again
+
+
 def test_a_model_twice_its_budget_runs(wrapped: Any) -> None:
     config = t.LlamaConfig(
         vocab_size=96,

@@ -180,5 +180,7 @@ def _plain(parameter: nn.Parameter) -> bool:
     """Whether it is an ordinary parameter, dense in its memory."""
     if type(parameter) is not nn.Parameter or not parameter.numel() or parameter.layout is not torch.strided:
         return False
+    if parameter.is_inference():  # it tells nobody when it is written
+        return False
     dense = ParameterLayout.like(parameter).strides
     return all(a == b for a, b, size in zip(dense, parameter.stride(), parameter.shape, strict=True) if size > 1)

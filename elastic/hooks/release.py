@@ -61,7 +61,7 @@ class ReleaseMechanism:
             released += pages * size
             retained += sum(layer.pages - pages for layer, pages in zip(layers, freed, strict=True)) * size
             layers[0].pool.tell()
-        self._waiting.drop(self._weights.layers[i] for i in prepared.action.layers)
+        self._waiting.drop(self._weights.at(prepared.action.layers))
         done = tuple(layer.index for layer in prepared.layers)
         return Change("applied", done, (), prepared.moved_bytes, released, retained)
 
@@ -69,7 +69,7 @@ class ReleaseMechanism:
         """A release is never deferred."""
 
     def _check(self, action: Release) -> list[LayerWeights]:
-        layers = [self._weights.layers[i] for i in action.layers]
+        layers = self._weights.at(action.layers)
         for layer in layers:
             if not layer.slots:
                 raise ConfigError(f"{layer.name} has no weights of its own: others use them too")

@@ -57,7 +57,7 @@ class RestoreMechanism:
         for layer in reversed(prepared.layers):
             self._lender.lend(layer.pool.name, retire(layer, self._lender))
             layer.pool.tell()
-        for place in by_place(self._weights.layers[i] for i in prepared.action.layers):
+        for place in by_place(self._weights.at(prepared.action.layers)):
             self._lender.lend(place, resize_stages(self._weights, place))
         prepared.layers.clear()
 
@@ -84,7 +84,7 @@ class RestoreMechanism:
 
     def _check(self, action: Restore) -> list[LayerWeights]:
         """The layers to restore. Raises `CapacityError` if the place could not hold them even without any cache."""
-        layers = [layer for layer in (self._weights.layers[i] for i in action.layers) if layer.absent]
+        layers = [layer for layer in self._weights.at(action.layers) if layer.absent]
         for place, here in by_place(layers).items():
             pages = sum(layer.pages for layer in here) - self._stages_after(place, here)[1]
             room, pool = self._lender.room(place), here[0].pool

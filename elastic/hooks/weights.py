@@ -51,6 +51,10 @@ class ModelWeights:
             layers = (layers,)
         return tuple(dict.fromkeys(self._index(layer) for layer in layers))
 
+    def at(self, layers: Iterable[int]) -> list[LayerWeights]:
+        """The layers of these indices. Raises `ConfigError`."""
+        return [self.layers[index] for index in self.find(layers)]
+
     def _index(self, layer: int | str) -> int:
         count = len(self.layers)
         if isinstance(layer, int) and not isinstance(layer, bool) and -count <= layer < count:

@@ -107,14 +107,13 @@ class _Told:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
-    def wait(self) -> None:
-        self.finish()
-
     def finish(self) -> None:
         try:
             self._future.result()
         finally:
             del self  # an error knows this frame: it must not know the error
+
+    wait = finish
 
     def let_go(self) -> None:
         self._future.exception()
