@@ -33,6 +33,8 @@ PLACES = {
     "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
     "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
 }
+TIGHT = {"cpu": 740 << 10, "cuda:0": 256 << 20}
+"""Bytes: weights, and hardly more than the longest generation needs. There the hard budget may end any generation."""
 LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
@@ -136,6 +138,7 @@ class Writer(threading.Thread):
                 promised_more = (
                     self.machine.limits.shrinks > started.shrinks
                 )  # one begun under this limit is bound by it
+                promised_more = promised_more and not self.machine.tight
                 if started.steps and promised_more and faults == self.machine.faults_armed and not pending:
                     self.wrong.append(f"a running generation was lost after {started.steps} tokens: {error}")
             except BaseException as error:
@@ -159,7 +162,10 @@ class Machine(RuleBasedStateMachine):
         self.tokens = threading.Semaphore(0)  # one for each token written
         self.faults_armed, self.fault_pending = 0, False
         self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        elastic.wrap(self.model, places=PLACES[self.device], kv_layout=layout)
+        self.tight = data.draw(st.booleans())
+        first, *others = PLACES[self.device]
+        first = first.with_budget(TIGHT[self.device]) if self.tight else first
+        elastic.wrap(self.model, places=[first, *others], kv_layout=layout)
         self.rt = self.model.elastic
         self.maximum = self.rt.kv.maximum_bytes
         self.backend: Any = self.rt.kv.memory.pools[0].pool.backend
@@ -386,6 +392,8 @@ class Machine(RuleBasedStateMachine):
             assert not writer.wrong, writer.wrong
         self.views.clear()
         self.rt.kv.resize(self.rt.kv.maximum_bytes)
+        if self.tight:
+            self.kept.clear()
         self.finish_the_conversations()
         for prompt, tokens in zip(PROMPTS, self.expected, strict=True):
             assert torch.equal(self.model.generate(prompt.to(self.device), **OPTIONS), tokens)
