@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
@@ -196,14 +197,14 @@ class Runtime:
         _runtimes.add(self)
         self._worker.start()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Finish the actions that were asked for and take no more. Can be called twice."""
         if self.state is RuntimeState.CLOSED:
             return
         self.state = RuntimeState.CLOSED
         if os.getpid() == self._pid:
             self._jobs.put(None)
-            self._worker.join()
+            self._worker.join(timeout_s)
 
     @contextmanager
     def last_safe_point(self) -> Iterator[None]:
@@ -377,4 +378,11 @@ def _refuse_in_child() -> None:
         known.refuse("this model was wrapped before the process forked; call elastic.unwrap(model) and wrap it again")
 
 
+def _finish() -> None:
+    """At exit: a worker that is in torch when the interpreter ends would abort it."""
+    for known in list(_runtimes):
+        known.close(timeout_s=10)
+
+
 os.register_at_fork(after_in_child=_refuse_in_child)
+atexit.register(_finish)

@@ -298,6 +298,19 @@ def test_a_spawned_child_gets_a_plain_model_and_the_parent_is_told_what_that_did
     assert out.split("\n")[:-1] == ["child: True True True", "parent: True", "parent: True"]
 
 
+def test_the_interpreter_exits_while_the_memory_of_a_dropped_model_is_given_back() -> None:
+    out = child("""
+    elastic.wrap(build("llama-gqa"), places="cpu#dropped=64MiB")
+    from elastic.memory import janitor, places
+    import atexit, gc
+    gc.collect()
+    atexit.unregister(janitor.janitor.finish)
+    atexit.register(lambda: print("given back:", "cpu#dropped" not in places._open))
+    atexit.register(janitor.janitor.finish)
+    """)
+    assert out.strip() == "given back: True"
+
+
 def test_the_interpreter_exits_while_layers_are_released_and_streamed() -> None:
     out = child("""
     import threading

@@ -18,7 +18,8 @@ class Slot:
         self.homes = homes
         self.strides = parameter.stride()
         """As the user's model had them."""
-        self._address = parameter.data_ptr()
+        self.address: int | None = parameter.data_ptr()
+        """Of the bytes that Elastic put in the slot; None for a `Weight`, which has none."""
         self._outside: weakref.ref[nn.Parameter] | None = None
         """The user's parameter object, while another one has to be in its place."""
 
@@ -33,7 +34,7 @@ class Slot:
 
     def show(self, plain: nn.Parameter) -> None:
         """Have a plain parameter with this one's data in the slot."""
-        self._address = plain.data_ptr()
+        self.address = plain.data_ptr()
         outside = self._outside() if self._outside else None
         if outside is not None:
             outside.data = plain.data
@@ -46,6 +47,7 @@ class Slot:
 
     def hide(self, weight: Weight) -> None:
         """Have a weight without bytes in the slot; what it showed until now is let go of."""
+        self.address = None
         plain = self.parameter
         self._exchange(weight)
         if self.parameter is not plain:
@@ -53,7 +55,7 @@ class Slot:
 
     def in_place(self) -> bool:
         """Whether the parameter has the bytes that Elastic gave it."""
-        return isinstance(self.parameter, Weight) or self.parameter.data_ptr() == self._address
+        return self.address is None or self.parameter.data_ptr() == self.address
 
     def intact(self) -> bool:
         """Whether the modules have the parameter that Elastic put there, with its bytes."""

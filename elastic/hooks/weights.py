@@ -29,7 +29,8 @@ class ModelWeights:
         for streamer in self.streamers.values():
             streamer.leave_all()
         for parameters, name, slot in self._homes:
-            if parameters.get(name) is not slot.parameter or not slot.in_place():
+            parameter, address = slot.parameter, slot.address
+            if parameters.get(name) is not parameter or (address is not None and parameter.data_ptr() != address):
                 self._refuse()
 
     def let_go(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
@@ -32,9 +33,18 @@ class Janitor:
         """Have `task` called soon."""
         self._tasks.put(task)
 
+    def finish(self, timeout_s: float = 10) -> None:
+        """Do what was put until now, then stop: a thread that is in torch when the interpreter ends would abort it."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._tasks.put(_stop)
+            thread.join(timeout_s)
+
     def _work(self) -> None:
         while True:
             task = self._tasks.get()
+            if task is _stop:
+                return
             try:
                 task()
             except Exception:  # the thread must outlive any task; the fault is logged with its traceback
@@ -42,4 +52,9 @@ class Janitor:
             del task
 
 
+def _stop() -> None:
+    """Put to a janitor to end its thread."""
+
+
 janitor = Janitor()
+atexit.register(janitor.finish)
