@@ -82,4 +82,6 @@ def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() 
             elastic.unwrap(model)
         print(peak(both) / layer)
     """)
-    assert all(float(line) < 1.5 for line in out.split()), out
+    assert all(float(line) < 1.25 for line in out.split()), (
+        out
+    )  # what torch and malloc keep for themselves is beside it
