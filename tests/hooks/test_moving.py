@@ -82,6 +82,5 @@ def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() 
             elastic.unwrap(model)
         print(peak(both) / layer)
     """)
-    assert all(float(line) < 1.25 for line in out.split()), (
-        out
-    )  # what torch and malloc keep for themselves is beside it
+    beside = 0.25  # what torch and malloc keep for themselves
+    assert all(float(line) < 1 + beside for line in out.split()), out
