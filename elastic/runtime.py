@@ -253,7 +253,7 @@ class Runtime:
         try:
             prepared = self._prepare(actions, timing)
             self._commit(prepared, timing)
-        except Exception as error:
+        except Exception as error:  # whatever it is: the record has it, and who asked gets it
             for action in actions:
                 self._record(action, why, timing, False, str(error))
             raise

@@ -130,8 +130,10 @@ class Weight(torch.Tensor):
         if function is torch.ops.aten.copy_.default and isinstance(args[0], Weight):
             args[0].source.write(tree_map_only(Weight, _value, args[1]))
             return args[0]
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].source.copy()
+        if function is torch.ops.aten.clone.default:
+            return args[0].source.copy().to(args[0].device)
         written = _written(function, args, kwargs or {})
         if written:
             raise _refusal(str(function), written[0])

@@ -242,6 +242,29 @@ def test_load_state_dict_writes_what_is_released_too(released: tuple[int, ...], 
     assert torch.equal(model(**prompt()).logits, other(**prompt()).logits)
 
 
+def test_what_is_written_while_a_layer_returns_is_not_lost(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = build("llama-gqa"), build("llama-gqa", seed=7)
+    rt = wrapped(model).elastic
+    rt.release([0, 1, 2])
+    mechanism = rt._mechanisms[elastic.Restore]
+    prepare = mechanism.prepare
+
+    def write_after(action: elastic.Restore) -> Any:
+        prepared = prepare(action)
+        model.load_state_dict(other.state_dict())
+        return prepared
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mechanism, "prepare", write_after)
+        with pytest.raises(StateError, match=r"layers\.0 were written while they were on their way"):
+            rt.restore()
+    rt.check()
+    assert all(where[0].place == HOST for where in rt.status().residencies.values())
+    assert torch.equal(model(**prompt()).logits, other(**prompt()).logits)
+    rt.restore()
+    assert_same_bits(model, bits(other))
+
+
 def test_weights_changed_behind_torchs_back_are_not_lost_by_a_release(wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     rt = model.elastic
@@ -282,16 +305,22 @@ def test_moves_that_move_nothing_are_allowed(wrapped: Any) -> None:
     assert torch.equal(model(**prompt()).logits, expected)
 
 
-@pytest.mark.parametrize("how", ["cast", "assign"])
+@pytest.mark.parametrize("how", ["cast", "assign", "offload"])
 def test_weights_replaced_from_outside_are_noticed(how: str, wrapped: Any) -> None:
     model = wrapped(build("llama-gqa"))
     if how == "cast":
         model.half().float()
+    elif how == "offload":
+        from accelerate import cpu_offload, hooks
+
+        cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         model.load_state_dict(bits(build("llama-gqa", seed=3)), assign=True)
-    changed = bits(model)
     with pytest.raises(StateError, match=r"layers\.0.*replaced outside Elastic.*unwrap\(model\) and wrap it again"):
         model(**prompt())
+    if how == "offload":
+        hooks.remove_hook_from_submodules(model)
+    changed = bits(model)
     elastic.unwrap(model)
     assert_same_bits(model, changed)
     wrapped(model)
@@ -329,6 +358,21 @@ def test_tied_and_shared_weights_stay_where_they_are(wrapped: Any) -> None:
     elastic.unwrap(model)
     assert blocks[2].mlp.up_proj.weight is blocks[0].mlp.up_proj.weight
     assert blocks[1].mlp.gate_proj.weight is blocks[1].mlp.up_proj.weight
+
+
+def test_parameters_within_another_ones_memory_stay_where_they_are(wrapped: Any) -> None:
+    """Also where a third one lies between: the whole, a part of it, a later part."""
+    model = build("llama-gqa")
+    whole = torch.randn(3 * 48, 32)
+    mlps = [layer.mlp for layer in model.model.layers]
+    mlps[0].up_proj.weight = torch.nn.Parameter(whole, requires_grad=False)
+    mlps[1].up_proj.weight = torch.nn.Parameter(whole[10:58], requires_grad=False)
+    mlps[2].up_proj.weight = torch.nn.Parameter(whole[96:], requires_grad=False)
+    rt = wrapped(model).elastic
+    rt.release([0, 1, 2])
+    assert not any(isinstance(mlp.up_proj.weight, Weight) for mlp in mlps)
+    whole.zero_()
+    assert not any(bool(mlp.up_proj.weight.any()) for mlp in mlps)
 
 
 def test_a_layer_used_twice_has_no_weights_of_its_own(wrapped: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from elastic.errors import CapacityError
+from elastic.errors import CapacityError, StateError
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.streaming import MOST_STAGES
 from elastic.hooks.weights import ModelWeights
@@ -45,12 +45,18 @@ class Prepared:
     weights: list[Mapping[str, Weight]] = field(default_factory=list)
     """Release: what will stand for each layer's parameters."""
     versions: list[int] = field(default_factory=list)
-    """Release: how often each layer's parameters had been written when the host store got them."""
+    """How often each layer's parameters had been written when their bytes were copied."""
     deferred: list[LayerWeights] = field(default_factory=list)
     moved_bytes: int = 0
     lent_bytes: int = 0
     """Restore: stages that the layers will not need."""
     committed: bool = False
+
+    def require_unwritten(self) -> None:
+        """Raises `StateError` if a layer was written since its bytes were copied: the copies are old."""
+        for layer, version in zip(self.layers, self.versions, strict=True):
+            if layer.version() != version:
+                raise StateError(f"the weights of {layer.name} were written while they were on their way; try again")
 
 
 class Waiting:

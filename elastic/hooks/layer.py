@@ -76,6 +76,7 @@ class LayerWeights:
         """Told when the host store has other bytes than a stage."""
         self._checkpoint = checkpoint
         self._host: dict[str, HostTensor] = {}
+        self._writes = 0
         self._threads_inside = threading.local()
 
     @property
@@ -126,11 +127,10 @@ class LayerWeights:
         """Have the bytes of a resident layer in the host store; returns how many had to be copied."""
         copied = 0
         for name, slot in self.slots.items():
-            known = self._host.get(name)
-            if known is None or known.digest != digest(slot.parameter):
+            known, fingerprint = self._host.get(name), digest(slot.parameter)
+            if known is None or known.digest != fingerprint:
                 file = self._checkpoint.find(f"{self.name}.{name}") if self._checkpoint else None
-                lock = self.pool.backend.device.type == "cuda"
-                self._host[name] = host.keep(slot.parameter, file=file, lock=lock)
+                self._host[name] = host.keep(slot.parameter, fingerprint, file=file, lock=self._lock_pages)
                 copied += slot.parameter.nbytes
         return copied
 
@@ -143,8 +143,12 @@ class LayerWeights:
         self._host.clear()
 
     def version(self) -> int:
-        """Rises whenever torch writes into a parameter of a resident layer."""
-        return sum(slot.parameter._version for slot in self.slots.values())
+        """Rises when a parameter is written: by torch while the layer is resident, by `write` while it is absent."""
+        return self._writes if self.absent else sum(slot.parameter._version for slot in self.slots.values())
+
+    @property
+    def _lock_pages(self) -> bool:
+        return self.pool.backend.device.type == "cuda"
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replace a parameter of an absent layer."""
@@ -152,7 +156,8 @@ class LayerWeights:
             raise StateError(f"{self.name} came back meanwhile; write again")
         fresh = self.host_tensor(name).clone()
         fresh.copy_(value)
-        self._host[name] = host.keep(fresh, lock=self.pool.backend.device.type == "cuda")
+        self._host[name] = host.keep(fresh, digest(fresh), lock=self._lock_pages)
+        self._writes += 1
         self.on_written()
 
     def sources(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -160,9 +159,11 @@ def _overlapping(model: nn.Module) -> set[int]:
     """Parameters (ids) whose bytes another parameter or buffer has too."""
     extents = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, id(t)) for _, t in _tensors(model))
     found: set[int] = set()
-    for before, after in itertools.pairwise(extents):
-        if before[0] == after[0] and after[1] < before[2]:
-            found |= {before[3], after[3]}
+    longest = ("", 0, 0, 0)  # of those so far, the one that reaches farthest
+    for extent in extents:
+        if extent[0] == longest[0] and extent[1] < longest[2]:
+            found |= {longest[3], extent[3]}
+        longest = max(longest, extent, key=lambda e: (e[0], e[2]))
     return found
 
 

@@ -35,9 +35,7 @@ class ReleaseMechanism:
 
     def commit(self, prepared: Prepared) -> None:
         """Flip the layers to the host store."""
-        for layer, version in zip(prepared.layers, prepared.versions, strict=True):
-            if layer.version() != version:
-                raise StateError(f"the weights of {layer.name} were written while it was being released; try again")
+        prepared.require_unwritten()
         prepared.committed = True
         for layer, weights in zip(prepared.layers, prepared.weights, strict=True):
             layer.hide(weights)

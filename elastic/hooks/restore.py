@@ -43,6 +43,7 @@ class RestoreMechanism:
 
     def commit(self, prepared: Prepared) -> None:
         """Flip the layers to their blocks."""
+        prepared.require_unwritten()
         prepared.committed = True
         for layer, plain in zip(prepared.layers, prepared.plain, strict=True):
             layer.show(plain)
@@ -64,9 +65,9 @@ class RestoreMechanism:
     def finish(self, prepared: Prepared) -> Change:
         """Drop what stages have of the layers, and the stages that are one too many; note who waits."""
         gained = prepared.lent_bytes
+        for layer in prepared.layers:
+            self._weights.streamer(layer).forget(layer)
         for place, layers in by_place([*prepared.layers, *prepared.deferred]).items():
-            for layer in prepared.layers:
-                self._weights.streamer(layer).forget(layer)
             spare = resize_stages(self._weights, place)
             self._lender.lend(place, spare)
             restored = sum(layer.pages for layer in layers if layer in prepared.layers)
@@ -119,6 +120,7 @@ class RestoreMechanism:
             prepared.deferred.append(layer)  # another model has the pages
             return
         prepared.layers.append(layer)
+        prepared.versions.append(layer.version())
         prepared.plain.append(layer.plain(block.show(layer.layout)))
         self._weights.streamer(layer).copier.start(layer.sources(prepared.plain[-1])).finish()
         prepared.moved_bytes += layer.nbytes

@@ -108,10 +108,13 @@ class _Told:
         self._future = future
 
     def finish(self) -> None:
+        error = self._future.exception()
+        del self  # an error knows this frame: it must not know the error, nor the error the tensors
         try:
-            self._future.result()
+            if error is not None:
+                raise error.with_traceback(None)
         finally:
-            del self  # an error knows this frame: it must not know the error
+            del error
 
     wait = finish
 
@@ -135,11 +138,9 @@ class _Recorded:
 
 
 def _copy_and_let_go(pairs: list[Pair]) -> None:
-    """Copy; then hold no tensor, neither in the list nor in the traceback of an error."""
+    """Copy; then hold no tensor: a thread of a pool knows its arguments longer than it should."""
     try:
         _copy_all(pairs)
-    except Exception as error:
-        raise error.with_traceback(None) from None
     finally:
         pairs.clear()
 

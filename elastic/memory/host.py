@@ -40,13 +40,14 @@ class HostStore:
         self._known: weakref.WeakValueDictionary[tuple[object, ...], HostTensor] = weakref.WeakValueDictionary()
         self._warned = False
 
-    def keep(self, source: torch.Tensor, *, file: torch.Tensor | None = None, lock: bool = False) -> HostTensor:
-        """The bytes of `source` in host memory: those of `file` if they are equal, else a copy.
+    def keep(
+        self, source: torch.Tensor, fingerprint: int, *, file: torch.Tensor | None = None, lock: bool = False
+    ) -> HostTensor:
+        """The bytes of `source`, whose digest is `fingerprint`: those of `file` if they are equal, else a copy.
 
         What is already held, by any model of this process, is not held twice. With `lock` a copy is page-locked; where
         the system refuses that, it is not, and copies are slower. Raises `CapacityError` if host memory is short.
         """
-        fingerprint = digest(source)
         with self._lock:
             known = self._known.get(_key(source, fingerprint))
         if known is not None and torch.equal(known.tensor, source.detach().cpu()):

@@ -8,6 +8,7 @@ import logging
 import struct
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,12 @@ from elastic.errors import CapacityError, ConfigError
 from elastic.memory import host as module
 from elastic.memory.checkpoint import Checkpoint
 from elastic.memory.copying import ThreadCopier, copy, digest
-from elastic.memory.host import HostStore
+from elastic.memory.host import HostStore, HostTensor
+
+
+def keep(store: HostStore, source: torch.Tensor, **options: Any) -> HostTensor:
+    return store.keep(source, module.digest(source), **options)
+
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float64]
 
@@ -28,7 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_kept_is_a_copy_of_the_bits(dtype: torch.dtype) -> None:
     source = torch.randint(0, 255, (33, dtype.itemsize * 7), dtype=torch.uint8).view(dtype)
-    kept = HostStore().keep(source)
+    kept = keep(HostStore(), source)
     before = source.clone()
     source.view(torch.uint8).zero_()
     assert torch.equal(kept.tensor.view(torch.uint8), before.view(torch.uint8))
@@ -37,9 +43,9 @@ def test_what_is_kept_is_a_copy_of_the_bits(dtype: torch.dtype) -> None:
 
 def test_equal_tensors_are_held_once_and_go_when_nobody_needs_them() -> None:
     store = HostStore()
-    one, two = store.keep(torch.ones(100)), store.keep(torch.ones(100))
+    one, two = keep(store, torch.ones(100)), keep(store, torch.ones(100))
     assert one is two
-    other = store.keep(torch.ones(10, 10))
+    other = keep(store, torch.ones(10, 10))
     assert store.status().memory_bytes == 800
     del one, two, other
     gc.collect()
@@ -49,7 +55,7 @@ def test_equal_tensors_are_held_once_and_go_when_nobody_needs_them() -> None:
 def test_tensors_with_equal_digests_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "digest", lambda tensor: 0)
     store = HostStore()
-    one, two = store.keep(torch.ones(8)), store.keep(torch.zeros(8))
+    one, two = keep(store, torch.ones(8)), keep(store, torch.zeros(8))
     assert one is not two
     assert bool(one.tensor.all())
     assert not bool(two.tensor.any())
@@ -74,7 +80,7 @@ def test_host_memory_that_is_short_is_an_error_that_names_the_remedy(monkeypatch
 
     monkeypatch.setattr(module.mmap, "mmap", refuse)
     with pytest.raises(CapacityError, match=r"host memory is short.*checkpoint=PATH"):
-        HostStore().keep(torch.ones(8))
+        keep(HostStore(), torch.ones(8))
 
 
 def test_a_refused_page_lock_is_one_warning_and_no_error(
@@ -83,7 +89,7 @@ def test_a_refused_page_lock_is_one_warning_and_no_error(
     monkeypatch.setattr(module, "_lock_pages", lambda tensor: False)
     store = HostStore()
     with caplog.at_level(logging.WARNING):
-        kept = [store.keep(torch.full((8,), float(i)), lock=True) for i in range(3)]
+        kept = [keep(store, torch.full((8,), float(i)), lock=True) for i in range(3)]
     assert [k.tensor[0].item() for k in kept] == [0, 1, 2]
     assert caplog.text.count("page-lock") == 1
 
@@ -130,9 +136,9 @@ def test_a_checkpoint_is_used_only_for_equal_bits(tmp_path: Path) -> None:
     save_file({"weight": tensor}, tmp_path / "m.safetensors")
     file = Checkpoint(tmp_path / "m.safetensors").find("weight")
     store = HostStore()
-    assert store.keep(tensor, file=file).from_file
-    assert not store.keep(tensor + 1, file=file).from_file
-    assert not store.keep(tensor.double(), file=file).from_file
+    assert keep(store, tensor, file=file).from_file
+    assert not keep(store, tensor + 1, file=file).from_file
+    assert not keep(store, tensor.double(), file=file).from_file
     assert store.status().file_bytes == 0, "nobody holds it any more"
 
 
