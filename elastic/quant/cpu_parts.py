@@ -1,0 +1,91 @@
+"""The parts of a matrix in integers on a CPU.
+
+    int8 of one group   packed  int8 [outputs, inputs], code - 128
+                        scales  bfloat16 [1, outputs]; offsets, the same, unless all zero points are 128
+    int8 in groups      packed  uint8 [2, outputs * inputs / 2], the upper and the lower halves of the codes as nibbles
+    int4                packed  uint8 [outputs * inputs / 2], nibbles
+    int3                packed  uint8 [outputs * inputs * 3 / 8], squeezed nibbles
+                        scales  bfloat16 [groups, outputs, 2], scale and offset
+
+Nibbles lie as torch's int4 kernel for the target's instructions wants them (packing.py). The kernel knows groups of 32
+to 256 inputs; for larger ones, scales are repeated. Scales are bfloat16 because the kernels demand it: those of
+checkpoints are float16 and change by up to 2 ** -9 of their value, as in the packages that run such files through the
+same kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.quant.codes import Codes, Integers
+from elastic.quant.formats import Matrix, Parts, Target
+from elastic.quant.packing import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
+from elastic.quant.scales import Offset, extras, read_extras
+
+BYTES = Offset(128)
+NIBBLES = Offset(8)
+TWO_NIBBLES = Offset(136, 17)
+"""code = 16 upper + lower; one pair of scale and offset serves both, for 16 (upper - 8) + (lower - 8) = code - 136."""
+
+
+def whole_rows(config: Integers, matrix: Matrix) -> bool:
+    """int8 with one scale for each output: another kernel, and another layout."""
+    return config.bits == 8 and config.group_size in (-1, matrix.inputs)
+
+
+def offset_of(config: Integers, matrix: Matrix) -> Offset:
+    if config.bits != 8:
+        return NIBBLES
+    return BYTES if whole_rows(config, matrix) else TWO_NIBBLES
+
+
+def kernel_group(config: Integers, matrix: Matrix) -> int:
+    """Inputs that share a scale in the parts: the largest group that the kernel knows, or else the config's own."""
+    size = matrix.inputs if config.group_size == -1 else config.group_size
+    return next((known for known in (256, 128, 64, 32) if size % known == 0), size)
+
+
+def pack(config: Integers, codes: Codes, target: Target) -> dict[str, torch.Tensor]:
+    outputs, inputs = codes.codes.shape
+    matrix = Matrix(outputs, inputs)
+    offset = offset_of(config, matrix)
+    scales, offsets = codes.scales, offset.of(codes)
+    if whole_rows(config, matrix):
+        parts = {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), "scales": _rows(scales)}
+        return {**parts, **({"offsets": _rows(offsets)} if offsets.any() else {}), **extras(codes)}
+    pairs = torch.stack((scales, offsets), 2).transpose(0, 1).to(torch.bfloat16)
+    repeats = inputs // codes.groups // kernel_group(config, matrix)
+    parts = {"packed": _nibbles(config, codes.codes, target), "scales": pairs.repeat_interleave(repeats, 0)}
+    return {**parts, **extras(codes)}
+
+
+def unpack(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Codes:
+    offset, scales = offset_of(config, matrix), parts["scales"]
+    if whole_rows(config, matrix):
+        codes = parts["packed"].view(torch.uint8) ^ 128
+        scale, shift = scales, parts.get("offsets", torch.zeros_like(scales))
+    else:
+        codes = _codes(config, parts["packed"], matrix, target)
+        size = matrix.inputs if config.group_size == -1 else config.group_size
+        scale, shift = scales[:: size // kernel_group(config, matrix)].unbind(2)
+    zeros = offset.zeros(scale, shift)
+    return Codes(codes, scale.t().float().contiguous(), zeros.t().contiguous(), **read_extras(parts))
+
+
+def _rows(values: torch.Tensor) -> torch.Tensor:
+    return values.t().to(torch.bfloat16).contiguous()
+
+
+def _nibbles(config: Integers, codes: torch.Tensor, target: Target) -> torch.Tensor:
+    if config.bits == 8:
+        return torch.stack([pack_nibbles(half, target.instructions) for half in (codes >> 4, codes & 15)])
+    packed = pack_nibbles(codes, target.instructions)
+    return squeeze(packed, *codes.shape) if config.bits == 3 else packed
+
+
+def _codes(config: Integers, packed: torch.Tensor, matrix: Matrix, target: Target) -> torch.Tensor:
+    halves = packed.view(2, -1) if config.bits == 8 else packed.view(1, -1)
+    if config.bits == 3:
+        halves = unsqueeze(packed, matrix.outputs, matrix.inputs).view(1, -1)
+    upper, *lower = [unpack_nibbles(half, matrix.outputs, matrix.inputs, target.instructions) for half in halves]
+    return upper << 4 | lower[0] if lower else upper
