@@ -28,11 +28,13 @@ from elastic.types import (
     ResizeKV,
     Restore,
     Status,
+    Swap,
 )
 from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from elastic.kvcache.cache import ElasticCache
+    from elastic.quant.variants import Variant
 
 __version__ = "0.1.0"
 
@@ -59,6 +61,8 @@ __all__ = [
     "Runtime",
     "StateError",
     "Status",
+    "Swap",
+    "Variant",
     "runtime",
     "unwrap",
     "wrap",
@@ -70,4 +74,8 @@ def __getattr__(name: str) -> Any:
         from elastic.kvcache.cache import ElasticCache
 
         return ElasticCache
+    if name == "Variant":
+        from elastic.quant.variants import Variant
+
+        return Variant
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from queue import SimpleQueue
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.gate import Gate
@@ -23,11 +21,12 @@ from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.memory.host import host
 from elastic.memory.pool import PagePool
-from elastic.types import Action, Change, Event, PlanStep, Release, Resize, ResizeKV, Restore, Result, Status
+from elastic.results import together
+from elastic.types import Action, Change, Event, PlanStep, Release, Resize, ResizeKV, Restore, Status, Swap
+from elastic.worker import Mechanism, Outcome, Timing, Worker
 
 Layers = int | str | Iterable[int | str]
 EVENTS_KEPT = 1000
-RETRY = "pages came free"
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -35,34 +34,6 @@ class RuntimeState(Enum):
     NEW = "new"
     RUNNING = "running"
     CLOSED = "closed"
-
-
-class Mechanism(Protocol):
-    """One kind of action. What `prepare` returns goes through `commit`, and `rollback` or `finish`."""
-
-    def foresee(self, action: Any) -> PlanStep:
-        """What the action would do now. Raises if it cannot be done at all."""
-        ...
-
-    def prepare(self, action: Any) -> Any:
-        """Check, and do what can be done beside forward passes. On an error nothing is held."""
-        ...
-
-    def commit(self, prepared: Any) -> None:
-        """Flip, at the safe point."""
-        ...
-
-    def rollback(self, prepared: Any) -> None:
-        """Undo `prepare`, and `commit` if it was reached; at the safe point."""
-        ...
-
-    def finish(self, prepared: Any) -> Any:
-        """After the safe point: give back what is no longer needed; the result."""
-        ...
-
-    def pending(self) -> Action | None:
-        """An action that was deferred, to be tried again when pages have come free."""
-        ...
 
 
 class Runtime:
@@ -85,12 +56,9 @@ class Runtime:
         self._gate = gate
         self._weights = weights
         self._places = tuple(places)
-        self._mechanisms = dict(mechanisms)
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._event_ids = itertools.count()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._retrying = False
-        self._worker = threading.Thread(target=self._work, name="elastic-runtime", daemon=True)
+        self._worker = Worker(gate, mechanisms, self._record)
         self._pid = os.getpid()
 
     # -- public
@@ -126,10 +94,11 @@ class Runtime:
         """
         self._require_running()
         actions = (actions,) if isinstance(actions, Action) else tuple(actions)
-        steps = tuple(replace(self._for(a).foresee(a), pause_ms=self._last_pause_ms(type(a))) for a in actions)
+        steps = [self._worker.mechanism(action).foresee(action) for action in actions]
+        steps = [replace(step, pause_ms=self._last_pause_ms(type(step.action))) for step in steps]
         if not dry_run:
             self.apply(actions)
-        return steps
+        return tuple(steps)
 
     @overload
     def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
@@ -151,18 +120,38 @@ class Runtime:
     def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
 
     @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change]]: ...
+    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
-    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Change | Future[tuple[Change]]:
-        """Have the weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
+    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Change | Future[tuple[Change, ...]]:
+        """Have the full weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
 
+        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped.
         The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
         then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
         Raises `ConfigError` for what is no layer, and `CapacityError` for more layers than the place has room for.
         """
-        found = self._weights.find(self._weights.at_home if layers is None else layers)
-        done = self.apply((Restore(found),), wait=wait)
-        return done if isinstance(done, Future) else done[0]
+        found = self._weights.find_parts(self._weights.at_home if layers is None else layers)
+        done = self.apply([Restore(indices, parts) for parts, indices in found.items()], wait=wait)
+        return done if isinstance(done, Future) else together(done)
+
+    @overload
+    def swap(self, layers: Layers, variant: str, *, wait: Literal[True] = True) -> Change: ...
+
+    @overload
+    def swap(self, layers: Layers, variant: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def swap(self, layers: Layers, variant: str, *, wait: bool = True) -> Change | Future[tuple[Change, ...]]:
+        """Have decoder layers at their place in a variant that `wrap` was asked for, such as `"int4"`.
+
+        `layers` are indices or module names, also of modules inside a layer (`"model.layers.3.mlp"`). It goes from any
+        variant to any other, and from host memory; the KV cache and all generations go on, and what the layers no
+        longer need is KV capacity. Where pages are short, layers go one after another through a reserve; those that
+        find none are `deferred`, as by `restore`. The full weights stay in host memory. Raises `ConfigError` for what
+        is no layer or no variant. With `wait=False`, a future. (MorphServe, section 3.3.)
+        """
+        found = self._weights.find_parts(layers)
+        done = self.apply([Swap(indices, variant, parts) for parts, indices in found.items()], wait=wait)
+        return done if isinstance(done, Future) else together(done)
 
     def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
@@ -171,13 +160,10 @@ class Runtime:
         inside a forward pass of the same thread is a `StateError`.
         """
         self._require_running()
-        _require_once([layer for a in actions if isinstance(a, Release | Restore) for layer in a.layers])
+        _require_once([layer for a in actions if isinstance(a, Release | Swap | Restore) for layer in a.layers])
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
-        job = _Job(tuple(actions), why)
-        self._jobs.put(job)
-        done = job.done
-        del job
+        done = self._worker.put(actions, why)
         if not wait:
             return done
         try:
@@ -187,9 +173,8 @@ class Runtime:
 
     def pages_came_free(self) -> None:
         """Try deferred actions again. Called under the tenants' lock of a place, so it only leaves a note."""
-        if self.state is RuntimeState.RUNNING and not self._retrying and self._pending():
-            self._retrying = True
-            self._jobs.put(_Job((), RETRY))
+        if self.state is RuntimeState.RUNNING:
+            self._worker.retry()
 
     def start(self) -> None:
         """Start the worker."""
@@ -203,8 +188,7 @@ class Runtime:
             return
         self.state = RuntimeState.CLOSED
         if os.getpid() == self._pid:
-            self._jobs.put(None)
-            self._worker.join(timeout_s)
+            self._worker.close(timeout_s)
 
     @contextmanager
     def last_safe_point(self) -> Iterator[None]:
@@ -227,7 +211,7 @@ class Runtime:
     def settled(self, place: str, result: Resize) -> None:
         """Record a deferred resize that is over. Called under the lock of the KV pool, so it takes none."""
         action = ResizeKV(place, result.limit_bytes, result.revision)
-        self._record(action, "caches ended", Timing(), True, "applied after being deferred", result.released_bytes)
+        self._record(Outcome(action, "caches ended", Timing(), result), "applied after being deferred")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a wrapped model is not wrapped."""
@@ -235,92 +219,24 @@ class Runtime:
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive_unwrapped, ()
 
-    # -- the worker
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job.done.set_result(self._run(job.actions, job.why))
-            except BaseException as error:  # handed to whoever waits for the result
-                job.done.set_exception(error)
-            del job
-
-    def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
-        if why == RETRY:
-            self._retrying = False
-            actions = self._pending()
-        timing = Timing()
-        try:
-            prepared = self._prepare(actions, timing)
-            self._commit(prepared, timing)
-        except Exception as error:  # whatever it is: the record has it, and who asked gets it
-            for action in actions:
-                self._record(action, why, timing, False, str(error))
-            raise
-        results = tuple(mechanism.finish(one) for mechanism, one in prepared)
-        for action, result in zip(actions, results, strict=True):
-            if why != RETRY or result.layers:
-                self._record(action, why, timing, True, result.status, result.released_bytes, _moved(result))
-        return results
-
-    def _prepare(self, actions: Sequence[Action], timing: Timing) -> list[tuple[Mechanism, Any]]:
-        start = time.perf_counter()
-        prepared: list[tuple[Mechanism, Any]] = []
-        try:
-            for action in actions:
-                prepared.append((self._for(action), self._for(action).prepare(action)))
-        except BaseException:
-            with self._gate.exclusive():
-                self._roll_back(prepared)
-            raise
-        timing.prepare_ms = (time.perf_counter() - start) * 1e3
-        return prepared
-
-    def _commit(self, prepared: Sequence[tuple[Mechanism, Any]], timing: Timing) -> None:
-        with self._gate.exclusive() as waited_s:
-            timing.wait_ms = waited_s * 1e3
-            start = time.perf_counter()
-            try:
-                for mechanism, one in prepared:
-                    mechanism.commit(one)
-            except BaseException:
-                self._roll_back(prepared)
-                raise
-            timing.pause_ms = (time.perf_counter() - start) * 1e3
-
-    def _roll_back(self, prepared: Sequence[tuple[Mechanism, Any]]) -> None:
-        for mechanism, one in reversed(prepared):
-            mechanism.rollback(one)
-
-    def _pending(self) -> tuple[Action, ...]:
-        found = (mechanism.pending() for mechanism in self._mechanisms.values())
-        return tuple(action for action in found if action is not None)
-
-    def _for(self, action: Action) -> Mechanism:
-        if type(action) not in self._mechanisms:
-            kinds = ", ".join(kind.__name__ for kind in self._mechanisms)
-            raise ConfigError(f"{action!r} is no action of this model; there are {kinds}")
-        return self._mechanisms[type(action)]
-
     def _last_pause_ms(self, kind: type) -> float:
         pauses = (e.pause_ms for e in reversed(self.events()) if e.pause_ms and isinstance(e.action, kind))
         return next(pauses, 0.0)
 
-    def _record(
-        self, action: Action, why: str, timing: Timing, ok: bool, outcome: str, released: int = 0, moved: int = 0
-    ) -> None:
+    def _record(self, outcome: Outcome, words: str = "") -> None:
+        result, timing = outcome.result, outcome.timing
         event = Event(
             id=next(self._event_ids),
-            action=action,
+            action=outcome.action,
             when_s=time.time(),
-            why=why,
-            moved_bytes=moved,
-            released_bytes=released,
+            why=outcome.why,
+            moved_bytes=result.moved_bytes if result else 0,
+            released_bytes=result.released_bytes if result else 0,
             prepare_ms=timing.prepare_ms,
             wait_ms=timing.wait_ms,
             pause_ms=timing.pause_ms,
-            ok=ok,
-            outcome=outcome,
+            ok=result is not None,
+            outcome=words or (result.status if result else outcome.error),
         )
         self._events.append(event)
 
@@ -329,22 +245,6 @@ class Runtime:
             raise StateError("this model was wrapped before the process forked; wrap it again in the child")
         if self.state is not RuntimeState.RUNNING:
             raise StateError("the model was unwrapped; wrap it again")
-
-
-class _Job:
-    def __init__(self, actions: tuple[Action, ...], why: str) -> None:
-        self.actions = actions
-        self.why = why
-        self.done: Future[tuple[Result, ...]] = Future()
-
-
-@dataclass
-class Timing:
-    """Milliseconds of the stages of one job."""
-
-    prepare_ms: float = 0.0
-    wait_ms: float = 0.0
-    pause_ms: float = 0.0
 
 
 def runtime(model: Any) -> Runtime:
@@ -359,10 +259,6 @@ def _require_once(layers: list[int]) -> None:
     twice = sorted({layer for layer in layers if layers.count(layer) > 1})
     if twice:
         raise ConfigError(f"one call would move layers {twice} twice; make two calls of it")
-
-
-def _moved(result: Result) -> int:
-    return result.moved_bytes
 
 
 def _arrive_unwrapped() -> None:

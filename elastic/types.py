@@ -31,13 +31,27 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Restore:
-    """Action: the weights of these decoder layers (indices) return to their place, bit for bit."""
+class Swap:
+    """Action: these decoder layers (indices) are at their place in another variant, such as `int4`.
+
+    With `parts`, only the parameters under these names inside the layer, such as `mlp` or `self_attn.q_proj`.
+    """
 
     layers: tuple[int, ...]
+    variant: str
+    parts: tuple[str, ...] = ()
 
 
-Action = ResizeKV | Release | Restore
+@dataclass(frozen=True)
+class Restore:
+    """Action: the full weights of these decoder layers (indices) return to their place, bit for bit."""
+
+    layers: tuple[int, ...]
+    parts: tuple[str, ...] = ()
+    """As for `Swap`."""
+
+
+Action = ResizeKV | Release | Swap | Restore
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Change:
-    """What a release or a restore came to."""
+    """What a release, a swap or a restore came to."""
 
     status: Literal["applied", "deferred"]
     """`deferred`: some layers wait for pages, and return when there are enough."""
@@ -71,7 +85,7 @@ class Change:
     moved_bytes: int = 0
     """Bytes copied."""
     released_bytes: int = 0
-    """What the KV cache may count on more than before; below zero for a restore."""
+    """What the KV cache may count on more than before; below zero where weights took pages."""
     retained_bytes: int = 0
     """Pages that tensors outside still show; they become free when those die."""
 
@@ -87,7 +101,7 @@ class PlanStep:
     status: ResizeStatus
     moved_bytes: int
     released_pages: int
-    """A resize: given back to the system. A release: to the KV cache; below zero for a restore."""
+    """A resize: given back to the system. Else: to the KV cache, below zero where weights take them."""
     transient_pages: int
     """Pages needed while it runs and given back after."""
     pause_ms: float
@@ -104,7 +118,7 @@ class Event:
     """Seconds since the epoch."""
     why: str
     moved_bytes: int
-    """Bytes copied: for a resize, caches at rest that went to host memory; for a release or restore, weights."""
+    """Bytes copied: for a resize, caches at rest that went to host memory; else weights."""
     released_bytes: int
     prepare_ms: float
     wait_ms: float
@@ -172,7 +186,8 @@ class Residency:
     place: str
     """The name of a place, or `host`."""
     variant: str
-    """Full precision by the name of its dtype, such as `float16`."""
+    """Full precision by the name of its dtype, such as `float16`; else the variant's name. Several, as `float16+int8`,
+    where only parts of a layer were swapped."""
     shard: str = "whole"
 
 

@@ -8,7 +8,7 @@ writes): it goes to the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +104,14 @@ class Weight(torch.Tensor):
             )
         self.__dict__.update(getattr(like, "__dict__", {}))
         self._is_param = True  # isinstance(weight, nn.Parameter), as modules demand of what they register
+        self.source = source
+        return self
+
+    @classmethod
+    def of_shape(cls, like: torch.Tensor, shape: Sequence[int], source: Source) -> Weight:
+        """A weight of another shape than `like`, contiguous: a part of it, or a view."""
+        with torch.inference_mode(False):
+            self: Weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         self.source = source
         return self
 

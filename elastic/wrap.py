@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,14 @@ from elastic.errors import ConfigError, StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
+from elastic.hooks.layer import LayerWeights
 from elastic.hooks.moving import choose_absent, give_back, held_outside, layer_slots, make_layers, move_in, move_out
 from elastic.hooks.release import ReleaseMechanism
-from elastic.hooks.restore import RestoreMechanism
+from elastic.hooks.reserve import Reserve, ReservingLender
 from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder, find_decoder
+from elastic.hooks.swap import MoveMechanism
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.kvcache.layout import Layout, choose_layout
@@ -34,11 +36,13 @@ from elastic.memory.copying import make_copier
 from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
-from elastic.runtime import Mechanism, Runtime, runtime
-from elastic.types import Release, ResizeKV, Restore
+from elastic.runtime import Runtime, runtime
+from elastic.types import Release, ResizeKV, Restore, Swap
+from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
+    from elastic.quant.variants import Variant
 
 Model = TypeVar("Model", bound=nn.Module)
 _POLICIES = ("manual",)
@@ -50,6 +54,7 @@ def wrap(
     *,
     policy: str = "manual",
     places: Sequence[str | Place] | None = None,
+    variants: Sequence[str | Variant] = (),
     kv_layout: str | None = None,
     checkpoint: str | Path | None = None,
 ) -> Model:
@@ -66,6 +71,9 @@ def wrap(
     that the model was loaded from: released weights are then read from there by mmap, and not held in memory. It must
     not be changed while the model is wrapped.
 
+    `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
+    layer, and kept in host memory beside the full weights.
+
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
     """
@@ -75,13 +83,18 @@ def wrap(
     chosen = _choose_places(decoder, places)
     layouts = {place.device: choose_layout(kv_layout, place.device) for place in chosen}
     files = Checkpoint(checkpoint) if checkpoint is not None else None
+    wanted = _parse_variants(variants)
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
         pools = _open_places(model, decoder, chosen, slots, memory_stack)
-        weights = _weights(decoder, slots, pools, files, memory_stack, model_stack)
+        homes = {pool.backend.device: pool for pool in reversed(pools)}
+        layers = make_layers(decoder, slots, homes, files)
+        _pack(model, layers, wanted)
+        reserves = _reserves(layers, memory_stack)
+        weights = _weights(layers, homes, memory_stack, model_stack)
         memory = _kv_memory(decoder, pools, layouts, memory_stack)
         gate = Gate()
-        lender = KVLender(memory, gate.exclusive)
+        lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
         run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender))
         _connect(run, memory, weights, lender, pools, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
@@ -190,18 +203,57 @@ def _open_places(
     return pools
 
 
+def _parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
+    """The variants to pack. Raises `ConfigError`."""
+    from elastic.quant.variants import Variant
+
+    wanted = [Variant.parse(v) for v in ([variants] if isinstance(variants, str | Variant) else variants)]
+    names = [variant.name for variant in wanted]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"variants={names} names a variant twice")
+    return wanted
+
+
+def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant]) -> None:
+    """Pack every layer for every variant, from its parameters where they are now."""
+    if not variants:
+        return
+    from elastic.quant.build import LayerParameters, build, packer
+
+    own = [layer for layer in layers if layer.slots]
+    parameters = [
+        LayerParameters(w.name, {name: (slot.homes[0][0], slot.parameter) for name, slot in w.slots.items()})
+        for w in own
+    ]
+    for variant in variants:
+        built = build(parameters, variant, packer(variant, {}))
+        for layer, packed in zip(own, built, strict=True):
+            layer.variants = {**layer.variants, variant.name: packed}
+
+
+def _reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve]:
+    """For each place, pages kept back for the largest packed layer, so that it can be swapped when all is full."""
+    most: dict[str, int] = {}
+    for layer in layers:
+        for variant in layer.variants:
+            pages = layer.pages_in(layer.form_with(variant))
+            most[layer.pool.name] = max(most.get(layer.pool.name, 0), pages)
+    reserves = {layer.pool.name: Reserve(layer.pool, most[layer.pool.name]) for layer in layers if layer.variants}
+    for reserve in reserves.values():
+        reserve.fill()
+        stack.callback(reserve.close)
+    return reserves
+
+
 def _weights(
-    decoder: Decoder,
-    slots: list[dict[str, Slot]],
-    pools: list[PagePool],
-    checkpoint: Checkpoint | None,
+    layers: list[LayerWeights],
+    homes: Mapping[torch.device, PagePool],
     memory_stack: ExitStack,
     model_stack: ExitStack,
 ) -> ModelWeights:
     """Move the layers' weights into pages, one layer after another."""
-    homes = {pool.backend.device: pool for pool in reversed(pools)}
-    layers = make_layers(decoder, slots, homes, checkpoint)
-    streamers, absent = {}, []
+    streamers: dict[str, Streamer] = {}
+    absent: list[LayerWeights] = []
     for pool in homes.values():
         here = [layer for layer in layers if layer.pool is pool]
         copier = make_copier(pool.backend.device)
@@ -216,17 +268,21 @@ def _weights(
         memory_stack.callback(give_back, layer)
         model_stack.callback(move_out, layer)
         move_in(layer, absent=layer in absent)
+        if layer.variants:
+            layer.keep()
     return ModelWeights(layers, streamers)
 
 
-def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: KVLender) -> dict[type, Mechanism]:
+def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: ReservingLender) -> dict[type, Mechanism]:
     from elastic.kvcache.resize import ResizeMechanism
 
     waiting = Waiting(lender)
+    moves = MoveMechanism(weights, lender, waiting)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
-        Restore: RestoreMechanism(weights, lender, waiting),
+        Swap: moves,
+        Restore: moves,
     }
 
 
@@ -234,7 +290,7 @@ def _connect(
     run: Runtime,
     memory: KVMemory,
     weights: ModelWeights,
-    lender: KVLender,
+    lender: ReservingLender,
     pools: list[PagePool],
     stack: ExitStack,
 ) -> None:

@@ -12,13 +12,15 @@ import elastic
 ROOT = Path(elastic.__file__).parent
 LEAVES = {"types", "errors", "config"}
 MIDDLE = {"hooks", "kvcache", "quant", "controller"}
+TOP = {"wrap", "runtime", "worker"}
 BELOW = {
     **dict.fromkeys(LEAVES, LEAVES),
     "memory": LEAVES | {"memory"},
     "weights": LEAVES | {"memory"},
     "assets": set(),
     **{room: LEAVES | {"memory", "weights", room} for room in MIDDLE},
-    **dict.fromkeys(("wrap", "runtime"), LEAVES | MIDDLE | {"memory", "weights", "wrap", "runtime"}),
+    "results": LEAVES,
+    **dict.fromkeys(TOP, LEAVES | MIDDLE | TOP | {"memory", "weights", "results"}),
 }
 
 

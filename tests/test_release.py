@@ -437,7 +437,7 @@ def test_actions_that_cannot_be_are_refused_and_change_nothing(wrapped: Any) -> 
             rt.plan(wrong)
     with pytest.raises(ConfigError, match=r"layers \[1\] twice"):
         rt.apply((elastic.Release((0, 1)), elastic.Restore((1,))))
-    with pytest.raises(ConfigError, match="no action of this model; there are ResizeKV, Release, Restore"):
+    with pytest.raises(ConfigError, match="no action of this model; there are ResizeKV, Release, Swap, Restore"):
         rt.apply(("release",))
     assert all(where[0].place == "cpu" for where in rt.status().residencies.values())
     rt.apply((elastic.Release((0,)), elastic.Release((1,)), elastic.ResizeKV("cpu", 1 << 20)))

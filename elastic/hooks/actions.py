@@ -1,23 +1,24 @@
-"""What releasing and restoring layers have in common."""
+"""What the actions on layers share: who has pages to lend, what is prepared, who waits."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from elastic.errors import CapacityError, StateError
+from elastic.hooks.forms import Form
 from elastic.hooks.layer import LayerWeights
+from elastic.hooks.slots import Content
 from elastic.hooks.streaming import MOST_STAGES
 from elastic.hooks.weights import ModelWeights
-from elastic.types import Release, Restore
-from elastic.weights import Weight
+from elastic.types import Release, Restore, Swap
 
 logger = logging.getLogger(__name__)
+Move = Swap | Restore
 
 
 class Lender(Protocol):
@@ -35,49 +36,96 @@ class Lender(Protocol):
 
 
 @dataclass
+class Flip:
+    """One layer, and what its slots will have."""
+
+    layer: LayerWeights
+    form: Form
+    contents: dict[str, Content]
+    version: int
+    """How often its parameters had been written when their bytes were copied."""
+    form_before: Form = field(init=False)
+    absent_before: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.form_before, self.absent_before = self.layer.form, self.layer.absent
+
+    def undo(self) -> None:
+        """Have the slots as they were; the bytes are still there."""
+        layer = self.layer
+        if self.absent_before:
+            layer.hide(layer.absent_contents())
+        else:
+            block = layer.blocks[self.form_before.key]
+            layer.show(layer.contents(self.form_before, block.show(self.form_before.layout)), self.form_before)
+
+
+@dataclass
 class Prepared:
     """What an action will flip, and what it holds until then."""
 
-    action: Release | Restore
-    layers: list[LayerWeights] = field(default_factory=list)
-    plain: list[Mapping[str, nn.Parameter]] = field(default_factory=list)
-    """Restore: what each layer will show."""
-    weights: list[Mapping[str, Weight]] = field(default_factory=list)
-    """Release: what will stand for each layer's parameters."""
-    versions: list[int] = field(default_factory=list)
-    """How often each layer's parameters had been written when their bytes were copied."""
+    action: Release | Move
+    flips: list[Flip] = field(default_factory=list)
     deferred: list[LayerWeights] = field(default_factory=list)
     moved_bytes: int = 0
     lent_bytes: int = 0
-    """Restore: stages that the layers will not need."""
+    """Stages that the layers will not need."""
     committed: bool = False
+
+    @property
+    def layers(self) -> list[LayerWeights]:
+        return [flip.layer for flip in self.flips]
 
     def require_unwritten(self) -> None:
         """Raises `StateError` if a layer was written since its bytes were copied: the copies are old."""
-        for layer, version in zip(self.layers, self.versions, strict=True):
-            if layer.version() != version:
-                raise StateError(f"the weights of {layer.name} were written while they were on their way; try again")
+        for flip in self.flips:
+            if flip.layer.version() != flip.version:
+                name = flip.layer.name
+                raise StateError(f"the weights of {name} were written while they were on their way; try again")
+
+    def let_go(self) -> None:
+        """Where torch exchanged parameters, the contents have what the layers had: hold it no longer."""
+        for flip in self.flips:
+            flip.contents.clear()
 
 
 class Waiting:
-    """The layers whose restore is deferred. The KV cache keeps their pages from new caches."""
+    """The layers whose move is deferred. The KV cache keeps the pages that they need from new caches."""
 
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
-        self.layers: tuple[LayerWeights, ...] = ()
+        self._moves: dict[LayerWeights, Move] = {}
 
-    def add(self, layers: list[LayerWeights]) -> None:
-        self._set((*self.layers, *(layer for layer in layers if layer not in self.layers)))
+    def add(self, layers: Iterable[LayerWeights], move: Move) -> None:
+        self._set({**self._moves, **dict.fromkeys(layers, move)})
 
     def drop(self, layers: Iterable[LayerWeights]) -> None:
         gone = set(layers)
-        self._set(tuple(layer for layer in self.layers if layer not in gone))
+        self._set({layer: move for layer, move in self._moves.items() if layer not in gone})
 
-    def _set(self, layers: tuple[LayerWeights, ...]) -> None:
-        places = {layer.pool.name for layer in (*self.layers, *layers)}
-        self.layers = layers
+    def moves(self) -> list[Move]:
+        """The actions that are waited for, each with the layers that still wait."""
+        wanted: dict[Move, list[int]] = {}
+        for layer, move in self._moves.items():
+            wanted.setdefault(of_layers(move, ()), []).append(layer.index)
+        return [of_layers(move, tuple(layers)) for move, layers in wanted.items()]
+
+    def _set(self, moves: dict[LayerWeights, Move]) -> None:
+        places = {layer.pool.name for layer in (*self._moves, *moves)}
+        self._moves = moves
         for place in places:
-            self._lender.reserve(place, sum(layer.pages for layer in layers if layer.pool.name == place))
+            here = [(layer, move) for layer, move in moves.items() if layer.pool.name == place]
+            self._lender.reserve(place, sum(layer.pages_in(form_after(layer, move)) for layer, move in here))
+
+
+def of_layers(move: Move, layers: tuple[int, ...]) -> Move:
+    """The same move of other layers."""
+    return Swap(layers, move.variant, move.parts) if isinstance(move, Swap) else Restore(layers, move.parts)
+
+
+def form_after(layer: LayerWeights, move: Move) -> Form:
+    """The form that a move gives a layer. Raises `ConfigError`."""
+    return layer.form_with(move.variant if isinstance(move, Swap) else None, move.parts)
 
 
 def by_place(layers: Iterable[LayerWeights]) -> dict[str, list[LayerWeights]]:
@@ -87,16 +135,15 @@ def by_place(layers: Iterable[LayerWeights]) -> dict[str, list[LayerWeights]]:
     return places
 
 
-def retire(layer: LayerWeights, lender: Lender) -> int:
-    """The layer's block is not read any more; returns the pages that are free now."""
-    block, place = layer.block, layer.pool.name
-    assert block is not None
+def retire(layer: LayerWeights, form: Form, lender: Lender) -> int:
+    """The layer's block for a form is not read any more; returns the pages that are free now."""
+    block, place = layer.blocks[form.key], layer.pool.name
     if layer.pool.backend.device.type == "cuda":
         torch.cuda.synchronize(layer.pool.backend.device)
     if block.hide():
         block.rest()
-        return layer.pages
-    layer.block = None
+        return block.pages
+    del layer.blocks[form.key]
     return block.abandon(lambda pages: lender.lend(place, pages))
 
 

@@ -1,4 +1,4 @@
-"""The weights of one decoder layer: where they are, and the flips between."""
+"""The weights of one decoder layer: where they are and in what form, and the flips between."""
 
 from __future__ import annotations
 
@@ -7,50 +7,25 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
-from torch import nn
 
-from elastic.errors import StateError
-from elastic.hooks.slots import Slot
+from elastic.errors import ConfigError, StateError
+from elastic.hooks.forms import Form, LayerVariant, make_form
+from elastic.hooks.slots import Content, Slot
+from elastic.hooks.sources import HostSource, KeptSource
 from elastic.memory.block import Block
 from elastic.memory.checkpoint import Checkpoint
 from elastic.memory.copying import digest
 from elastic.memory.host import HostTensor, host
 from elastic.memory.layout import LayerLayout
 from elastic.memory.pool import PagePool
-from elastic.weights import FORWARD_FUNCTIONS, Weight, on_values, register
+from elastic.weights import Weight
 
-
-class HostSource:
-    """A weight that is in host memory; while its layer is called, also in a stage on the device."""
-
-    def __init__(self, layer: LayerWeights, name: str) -> None:
-        self._layer = layer
-        self._name = name
-
-    def value(self) -> torch.Tensor:
-        staged = self._layer.staged
-        if staged is not None and self._layer.entered:
-            return staged[self._name]
-        return self.copy().to(self._layer.pool.backend.device)
-
-    def copy(self) -> torch.Tensor:
-        return self._layer.host_tensor(self._name).clone()
-
-    def stored(self) -> torch.Tensor:
-        return self._layer.host_tensor(self._name)
-
-    def write(self, value: torch.Tensor) -> None:
-        self._layer.write(self._name, value)
-
-    def where(self) -> str:
-        return f"of {self._layer.name}, which is in host memory"
-
-
-register(HostSource, FORWARD_FUNCTIONS, on_values)
+Shown = Mapping[str, torch.Tensor]
+"""What a block shows, by the names in a layout."""
 
 
 class LayerWeights:
-    """One decoder layer's weights: in a block of its place (resident), or in the host store (absent)."""
+    """One decoder layer's weights: in a block of its place (resident, in one of its forms), or in the host store."""
 
     def __init__(
         self,
@@ -67,11 +42,16 @@ class LayerWeights:
         self.slots = dict(slots)
         self.layout = layout
         self.owner = f"layer:{index}"
+        self.full = make_form(layout, {}, {})
+        self.form = self.full
+        """While resident: how it lies in its block. Full while absent."""
+        self.variants: Mapping[str, LayerVariant] = {}
         self.absent = False
         """Read by the layer's hooks: whether a call must be staged."""
-        self.staged: Mapping[str, torch.Tensor] | None = None
+        self.staged: Shown | None = None
         """While absent: the parameters in a stage, for forwards of this layer to read."""
-        self.block: Block | None = None
+        self.blocks: dict[object, Block] = {}
+        """By the key of a form; all but that of the present form are at rest."""
         self.on_written: Callable[[], object] = lambda: None
         """Told when the host store has other bytes than a stage."""
         self._checkpoint = checkpoint
@@ -81,13 +61,22 @@ class LayerWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters, padding and alignment included."""
+        """Bytes of its full parameters, padding and alignment included."""
         return self.layout.nbytes
 
     @property
     def pages(self) -> int:
-        """Pages that it needs at its place."""
-        return self.pool.pages_for(self.nbytes)
+        """Pages that it needs at its place, full."""
+        return self.pages_in(self.full)
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that it has at its place."""
+        return 0 if self.absent else self.pages_in(self.form)
+
+    def pages_in(self, form: Form) -> int:
+        """Pages that it needs at its place in this form."""
+        return self.pool.pages_for(form.nbytes)
 
     @property
     def reordered(self) -> bool:
@@ -95,10 +84,21 @@ class LayerWeights:
         return any(self.layout.parameters[name].strides != slot.strides for name, slot in self.slots.items())
 
     @cached_property
-    def variant(self) -> str:
+    def dtype(self) -> str:
         """The name of its first matrix's dtype, such as `float16`."""
         dtypes = [p.dtype for p in self.layout.parameters.values()]
         return str(dtypes[0]).removeprefix("torch.") if dtypes else "none"
+
+    @property
+    def variant(self) -> str:
+        """The name of its variant; of several, where parts of it are in different ones."""
+        if self.form.full:
+            return self.dtype
+        whole = [
+            name for name, variant in self.variants.items() if self.form.variants.keys() == variant.packings.keys()
+        ]
+        used = set(self.form.variants.values())
+        return next((name for name in whole if used == {name}), "+".join([self.dtype, *sorted(used)]))
 
     @property
     def entered(self) -> bool:
@@ -115,18 +115,70 @@ class LayerWeights:
         """Whether nobody else replaced a parameter."""
         return all(slot.intact() for slot in self.slots.values())
 
+    # -- the forms
+
+    def form_with(self, variant: str | None, parts: tuple[str, ...] = ()) -> Form:
+        """The present form, but with the parameters under `parts` (none: all) in a variant; None: full.
+
+        Raises `ConfigError` for a variant that the layer has not, and for parts that do not make sense alone.
+        """
+        names = [name for name in self.slots if not parts or any(_under(name, part) for part in parts)]
+        chosen = {name: v for name, v in self.form.variants.items() if name not in names}
+        if variant is not None:
+            offered = self._variant(variant)
+            if parts and offered.together:
+                raise ConfigError(
+                    f"variant {variant!r} of {self.name} has norms rescaled for its matrices: swap the whole layer"
+                )
+            chosen |= {name: variant for name in names if name in offered.packings}
+        packings = {name: self._variant(v).packings[name] for name, v in chosen.items()}
+        return make_form(self.layout, chosen, packings) if chosen else self.full
+
+    def has_part(self, part: str) -> bool:
+        """Whether any of its parameters lies under this name."""
+        return any(_under(name, part) for name in self.slots)
+
+    def _variant(self, name: str) -> LayerVariant:
+        if name not in self.variants:
+            known = ", ".join(map(repr, self.variants)) or 'none: wrap(model, variants=("int4",)) makes them'
+            raise ConfigError(f"{self.name} has no variant {name!r}; there are {known}")
+        return self.variants[name]
+
+    def outdated(self, form: Form) -> bool:
+        """Whether a packing stands for other bytes than the host store has. `keep` first."""
+        return any(packing.origin != self._host[name].digest for name, packing in form.packings.items())
+
+    def renew(self, form: Form) -> Form:
+        """The form with every outdated packing made anew. Raises `StateError` where that cannot be had."""
+        packings = {}
+        for name, packing in form.packings.items():
+            kept = self._host[name]
+            packings[name] = packing if packing.origin == kept.digest else packing.renewed(kept.tensor, kept.digest)
+        return make_form(self.layout, form.variants, packings)
+
     # -- the bytes
 
-    def new_block(self) -> Block:
-        """The layer's own block, addresses stable as long as no tensor outside keeps an earlier one."""
-        if self.block is None:
-            self.block = Block(self.pool, self.nbytes)
-        return self.block
+    def block_for(self, form: Form) -> Block:
+        """The block of a form, addresses stable as long as no tensor outside keeps an earlier one."""
+        block = self.blocks.get(form.key)
+        if block is not None and block.pages != self.pages_in(form):
+            block.close()
+            block = None
+        if block is None:
+            block = self.blocks[form.key] = Block(self.pool, form.nbytes)
+        return block
+
+    @property
+    def block(self) -> Block | None:
+        """The block of the present form."""
+        return self.blocks.get(self.form.key)
 
     def keep(self) -> int:
-        """Have the bytes of a resident layer in the host store; returns how many had to be copied."""
+        """Have the full bytes of a resident layer in the host store; returns how many had to be copied."""
         copied = 0
         for name, slot in self.slots.items():
+            if isinstance(slot.parameter, Weight):
+                continue  # written through us only
             known, fingerprint = self._host.get(name), digest(slot.parameter)
             if known is None or known.digest != fingerprint:
                 file = self._checkpoint.find(f"{self.name}.{name}") if self._checkpoint else None
@@ -135,16 +187,19 @@ class LayerWeights:
         return copied
 
     def host_tensor(self, name: str) -> torch.Tensor:
-        """A parameter in the host store, in the checkpoint's shape. Not to be written."""
+        """A full parameter in the host store, in the checkpoint's shape. Not to be written."""
         return self._host[name].tensor
 
     def drop_host_copies(self) -> None:
         """The host store need not have the bytes for this layer any more."""
         self._host.clear()
+        self.variants = {}
+        self.form = self.full
 
     def version(self) -> int:
-        """Rises when a parameter is written: by torch while the layer is resident, by `write` while it is absent."""
-        return self._writes if self.absent else sum(slot.parameter._version for slot in self.slots.values())
+        """Rises when a parameter is written: by torch where it is plain, else by `write`."""
+        plain = (slot.parameter for slot in self.slots.values() if not isinstance(slot.parameter, Weight))
+        return self._writes + sum(parameter._version for parameter in plain)
 
     @property
     def _lock_pages(self) -> bool:
@@ -160,30 +215,51 @@ class LayerWeights:
         self._writes += 1
         self.on_written()
 
-    def sources(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, host tensor) for each parameter."""
-        return [(target, self.host_tensor(name)) for name, target in targets.items()]
+    def sources(self, shown: Shown, form: Form | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, host tensor) for each part of a form (None: full), to fill what a block shows of it."""
+        form, pairs = form or self.full, []
+        for name in self.slots:
+            if name in form.packings:
+                there = form.tensors_of(name, shown)
+                pairs += [(there[part], tensor) for part, tensor in form.packings[name].parts.items()]
+            else:
+                pairs.append((shown[name], self.host_tensor(name)))
+        return pairs
 
     # -- the flips, at a safe point
 
-    def plain(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-        """Parameters over these tensors, for `show`."""
-        return {name: slot.plain(tensors[name]) for name, slot in self.slots.items()}
+    def contents(self, form: Form, shown: Shown) -> dict[str, Content]:
+        """What sits in the slots when a block shows the layer in this form: made beside forward passes."""
+        found: dict[str, Content] = {}
+        for name, slot in self.slots.items():
+            if name in form.packings:
+                packing, full = form.packings[name], KeptSource(self, name, form.variants[name])
+                found[name] = packing.content(slot.parameter, form.tensors_of(name, shown), full)
+            else:
+                found[name] = slot.plain(shown[name])
+        return found
 
-    def weights(self) -> dict[str, Weight]:
-        """Weights that stand for what the host store has, for `hide`."""
+    def absent_contents(self) -> dict[str, Content]:
+        """Weights that stand for what the host store has."""
         return {name: slot.weight(HostSource(self, name)) for name, slot in self.slots.items()}
 
-    def show(self, plain: Mapping[str, nn.Parameter]) -> None:
-        """Resident from now on."""
-        with torch.inference_mode(False), torch.no_grad():
-            for name, slot in self.slots.items():
-                slot.show(plain[name])
+    def show(self, contents: Mapping[str, Content], form: Form | None = None) -> None:
+        """Resident in a form (None: full) from now on."""
+        self._put(contents)
+        self.form = form or self.full
         self.absent = False
 
-    def hide(self, weights: Mapping[str, Weight]) -> None:
+    def hide(self, contents: Mapping[str, Content]) -> None:
         """Absent from now on; the host store must have the bytes."""
         self.absent = True
+        self._put(contents)
+        self.form = self.full
+
+    def _put(self, contents: Mapping[str, Content]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for name, slot in self.slots.items():
-                slot.hide(weights[name])
+                slot.put(contents[name])
+
+
+def _under(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")

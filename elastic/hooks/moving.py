@@ -111,15 +111,15 @@ def move_in(layer: LayerWeights, absent: bool) -> None:
     """Have a layer's parameters in pages of its place, or in the host store; what they were before is let go of."""
     if absent:
         layer.keep()
-        layer.hide(layer.weights())
+        layer.hide(layer.absent_contents())
     else:
-        block = layer.new_block()
+        block = layer.block_for(layer.full)
         block.fill(layer.owner)
         tensors = block.show(layer.layout)
         with torch.no_grad():
             for name, slot in layer.slots.items():
                 tensors[name].copy_(slot.parameter)
-        layer.show(layer.plain(tensors))
+        layer.show(layer.contents(layer.full, tensors))
     give_back_freed(layer.pool.backend.device)
 
 
@@ -129,7 +129,8 @@ def move_out(layer: LayerWeights) -> None:
     for name, slot in layer.slots.items():
         if not slot.intact():  # somebody else's by now
             continue
-        source = layer.host_tensor(name) if layer.absent else slot.parameter.detach()
+        plainly_there = not layer.absent and name not in layer.form.packings
+        source = slot.parameter.detach() if plainly_there else layer.host_tensor(name)
         with torch.inference_mode(False), torch.no_grad():
             plain = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=device)
             plain.copy_(source)
@@ -141,12 +142,12 @@ def move_out(layer: LayerWeights) -> None:
 
 
 def give_back(layer: LayerWeights) -> None:
-    """Close the layer's block: its pages go back to the system."""
-    if layer.block is not None:
+    """Close the layer's blocks: their pages go back to the system."""
+    if layer.blocks:
         if layer.pool.backend.device.type == "cuda":
             torch.cuda.synchronize(layer.pool.backend.device)
-        layer.block.close()
-        layer.block = None
+        while layer.blocks:
+            layer.blocks.popitem()[1].close()
         layer.pool.trim()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.errors import CapacityError, ConfigError, StateError
-from elastic.hooks.actions import Lender, Prepared, Waiting, by_place, resize_stages, retire
+from elastic.hooks.actions import Flip, Lender, Prepared, Waiting, by_place, resize_stages, retire
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.streaming import MOST_STAGES
 from elastic.hooks.weights import ModelWeights
@@ -21,50 +21,53 @@ class ReleaseMechanism:
     def foresee(self, action: Release) -> PlanStep:
         """What the action would do now. Raises `CapacityError` or `StateError` if it cannot be done."""
         layers = self._check(action)
-        pages = sum(layer.pages for layer in layers) - self._stage_pages(layers)
+        pages = sum(layer.held_pages for layer in layers) - self._stage_pages(layers)
         return PlanStep(action, "applied", sum(layer.nbytes for layer in layers), pages, 0, 0.0)
 
     def prepare(self, action: Release) -> Prepared:
         """Have the weights in the host store."""
-        prepared = Prepared(action, self._check(action))
-        for layer in prepared.layers:
-            prepared.versions.append(layer.version())
+        prepared = Prepared(action)
+        for layer in self._check(action):
+            version = layer.version()
             prepared.moved_bytes += layer.keep()
-            prepared.weights.append(layer.weights())
+            prepared.flips.append(Flip(layer, layer.full, layer.absent_contents(), version))
         return prepared
 
     def commit(self, prepared: Prepared) -> None:
         """Flip the layers to the host store."""
         prepared.require_unwritten()
         prepared.committed = True
-        for layer, weights in zip(prepared.layers, prepared.weights, strict=True):
-            layer.hide(weights)
+        for flip in prepared.flips:
+            flip.layer.hide(flip.contents)
 
     def rollback(self, prepared: Prepared) -> None:
         """Flip back. The block still has everything."""
         if prepared.committed:
-            for layer in prepared.layers:
-                if layer.absent and layer.block is not None:
-                    layer.show(layer.plain(layer.block.show(layer.layout)))
+            for flip in prepared.flips:
+                flip.undo()
+        prepared.let_go()
 
     def finish(self, prepared: Prepared) -> Change:
         """Retire the blocks: their pages are KV capacity, but for what stages need and what tensors outside show."""
-        prepared.weights.clear()  # where torch exchanged them, they have what the layer had
+        prepared.let_go()
         released = retained = 0
         for place, layers in by_place(prepared.layers).items():
-            freed = [retire(layer, self._lender) for layer in layers]
+            flips = [flip for flip in prepared.flips if flip.layer in layers]
+            freed = [retire(flip.layer, flip.form_before, self._lender) for flip in flips]
             pages = sum(freed) + resize_stages(self._weights, place)
             self._lender.lend(place, pages)
-            size = layers[0].pool.page_bytes
-            released += pages * size
-            retained += sum(layer.pages - pages for layer, pages in zip(layers, freed, strict=True)) * size
-            layers[0].pool.tell()
+            pool = layers[0].pool
+            released += pages * pool.page_bytes
+            held = sum(flip.layer.pages_in(flip.form_before) for flip in flips)
+            retained += (held - sum(freed)) * pool.page_bytes
+            pool.tell()
         self._waiting.drop(self._weights.at(prepared.action.layers))
         done = tuple(layer.index for layer in prepared.layers)
         return Change("applied", done, (), prepared.moved_bytes, released, retained)
 
-    def pending(self) -> None:
+    def pending(self) -> tuple[Release, ...]:
         """A release is never deferred."""
+        return ()
 
     def _check(self, action: Release) -> list[LayerWeights]:
         layers = self._weights.at(action.layers)
@@ -80,8 +83,7 @@ class ReleaseMechanism:
                     free_bytes=pool.free_pages * pool.page_bytes,
                     total_bytes=pool.budget_pages * pool.page_bytes,
                 )
-            if any(slot.parameter.grad is not None for slot in layer.slots.values()):
-                raise StateError(f"{layer.name} has gradients; set them to None before it is released")
+            require_no_gradients(layer)
         return [layer for layer in layers if not layer.absent]
 
     def _stage_pages(self, layers: list[LayerWeights]) -> int:
@@ -92,3 +94,9 @@ class ReleaseMechanism:
             absent = sum(w.absent or w in layers for w in self._weights.layers if w.pool.name == place)
             pages += max(0, min(MOST_STAGES, absent) - streamer.stages) * streamer.stage_pages
         return pages
+
+
+def require_no_gradients(layer: LayerWeights) -> None:
+    """Raises `StateError` if a parameter has a gradient, which a weight without bytes cannot carry."""
+    if any(slot.parameter.grad is not None for slot in layer.slots.values()):
+        raise StateError(f"{layer.name} has gradients; set them to None before it is released or swapped")

@@ -9,6 +9,9 @@ from torch import nn
 
 from elastic.weights import Source, Weight
 
+Content = nn.Parameter | Weight
+"""What can sit in a slot."""
+
 
 class Slot:
     """One parameter. Its identity is kept through flips wherever torch allows it, so references follow."""
@@ -32,6 +35,13 @@ class Slot:
         """A weight without bytes, for `hide`: made beside forward passes."""
         return Weight(self.parameter, source)
 
+    def put(self, content: Content) -> None:
+        """Have a parameter or a weight in the slot."""
+        if isinstance(content, Weight):
+            self.hide(content)
+        else:
+            self.show(content)
+
     def show(self, plain: nn.Parameter) -> None:
         """Have a plain parameter with this one's data in the slot."""
         self.address = plain.data_ptr()
@@ -48,10 +58,10 @@ class Slot:
     def hide(self, weight: Weight) -> None:
         """Have a weight without bytes in the slot; what it showed until now is let go of."""
         self.address = None
-        plain = self.parameter
+        before = self.parameter
         self._exchange(weight)
-        if self.parameter is not plain:
-            self._outside = weakref.ref(plain)  # type: ignore[arg-type]
+        if self.parameter is not before and not isinstance(before, Weight):
+            self._outside = weakref.ref(before)
 
     def in_place(self) -> bool:
         """Whether the parameter has the bytes that Elastic gave it."""

@@ -52,6 +52,33 @@ class ModelWeights:
             layers = (layers,)
         return tuple(dict.fromkeys(self._index(layer) for layer in layers))
 
+    def find_parts(self, modules: int | str | Iterable[int | str]) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Layers by the parts of them that are meant: `()` for whole layers, else names inside the layer.
+
+        `modules` are indices or names of decoder layers, or names of modules or parameters inside one. Raises
+        `ConfigError` naming the one that is neither.
+        """
+        if isinstance(modules, int | str):
+            modules = (modules,)
+        parts: dict[int, set[str]] = {}
+        for module in modules:
+            layer, part = self._locate(module)
+            parts.setdefault(layer, set()).add(part)
+        found: dict[tuple[str, ...], list[int]] = {}
+        for index, names in parts.items():
+            found.setdefault(() if "" in names else tuple(sorted(names)), []).append(index)
+        return {names: tuple(indices) for names, indices in found.items()}
+
+    def _locate(self, module: int | str) -> tuple[int, str]:
+        """The layer, and the name inside it."""
+        for weights in self.layers:
+            if isinstance(module, str) and module.startswith(weights.name + "."):
+                part = module.removeprefix(weights.name + ".")
+                if not weights.has_part(part):
+                    raise ConfigError(f"{module!r}: {weights.name} has no weights of its own under {part!r}")
+                return weights.index, part
+        return self._index(module), ""
+
     def at(self, layers: Iterable[int]) -> list[LayerWeights]:
         """The layers of these indices. Raises `ConfigError`."""
         return [self.layers[index] for index in self.find(layers)]

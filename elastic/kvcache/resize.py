@@ -71,8 +71,9 @@ class ResizeMechanism:
         assert prepared.result is not None
         return prepared.result
 
-    def pending(self) -> None:
+    def pending(self) -> tuple[ResizeKV, ...]:
         """A deferred resize completes by itself, as caches end."""
+        return ()
 
     def _pool(self, action: ResizeKV) -> KVPool:
         if action.place not in self._pools:

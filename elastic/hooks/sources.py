@@ -1,0 +1,70 @@
+"""Where the value of a weight comes from whose bytes are not in the slot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic.errors import StateError
+from elastic.weights import FORWARD_FUNCTIONS, on_values, register
+
+if TYPE_CHECKING:
+    from elastic.hooks.layer import LayerWeights
+
+
+class HostSource:
+    """A weight that is in host memory; while its layer is called, also in a stage on the device."""
+
+    def __init__(self, layer: LayerWeights, name: str) -> None:
+        self._layer = layer
+        self._name = name
+
+    def value(self) -> torch.Tensor:
+        staged = self._layer.staged
+        if staged is not None and self._layer.entered:
+            return staged[self._name]
+        return self.copy().to(self._layer.pool.backend.device)
+
+    def copy(self) -> torch.Tensor:
+        return self._layer.host_tensor(self._name).clone()
+
+    def stored(self) -> torch.Tensor:
+        return self._layer.host_tensor(self._name)
+
+    def write(self, value: torch.Tensor) -> None:
+        self._layer.write(self._name, value)
+
+    def where(self) -> str:
+        return f"of {self._layer.name}, which is in host memory"
+
+
+class KeptSource:
+    """The full weight, in host memory, of a parameter that is in a variant at its place."""
+
+    def __init__(self, layer: LayerWeights, name: str, variant: str) -> None:
+        self._layer = layer
+        self._name = name
+        self._variant = variant
+
+    def value(self) -> torch.Tensor:
+        return self.copy().to(self._layer.pool.backend.device)
+
+    def copy(self) -> torch.Tensor:
+        return self._layer.host_tensor(self._name).clone()
+
+    def stored(self) -> torch.Tensor:
+        return self._layer.host_tensor(self._name)
+
+    def write(self, value: torch.Tensor) -> None:
+        layer = self._layer.name
+        raise StateError(
+            f"{layer}.{self._name} is in variant {self._variant!r}, which does not follow what is written; restore it "
+            f"first: model.elastic.restore({layer!r})"
+        )
+
+    def where(self) -> str:
+        return f"of {self._layer.name}, which is in variant {self._variant!r}"
+
+
+register(HostSource, FORWARD_FUNCTIONS, on_values)

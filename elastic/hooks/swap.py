@@ -1,0 +1,223 @@
+"""The actions that have a layer at its place in another form: swapped to a variant, or restored to full precision.
+
+MorphServe, section 3.3. The paper overwrites a layer's memory in place; here each form has pages of its own, which are
+filled while the old form serves, and the flip is what the safe point waits for. So a fault before it costs nothing, and
+no forward pass reads what is being written.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from elastic.errors import CapacityError, ConfigError
+from elastic.hooks.actions import (
+    Flip,
+    Move,
+    Prepared,
+    Waiting,
+    by_place,
+    form_after,
+    of_layers,
+    resize_stages,
+    retire,
+)
+from elastic.hooks.forms import Form
+from elastic.hooks.layer import LayerWeights
+from elastic.hooks.release import require_no_gradients
+from elastic.hooks.reserve import ReservingLender
+from elastic.hooks.weights import ModelWeights
+from elastic.types import Change, PlanStep
+
+
+@dataclass
+class PreparedMove(Prepared):
+    action: Move
+
+
+class MoveMechanism:
+    """`Swap` and `Restore`: check, prepare, commit, roll back, finish."""
+
+    def __init__(self, weights: ModelWeights, lender: ReservingLender, waiting: Waiting) -> None:
+        self._weights = weights
+        self._lender = lender
+        self._waiting = waiting
+
+    def foresee(self, action: Move) -> PlanStep:
+        """What the action would do if nothing changed until then."""
+        layers = self._check(action)
+        forms = {layer: form_after(layer, action) for layer in layers}
+        fits = all(
+            self._lender.could_claim(place, self._most_needed([(layer, forms[layer]) for layer in here]))
+            for place, here in by_place(layers).items()
+        )
+        arriving = sum(layer.pages_in(form) for layer, form in forms.items())
+        moved = sum(form.nbytes for form in forms.values())
+        gained = sum(layer.held_pages for layer in layers) - arriving
+        return PlanStep(action, "applied" if fits else "deferred", moved, gained, arriving, 0.0)
+
+    def prepare(self, action: Move) -> PreparedMove:
+        """For each layer: pages, and the bytes copied into them. Layers without pages wait."""
+        prepared = PreparedMove(action)
+        layers = self._check(action)
+        try:
+            prepared.lent_bytes = self._spare_stages([layer for layer in layers if layer.absent])
+            for layer in layers:
+                self._prepare_one(layer, prepared)
+        except BaseException:
+            self.rollback(prepared)
+            raise
+        return prepared
+
+    def commit(self, prepared: PreparedMove) -> None:
+        """Flip the layers to their new blocks."""
+        prepared.require_unwritten()
+        prepared.committed = True
+        for flip in prepared.flips:
+            flip.layer.show(flip.contents, flip.form)
+
+    def rollback(self, prepared: PreparedMove) -> None:
+        """Flip back, and give the pages back."""
+        if prepared.committed:
+            for flip in prepared.flips:
+                flip.undo()
+        prepared.let_go()
+        for flip in reversed(prepared.flips):
+            self._lender.lend(flip.layer.pool.name, retire(flip.layer, flip.form, self._lender))
+            flip.layer.pool.tell()
+        for place in by_place(self._weights.at(prepared.action.layers)):
+            self._lender.lend(place, resize_stages(self._weights, place))
+        prepared.flips.clear()
+
+    def finish(self, prepared: PreparedMove) -> Change:
+        """Retire the old blocks, drop what stages have of the layers, and note who waits."""
+        prepared.let_go()
+        gained, retained = prepared.lent_bytes, 0
+        for place, layers in by_place([*prepared.layers, *prepared.deferred]).items():
+            size = layers[0].pool.page_bytes
+            flips = [flip for flip in prepared.flips if flip.layer in layers]
+            freed, kept = self._retire_old(flips)
+            freed += resize_stages(self._weights, place)
+            self._lender.lend(place, freed)
+            gained += (freed - sum(flip.layer.pages_in(flip.form) for flip in flips)) * size
+            retained += kept * size
+        self._waiting.drop(self._weights.at(prepared.action.layers))
+        self._waiting.add(prepared.deferred, of_layers(prepared.action, ()))
+        for layers in by_place(prepared.layers).values():
+            layers[0].pool.tell()
+        done, waiting = (tuple(w.index for w in part) for part in (prepared.layers, prepared.deferred))
+        return Change("deferred" if waiting else "applied", done, waiting, prepared.moved_bytes, gained, retained)
+
+    def pending(self) -> tuple[Move, ...]:
+        """The moves to be tried again when pages have come free."""
+        return tuple(self._waiting.moves())
+
+    def _check(self, action: Move) -> list[LayerWeights]:
+        """The layers that are not so yet. Raises `CapacityError` if a place could not hold them even with no cache."""
+        layers = []
+        for layer in self._weights.at(action.layers):
+            for part in action.parts:
+                if not layer.has_part(part):
+                    raise ConfigError(f"{layer.name} has no weights of its own under {part!r}")
+            if layer.absent or form_after(layer, action).key != layer.form.key:
+                require_no_gradients(layer)
+                layers.append(layer)
+        for place, here in by_place(layers).items():
+            self._require_room(place, here, [form_after(layer, action) for layer in here])
+        return layers
+
+    def _require_room(self, place: str, layers: list[LayerWeights], forms: list[Form]) -> None:
+        arriving = [layer.pages_in(form) for layer, form in zip(layers, forms, strict=True)]
+        saved = self._stages_after(place, [layer for layer in layers if layer.absent])[1]
+        growth = sum(arriving) - sum(layer.held_pages for layer in layers) - saved
+        room, pool = self._lender.room(place), layers[0].pool
+        if growth > room:
+            raise CapacityError(
+                f"place {place} has no room for {len(layers)} more layers beside its KV cache; restore fewer, lower "
+                "the KV limit, or give it a larger budget",
+                requested_bytes=growth * pool.page_bytes,
+                free_bytes=room * pool.page_bytes,
+                total_bytes=pool.budget_pages * pool.page_bytes,
+            )
+
+    def _stages_after(self, place: str, returning: list[LayerWeights]) -> tuple[int, int]:
+        """How many stages the place needs when these layers are back, and how many pages that saves."""
+        streamer = self._weights.streamers[place]
+        staying = sum(w.absent for w in self._weights.layers if w.pool.name == place) - len(returning)
+        count = min(streamer.stages, max(1, staying))
+        return count, (streamer.stages - count) * streamer.stage_pages
+
+    def _prepare_one(self, layer: LayerWeights, prepared: PreparedMove) -> None:
+        form = form_after(layer, prepared.action)
+        if prepared.deferred or not self._take_pages(layer, form):
+            prepared.deferred.append(layer)
+            return
+        prepared.flips.append(Flip(layer, form, {}, layer.version()))
+        form = prepared.flips[-1].form = self._fill(layer, form)
+        shown = layer.blocks[form.key].show(form.layout)
+        prepared.flips[-1].contents = layer.contents(form, shown)
+        prepared.moved_bytes += form.nbytes
+
+    def _take_pages(self, layer: LayerWeights, form: Form) -> bool:
+        """Have the form's block filled with pages: of the KV cache, or as many as it gives up of the reserve."""
+        pages, place = layer.pages_in(form), layer.pool.name
+        claimed = next((n for n in (pages, pages - self._reserved(layer, form)) if self._lender.claim(place, n)), None)
+        if claimed is None:
+            return False
+        reserved = pages - claimed
+        try:
+            with self._lender.reserves[place].opened(reserved) if reserved else nullcontext():
+                layer.block_for(form).fill(layer.owner)
+        except CapacityError:
+            self._lender.lend(place, claimed)
+            if layer.pool.free_pages >= pages:
+                raise
+            return False  # another model has the pages
+        return True
+
+    def _reserved(self, layer: LayerWeights, form: Form) -> int:
+        """Pages of the reserve that the layer may have: no more than it gives back when its old form is retired."""
+        reserve = self._lender.reserves.get(layer.pool.name)
+        return min(reserve.ready, layer.held_pages, layer.pages_in(form)) if reserve else 0
+
+    def _most_needed(self, moves: list[tuple[LayerWeights, Form]]) -> int:
+        """The most pages that caches are asked for when these layers move one after another."""
+        most = grown = 0
+        for layer, form in moves:
+            most = max(most, grown + layer.pages_in(form) - self._reserved(layer, form))
+            grown += layer.pages_in(form) - layer.held_pages
+        return most
+
+    def _fill(self, layer: LayerWeights, form: Form) -> Form:
+        """Copy the form's bytes, and check meanwhile that the host has those that leave; returns the form as it is."""
+        copier, block = self._weights.streamer(layer).copier, layer.blocks[form.key]
+        copy = copier.start(layer.sources(block.show(form.layout), form))
+        try:
+            changed = 0 if layer.absent else layer.keep()
+        finally:
+            copy.finish()
+        if changed or layer.outdated(form):
+            form = layer.renew(form)
+            copier.start(layer.sources(block.show(form.layout), form)).finish()
+        return form
+
+    def _retire_old(self, flips: list[Flip]) -> tuple[int, int]:
+        """The pages that the layers gave up: those free now, and those that tensors outside still show."""
+        freed = retained = 0
+        for flip in flips:
+            if flip.absent_before:
+                self._weights.streamer(flip.layer).forget(flip.layer)
+            else:
+                pages = retire(flip.layer, flip.form_before, self._lender)
+                freed += pages
+                retained += flip.layer.pages_in(flip.form_before) - pages
+        return freed, retained
+
+    def _spare_stages(self, returning: list[LayerWeights]) -> int:
+        """Layers that return need fewer stages, and may need their pages; returns the bytes."""
+        lent = 0
+        for place, layers in by_place(returning).items():
+            spare = self._weights.streamers[place].resize(self._stages_after(place, layers)[0])
+            self._lender.lend(place, spare)
+            lent += spare * layers[0].pool.page_bytes
+        return lent

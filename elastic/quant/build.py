@@ -1,0 +1,140 @@
+"""Packing every layer of a model for its variants, when it is wrapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from elastic.errors import ConfigError
+from elastic.memory.copying import copy, digest
+from elastic.memory.host import HostTensor, host
+from elastic.memory.layout import LayerLayout, ParameterLayout
+from elastic.quant.formats import Matrix, Target
+from elastic.quant.variants import (
+    MatrixPacking,
+    PackedLayer,
+    PlainPacking,
+    Variant,
+    fitting,
+    pack_parameter,
+)
+
+Packing = MatrixPacking | PlainPacking
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """One decoder layer, as far as packing cares."""
+
+    name: str
+    """Of the layer in its model."""
+    parameters: Mapping[str, tuple[nn.Module, torch.Tensor]]
+    """By name in the layer: the module that has the parameter, and the parameter."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values()))[1].device
+
+
+def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The parameters to be packed: name, parameter, and whether it is [.., inputs, outputs].
+
+    Those of linear modules and of experts; the gates that choose experts stay full.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    has_experts = any(parameter.ndim == 3 for _, parameter in layer.parameters.values())
+    for name, (module, parameter) in layer.parameters.items():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
+            yield name, parameter, bool(getattr(module, "is_transposed", False))
+        elif parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D):
+            owner = name.split(".")[-2] if "." in name else ""
+            if not (has_experts and owner.endswith(("gate", "router"))):
+                yield name, parameter, isinstance(module, Conv1D)
+
+
+def build(
+    layers: Sequence[LayerParameters],
+    variant: Variant,
+    pack: Callable[[LayerParameters], Mapping[str, Packing]],
+    progress: bool = True,
+) -> list[PackedLayer]:
+    """Pack all layers, several at a time, each into one block of the host store."""
+    from tqdm.auto import tqdm
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="elastic-pack") as pool:
+        made = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
+        shown = tqdm(
+            made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=None if progress else True
+        )
+        return list(shown)
+
+
+def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[LayerParameters], Mapping[str, Packing]]:
+    """What packs one layer for a variant. `inputs` has what matrices are used on, by their full names, if known."""
+    if variant.checkpoint is not None:
+        from elastic.quant.from_checkpoint import checkpoint_packer
+
+        return checkpoint_packer(variant.checkpoint)
+
+    @torch.no_grad()
+    def pack(layer: LayerParameters) -> Mapping[str, Packing]:
+        packings: dict[str, Packing] = {}
+        for name, parameter, transposed in matrices(layer):
+            config = fitting(variant.config, matrix_of(parameter, transposed))
+            if config is not None:
+                seen = inputs.get(f"{layer.name}.{name}")
+                packed = pack_parameter(parameter, config, Target.of(parameter.device), transposed, seen)
+                packings[name] = MatrixPacking(packed, digest(parameter))
+        if not packings:
+            raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}")
+        return packings
+
+    return pack
+
+
+def matrix_of(parameter: torch.Tensor, transposed: bool) -> Matrix:
+    """The shape of a parameter's matrices."""
+    rows, columns = parameter.shape[-2:]
+    return Matrix(columns, rows) if transposed else Matrix(rows, columns)
+
+
+def in_one_block(packings: Mapping[str, Packing], device: torch.device) -> PackedLayer:
+    """The packings with their parts side by side in one block of the host store, page-locked for CUDA."""
+    layout = block_layout(packings)
+    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for name, view in views(flat, layout).items():
+        parameter, part = name
+        copy(view, packings[parameter].parts[part].cpu())
+    block = host.keep(flat, digest(flat), lock=device.type == "cuda")
+    return over(packings, layout, block)
+
+
+def block_layout(packings: Mapping[str, Packing]) -> LayerLayout:
+    """Where the parts of all packings lie, by `parameter/part`."""
+    parts = {f"{name}/{part}": ParameterLayout.like(t) for name, p in packings.items() for part, t in p.parts.items()}
+    return LayerLayout.pack(parts)
+
+
+def views(flat: torch.Tensor, layout: LayerLayout) -> dict[tuple[str, str], torch.Tensor]:
+    """The parts in a block, by (parameter, part)."""
+    found = {}
+    for name, part in layout.parameters.items():
+        parameter, _, key = name.rpartition("/")
+        found[parameter, key] = part.show(flat[part.offset : part.offset + part.nbytes].view(part.dtype))
+    return found
+
+
+def over(packings: Mapping[str, Packing], layout: LayerLayout, block: HostTensor) -> PackedLayer:
+    """The same packings over the bytes of a block."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for (name, part), view in views(block.tensor, layout).items():
+        parts.setdefault(name, {})[part] = view
+    return PackedLayer({name: packing.over(parts[name]) for name, packing in packings.items()}, block)

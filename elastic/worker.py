@@ -1,0 +1,181 @@
+"""The worker of a runtime: the one thread that prepares, commits and finishes actions, and retries deferred ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from elastic.errors import ConfigError, ElasticError
+from elastic.hooks.gate import Gate
+from elastic.results import followed_by
+from elastic.types import Action, Change, PlanStep, Result
+
+RETRY = "pages came free"
+
+
+class Mechanism(Protocol):
+    """One kind of action. What `prepare` returns goes through `commit`, and `rollback` or `finish`."""
+
+    def foresee(self, action: Any) -> PlanStep:
+        """What the action would do now. Raises if it cannot be done at all."""
+        ...
+
+    def prepare(self, action: Any) -> Any:
+        """Check, and do what can be done beside forward passes. On an error nothing is held."""
+        ...
+
+    def commit(self, prepared: Any) -> None:
+        """Flip, at the safe point."""
+        ...
+
+    def rollback(self, prepared: Any) -> None:
+        """Undo `prepare`, and `commit` if it was reached; at the safe point."""
+        ...
+
+    def finish(self, prepared: Any) -> Any:
+        """After the safe point: give back what is no longer needed; the result."""
+        ...
+
+    def pending(self) -> Sequence[Action]:
+        """Actions that were deferred, to be tried again when pages have come free."""
+        ...
+
+
+@dataclass
+class Timing:
+    """Milliseconds of the stages of one job."""
+
+    prepare_ms: float = 0.0
+    wait_ms: float = 0.0
+    pause_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one action, for the record."""
+
+    action: Action
+    why: str
+    timing: Timing
+    result: Result | None
+    error: str = ""
+
+
+class _Job:
+    def __init__(self, actions: tuple[Action, ...], why: str) -> None:
+        self.actions = actions
+        self.why = why
+        self.done: Future[tuple[Result, ...]] = Future()
+
+
+class Worker:
+    """Runs jobs one after another, each of one or several actions, all or none."""
+
+    def __init__(self, gate: Gate, mechanisms: Mapping[type, Mechanism], record: Callable[[Outcome], object]) -> None:
+        self._gate = gate
+        self._mechanisms = dict(mechanisms)
+        self._record = record
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._retrying = False
+        self._thread = threading.Thread(target=self._work, name="elastic-runtime", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what was put in, and end."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def put(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
+        """Have actions done; the future has their results in order."""
+        job = _Job(tuple(actions), why)
+        self._jobs.put(job)
+        return job.done
+
+    def retry(self) -> None:
+        """Have deferred actions tried again. May be called under any lock: it only leaves a note."""
+        if not self._retrying and self._pending():
+            self._retrying = True
+            self._jobs.put(_Job((), RETRY))
+
+    def mechanism(self, action: Action) -> Mechanism:
+        """What does an action. Raises `ConfigError` for what is none."""
+        if type(action) not in self._mechanisms:
+            kinds = ", ".join(kind.__name__ for kind in self._mechanisms)
+            raise ConfigError(f"{action!r} is no action of this model; there are {kinds}")
+        return self._mechanisms[type(action)]
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.done.set_result(self._run(job.actions, job.why))
+            except BaseException as error:  # handed to whoever waits for the result
+                job.done.set_exception(error)
+            del job
+
+    def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+        if why == RETRY:
+            self._retrying = False
+            actions = self._pending()
+        results = done = self._once(actions, why)
+        while any(isinstance(r, Change) and r.layers and r.deferred for r in done):
+            try:  # what came free may do for those that wait
+                done = self._once(self._pending(), RETRY)
+            except (ElasticError, RuntimeError):  # recorded; they wait on
+                break
+            moved = [change for change in done if isinstance(change, Change)]
+            results = tuple(followed_by(r, moved) if isinstance(r, Change) else r for r in results)
+        return results
+
+    def _once(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+        timing = Timing()
+        try:
+            prepared = self._prepare(actions, timing)
+            self._commit(prepared, timing)
+        except Exception as error:  # whatever it is: the record has it, and who asked gets it
+            for action in actions:
+                self._record(Outcome(action, why, timing, None, str(error)))
+            raise
+        results = tuple(mechanism.finish(one) for mechanism, one in prepared)
+        for action, result in zip(actions, results, strict=True):
+            if why != RETRY or result.layers:
+                self._record(Outcome(action, why, timing, result))
+        return results
+
+    def _prepare(self, actions: Sequence[Action], timing: Timing) -> list[tuple[Mechanism, Any]]:
+        start = time.perf_counter()
+        prepared: list[tuple[Mechanism, Any]] = []
+        try:
+            for action in actions:
+                prepared.append((self.mechanism(action), self.mechanism(action).prepare(action)))
+        except BaseException:
+            with self._gate.exclusive():
+                self._roll_back(prepared)
+            raise
+        timing.prepare_ms = (time.perf_counter() - start) * 1e3
+        return prepared
+
+    def _commit(self, prepared: Sequence[tuple[Mechanism, Any]], timing: Timing) -> None:
+        with self._gate.exclusive() as waited_s:
+            timing.wait_ms = waited_s * 1e3
+            start = time.perf_counter()
+            try:
+                for mechanism, one in prepared:
+                    mechanism.commit(one)
+            except BaseException:
+                self._roll_back(prepared)
+                raise
+            timing.pause_ms = (time.perf_counter() - start) * 1e3
+
+    def _roll_back(self, prepared: Sequence[tuple[Mechanism, Any]]) -> None:
+        for mechanism, one in reversed(prepared):
+            mechanism.rollback(one)
+
+    def _pending(self) -> tuple[Action, ...]:
+        return tuple(action for m in dict.fromkeys(self._mechanisms.values()) for action in m.pending())
