@@ -1,0 +1,40 @@
+"""Statically quantized layers: packed for good, in ordinary memory. What a swapped layer is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastic.errors import StateError
+from elastic.quant.build import LayerParameters, packer
+from elastic.quant.variants import MatrixPacking, Variant
+from elastic.weights import Source
+
+
+class _OnlyPacked:
+    """The full weights are gone: what is read out is the value in use."""
+
+    def __init__(self, packing: MatrixPacking) -> None:
+        self.value = self.copy = self.stored = packing.packed.value
+
+    def write(self, value: torch.Tensor) -> None:
+        raise StateError("a statically quantized weight is not written; quantize the new weights instead")
+
+    def where(self) -> str:
+        return "of a statically quantized layer"
+
+
+@torch.no_grad()
+def pack_static(layer: nn.Module, variant: str | Variant) -> nn.Module:
+    """Pack the matrices of a decoder layer in place, as `wrap` packs them for a variant; returns the same module."""
+    found = {}
+    for module_name, module in layer.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[f"{module_name}.{name}"] = module, parameter
+    packings = packer(Variant.parse(variant), {})(LayerParameters("", found))
+    for name, packing in packings.items():
+        module, parameter = found[name]
+        full: Source = _OnlyPacked(packing)  # type: ignore[arg-type]
+        module._parameters[name.rsplit(".", 1)[1]] = packing.content(parameter, packing.parts, full)  # type: ignore[assignment]
+    return layer
