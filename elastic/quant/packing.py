@@ -98,9 +98,13 @@ def kernel_agrees(instructions: str) -> bool:
     return torch.equal(packed.view(-1), pack_nibbles(codes.to(torch.uint8), instructions))
 
 
+SLAB = 2**22
+"""Weights expanded at a time: their nibbles stay in the cache until they are used."""
+
+
 def slabs(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
-    """Columns of the output, start and stop, whose nibbles are about 2 MB, so that they are used while in cache."""
-    width = max(2**22 // inputs // 64 * 64, 64)
+    """Columns of the output, start and stop, in slabs of about so many weights; part of the layout."""
+    width = max(SLAB // inputs // 64 * 64, 64)
     for start in range(0, outputs, width):
         yield start, min(start + width, outputs)
 
