@@ -1,15 +1,148 @@
-"""Products with matrices in integers on a CPU: torch's packed kernels, and others built from what is fast."""
+"""Products with matrices in integers on a CPU: torch's packed kernels, and others built from what is fast.
+
+    packed             torch's int4 and int8 kernels. They are vectorised for bfloat16 alone, so x is rounded to it
+    expanded           weights to bfloat16, a cache-sized piece at a time, then a plain product in bfloat16
+    expanded_float32   the same in float32
+    dynamic            x rounded to int8, each token with a step of its own; the weights to int8 with one step for each
+                       output, unless they are that already; then an integer product
+
+Which is fastest depends on the number of tokens and on the machine. The error of "dynamic" is of another kind, as it
+grows with the largest input of a token: with x = i s + e and w = j t + f, |e| <= s / 2 and |f| <= t / 2, where s and t
+are 1 / 127 of the largest input of the token and (a bound of) the largest weight of the output,
+
+    |error| <= s / 2 * sum(|w|) + t / 2 * sum(|i s|)
+
+No gradient flows through any of them.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from elastic.quant.codes import Integers
-from elastic.quant.cpu_parts import pack, unpack
+from elastic.quant.cpu_parts import kernel_group, pack, required, unpack, whole_rows
+from elastic.quant.cpu_pieces import bytes_and_steps, floats, nibbles
 from elastic.quant.formats import Matrix, Parts, Path, Target
+from elastic.quant.packing import kernel_agrees
+from elastic.quant.scales import demand, on_columns
+from elastic.quant.scratch import scratch
 
 __all__ = ["pack", "paths", "unpack"]
 
+logger = logging.getLogger(__name__)
+
 
 def paths(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Mapping[str, Path]:
-    return {}
+    """The paths of this machine; "packed" where torch's kernel takes these groups."""
+    made = Rows(matrix) if whole_rows(config, matrix) else Nibbles(config, matrix, target)
+    kernels: dict[str, Path] = {
+        "expanded": functools.partial(made.expanded, dtype=torch.bfloat16),
+        "expanded_float32": functools.partial(made.expanded, dtype=torch.float32),
+        "dynamic": made.dynamic,
+    }
+    if isinstance(made, Rows) or _int4_kernel_takes(kernel_group(config, matrix), target):
+        kernels = {"packed": made.packed, **kernels}
+    return {name: _path(config, matrix, kernel) for name, kernel in kernels.items()}
+
+
+def _path(config: Integers, matrix: Matrix, kernel: Path) -> Path:
+    shapes = required(config, matrix)
+
+    def path(x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        demand(x, parts, matrix.inputs, shapes)
+        if not x.shape[0]:
+            return x.new_empty(0, matrix.outputs)
+        return kernel(on_columns(x.detach(), parts), parts).to(x.dtype)
+
+    return path
+
+
+def _int4_kernel_takes(group: int, target: Target) -> bool:
+    if target != Target.of(torch.device("cpu")):
+        return False
+    if not kernel_agrees(target.instructions):
+        logger.warning("torch packs int4 for %s in an unknown order: its kernel is not used", target.instructions)
+        return False
+    return group in (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """int8 with one scale for each output."""
+
+    matrix: Matrix
+
+    def packed(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        y = torch.ops.aten._weight_int8pack_mm(x.to(torch.bfloat16), parts["packed"], parts["scales"][0])
+        return _with_offsets(y, x, parts)
+
+    def expanded(self, x: torch.Tensor, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """The codes are exact in either dtype; the scales follow."""
+        values, codes = x.to(dtype), parts["packed"]
+        y = torch.empty(x.shape[0], self.matrix.outputs, dtype=dtype)
+        step = max(2**18 // self.matrix.inputs, 1)
+        for start in range(0, self.matrix.outputs, step):
+            piece = codes[start : start + step]
+            weights = scratch("floats", tuple(piece.shape), dtype).copy_(piece)
+            y[:, start : start + step] = values @ weights.t()
+        return _with_offsets(y * parts["scales"], x, parts)
+
+    def dynamic(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        codes, steps = _to_int8(x)
+        y = torch._int_mm(codes, parts["packed"].t()).float()
+        return _with_offsets(y.mul_(steps).mul_(parts["scales"]), x, parts)
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """int4, int3, and int8 in groups."""
+
+    config: Integers
+    matrix: Matrix
+    target: Target
+
+    def packed(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        values, group = x.to(torch.bfloat16), kernel_group(self.config, self.matrix)
+        products = [
+            self._product(values, planes, group, parts["scales"][:, columns])
+            for columns, planes in nibbles(self.config, parts, self.matrix)
+        ]
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+    def _product(self, x: torch.Tensor, planes: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
+        scales = scales.contiguous()
+        shape = (scales.shape[1], self.matrix.inputs // 2)
+        upper, *lower = [
+            torch.ops.aten._weight_int4pack_mm_for_cpu(x, plane.view(shape), group, scales) for plane in planes
+        ]
+        return torch.add(lower[0], upper, alpha=16) if lower else upper
+
+    def expanded(self, x: torch.Tensor, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        values = x.to(dtype)
+        y = torch.empty(x.shape[0], self.matrix.outputs, dtype=dtype)
+        for columns, weights in floats(self.config, parts, self.matrix, self.target, dtype):
+            y[:, columns] = values @ weights
+        return y
+
+    def dynamic(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        codes, steps = _to_int8(x)
+        y = torch.empty(x.shape[0], self.matrix.outputs)
+        for columns, weights, step in bytes_and_steps(self.config, parts, self.matrix, self.target):
+            torch.mul(torch._int_mm(codes, weights), step, out=y[:, columns])
+        return y.mul_(steps)
+
+
+def _to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as int8, and the step of each token, float32 [tokens, 1]."""
+    steps = x.abs().amax(1, keepdim=True).float().clamp_(min=1e-30) / 127
+    return (x / steps).round_().to(torch.int8), steps
+
+
+def _with_offsets(y: torch.Tensor, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Zero points other than 128 add the same to every weight of an output."""
+    return y + x.float().sum(1, keepdim=True) * parts["offsets"] if "offsets" in parts else y

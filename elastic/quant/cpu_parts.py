@@ -20,11 +20,13 @@ import torch
 from elastic.quant.codes import Codes, Integers
 from elastic.quant.formats import Matrix, Parts, Target
 from elastic.quant.packing import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
-from elastic.quant.scales import Offset, extras, read_extras
+from elastic.quant.scales import Coding, extras, read_extras
 
-BYTES = Offset(128)
-NIBBLES = Offset(8)
-TWO_NIBBLES = Offset(136, 17)
+BYTES = Coding(128)
+NIBBLES = Coding(8)
+NIBBLES_OF_3_BITS = Coding(4, step=2)
+"""In the upper three bits, so that the kernel's fixed middle, 8, is the middle of the codes."""
+TWO_NIBBLES = Coding(136, factor=17)
 """code = 16 upper + lower; one pair of scale and offset serves both, for 16 (upper - 8) + (lower - 8) = code - 136."""
 
 
@@ -33,9 +35,9 @@ def whole_rows(config: Integers, matrix: Matrix) -> bool:
     return config.bits == 8 and config.group_size in (-1, matrix.inputs)
 
 
-def offset_of(config: Integers, matrix: Matrix) -> Offset:
+def coding_of(config: Integers, matrix: Matrix) -> Coding:
     if config.bits != 8:
-        return NIBBLES
+        return NIBBLES if config.bits == 4 else NIBBLES_OF_3_BITS
     return BYTES if whole_rows(config, matrix) else TWO_NIBBLES
 
 
@@ -48,28 +50,39 @@ def kernel_group(config: Integers, matrix: Matrix) -> int:
 def pack(config: Integers, codes: Codes, target: Target) -> dict[str, torch.Tensor]:
     outputs, inputs = codes.codes.shape
     matrix = Matrix(outputs, inputs)
-    offset = offset_of(config, matrix)
-    scales, offsets = codes.scales, offset.of(codes)
+    coding = coding_of(config, matrix)
+    scales, offsets = coding.scales(codes), coding.offsets(codes)
     if whole_rows(config, matrix):
         parts = {"packed": (codes.codes ^ 128).view(torch.int8).contiguous(), "scales": _rows(scales)}
         return {**parts, **({"offsets": _rows(offsets)} if offsets.any() else {}), **extras(codes)}
     pairs = torch.stack((scales, offsets), 2).transpose(0, 1).to(torch.bfloat16)
     repeats = inputs // codes.groups // kernel_group(config, matrix)
-    parts = {"packed": _nibbles(config, codes.codes, target), "scales": pairs.repeat_interleave(repeats, 0)}
-    return {**parts, **extras(codes)}
+    packed = _nibbles(config, codes.codes * coding.step, target)
+    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0), **extras(codes)}
 
 
 def unpack(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Codes:
-    offset, scales = offset_of(config, matrix), parts["scales"]
+    coding, scales = coding_of(config, matrix), parts["scales"]
     if whole_rows(config, matrix):
         codes = parts["packed"].view(torch.uint8) ^ 128
-        scale, shift = scales, parts.get("offsets", torch.zeros_like(scales))
+        offsets = parts.get("offsets", torch.zeros_like(scales))
     else:
-        codes = _codes(config, parts["packed"], matrix, target)
+        codes = _codes(config, parts["packed"], matrix, target) // coding.step
         size = matrix.inputs if config.group_size == -1 else config.group_size
-        scale, shift = scales[:: size // kernel_group(config, matrix)].unbind(2)
-    zeros = offset.zeros(scale, shift)
-    return Codes(codes, scale.t().float().contiguous(), zeros.t().contiguous(), **read_extras(parts))
+        scales, offsets = scales[:: size // kernel_group(config, matrix)].unbind(2)
+    read, zeros = coding.read(scales, offsets)
+    return Codes(codes, read.t().contiguous(), zeros.t().contiguous(), **read_extras(parts))
+
+
+def required(config: Integers, matrix: Matrix) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shapes and dtypes of the parts that are always there."""
+    outputs, inputs = matrix.outputs, matrix.inputs
+    if whole_rows(config, matrix):
+        return {"packed": ((outputs, inputs), torch.int8), "scales": ((1, outputs), torch.bfloat16)}
+    half = outputs * inputs // 2
+    packed = {8: (2, half), 4: (half,), 3: (half * 3 // 4,)}[config.bits]
+    groups = inputs // kernel_group(config, matrix)
+    return {"packed": (packed, torch.uint8), "scales": ((groups, outputs, 2), torch.bfloat16)}
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:

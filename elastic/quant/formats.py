@@ -80,3 +80,14 @@ def format_of(config: Any) -> Format:
         known = ", ".join(sorted(kind.__name__ for kind in _formats))
         raise ConfigError(f"{config!r} is the config of no format; use one of: {known}")
     return _formats[type(config)]
+
+
+def config_from(name: str, values: Mapping[str, Any]) -> Any:
+    """A config from the name of its type and its fields, as in a file. Raises `ConfigError` for what is unknown."""
+    kind = next((kind for kind in _formats if kind.__name__ == name), None)
+    if kind is None:
+        raise ConfigError(f"{name!r} is no format; use one of: {', '.join(sorted(k.__name__ for k in _formats))}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{dict(values)!r} are not the fields of {name}: {error}") from error

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from elastic.errors import ConfigError
 from elastic.quant.codes import Codes
 from elastic.quant.formats import Parts
 
+Required = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Parts by name, with their shapes and dtypes."""
+
 
 @dataclass(frozen=True)
-class Offset:
-    """A zero point as a float: a kernel computes weight = scale * (code - middle) + factor * offset."""
+class Coding:
+    """How a kernel's numbers stand for a weight.
+
+    The kernel knows `step * code`, `scale / step`, and an offset in place of the zero point:
+    weight = scale * (code - middle) + factor * offset. The nearer the middle is to the zero points, the smaller is the
+    offset, and the less it loses in bfloat16.
+    """
 
     middle: int
     factor: int = 1
+    step: int = 1
 
-    def of(self, codes: Codes) -> torch.Tensor:
+    def scales(self, codes: Codes) -> torch.Tensor:
+        return codes.scales / self.step
+
+    def offsets(self, codes: Codes) -> torch.Tensor:
         return (self.middle - codes.zeros) * codes.scales / self.factor
 
-    def zeros(self, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """The whole number that the offset, rounded to bfloat16, came from; it is exact below 256 / factor."""
-        zeros = (self.middle - self.factor * offsets.float() / scales.float()).round()
-        return torch.where(scales == 0, self.middle, zeros)
+    def read(self, scales: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and zero points, float32; zero points are exact within 256 of the middle."""
+        scales = scales.float() * self.step
+        zeros = (self.middle - self.factor * offsets.float() / scales).round()
+        return scales, torch.where(scales == 0, self.middle, zeros)
 
 
 def extras(codes: Codes) -> dict[str, torch.Tensor]:
@@ -40,6 +55,16 @@ def read_extras(parts: Parts) -> dict[str, torch.Tensor | None]:
     """`order` and `input_scale` of `Codes`."""
     order = parts.get("order")
     return {"order": None if order is None else order.long(), "input_scale": parts.get("input_scale")}
+
+
+def demand(x: torch.Tensor, parts: Parts, inputs: int, required: Required) -> None:
+    """Refuse what a kernel might read beyond the end of. Raises `ConfigError`."""
+    if x.dim() != 2 or x.shape[1] != inputs:
+        raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {inputs}]")
+    for name, (shape, dtype) in required.items():
+        part = parts[name]
+        if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
+            raise ConfigError(f"part {name!r} is {part.dtype} {tuple(part.shape)}; use a contiguous {dtype} {shape}")
 
 
 def on_columns(x: torch.Tensor, parts: Parts) -> torch.Tensor:
