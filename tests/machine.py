@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from architectures import build
+from halves import HALF, exact
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -33,7 +34,7 @@ PLACES = {
     "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
     "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
 }
-TIGHT = {"cpu": 740 << 10, "cuda:0": 256 << 20}
+TIGHT = {"cpu": 800 << 10, "cuda:0": 256 << 20}
 """Bytes: weights, and hardly more than the longest generation needs. There the hard budget may end any generation."""
 LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -93,7 +94,7 @@ class Plain:
     @classmethod
     def get(cls, name: str) -> tuple[Any, list[torch.Tensor]]:
         if name not in cls.known:
-            model = build(name, device=Machine.device)
+            model = exact(build(name, device=Machine.device))
             prompts = [prompt.to(Machine.device) for prompt in PROMPTS]
             cls.known[name] = model, [model.generate(prompt, **OPTIONS) for prompt in prompts]
         return cls.known[name]
@@ -165,8 +166,9 @@ class Machine(RuleBasedStateMachine):
         self.tight = data.draw(st.booleans())
         first, *others = PLACES[self.device]
         first = first.with_budget(TIGHT[self.device]) if self.tight else first
-        elastic.wrap(self.model, places=[first, *others], kv_layout=layout)
+        elastic.wrap(self.model, places=[first, *others], kv_layout=layout, variants=[HALF])
         self.rt = self.model.elastic
+        self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
         self.maximum = self.rt.kv.maximum_bytes
         self.backend: Any = self.rt.kv.memory.pools[0].pool.backend
         self.rt.kv.memory.pools[0].host_offload = data.draw(st.booleans())
@@ -216,7 +218,23 @@ class Machine(RuleBasedStateMachine):
         done["restores"] += bool(change.layers)
         done["restores that wait"] += change.status == "deferred"
 
-    @rule(steps=st.lists(st.tuples(st.sampled_from("rRk"), st.sets(st.integers(0, 2), min_size=1)), min_size=20))
+    @rule(layers=st.sets(st.integers(0, 2), min_size=1), part=st.none() | st.integers(0, 20), wait=st.booleans())
+    @told
+    def swap(self, layers: set[int], part: int | None, wait: bool) -> None:
+        """To the variant that loses nothing: whole layers, or one parameter of each."""
+        parts = () if part is None else (self.parts[part % len(self.parts)],)
+        action = elastic.Swap(tuple(layers), "half", parts)
+        try:
+            (change,) = self.rt.apply([action]) if wait else self.rt.apply([action], wait=False).result()
+        except elastic.CapacityError:
+            assert self.fault_pending, "a swap failed with no fault"
+            self.settle_fault()
+            return
+        done["swaps"] += bool(change.layers)
+        done["swaps that wait"] += change.status == "deferred"
+        done["partial swaps"] += bool(change.layers and parts)
+
+    @rule(steps=st.lists(st.tuples(st.sampled_from("rRsk"), st.sets(st.integers(0, 2), min_size=1)), min_size=20))
     def travel(self, steps: list[tuple[str, set[int]]]) -> None:
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
@@ -224,6 +242,8 @@ class Machine(RuleBasedStateMachine):
                 self.release(layers, wait=True)
             elif kind == "R":
                 self.restore(layers, wait=True)
+            elif kind == "s":
+                self.swap(layers, None, wait=True)
             else:
                 self.resize(len(layers) / 3, tight=False, wait=True)
         self.rt.check()
@@ -376,8 +396,8 @@ class Machine(RuleBasedStateMachine):
         (streamer,) = [s for s in weights.streamers.values() if s.stage_pages and s.pool.name == place.name]
         with self.rt._gate.exclusive():
             kv = self.rt.status().kv[0]
-            absent = sum(layer.pages for layer in weights.layers if layer.absent)
-            right = self.maximum + (absent - (streamer.stages - 1) * streamer.stage_pages) * place.page_bytes
+            given = sum(layer.pages - layer.held_pages for layer in weights.layers)
+            right = self.maximum + (given - (streamer.stages - 1) * streamer.stage_pages) * place.page_bytes
             retained = self.rt.status().places[0].owners.get("retained", 0)
         assert right - retained <= kv.maximum_bytes <= right, (right, retained, kv.maximum_bytes, streamer.stages)
 
@@ -433,7 +453,7 @@ def main() -> None:
         ),
     )
     print(dict(done))
-    for kind in ("resizes", "releases", "restores"):
+    for kind in ("resizes", "releases", "swaps", "restores"):
         assert done[kind] >= args.least, f"only {done[kind]} {kind}"
 
 

@@ -214,6 +214,18 @@ def test_released_layers_are_swapped_in_and_swapped_ones_released(wrapped: Any) 
     rt.check()
 
 
+def test_what_a_swap_replaces_is_free_without_a_garbage_collection(wrapped: Any) -> None:
+    rt = wrapped(build("qwen3-moe"), variants=VARIANTS).elastic
+    gc.collect()
+    gc.disable()
+    try:
+        for variant in VARIANTS:
+            assert rt.swap([0, 1, 2], variant).retained_bytes == 0
+        assert rt.restore().retained_bytes == 0
+    finally:
+        gc.enable()
+
+
 def test_a_thousand_swaps_keep_every_bit(wrapped: Any) -> None:
     model, choose = build("llama-gqa"), random.Random(1)
     before = bits(model)

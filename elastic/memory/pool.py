@@ -59,6 +59,7 @@ class PagePool:
         self._resting: list[Resting] = []  # those that show idle pages, longest idle first
         self._absent = list(range(self.budget_pages))  # heap of pages that are not created
         self._in_creation: set[int] = set()
+        self._none_in_creation = threading.Condition(self._lock)
         self._ranges: weakref.WeakSet[VirtualRange] = weakref.WeakSet()
         self._closed = False
 
@@ -207,6 +208,7 @@ class PagePool:
                 self._in_creation.difference_update(pages)
                 for page in pages:
                     heapq.heappush(self._parked if created else self._absent, page)
+                self._none_in_creation.notify_all()
 
     def adopt(self, range_: VirtualRange) -> None:
         """Know a range, for `check`."""
@@ -251,6 +253,7 @@ class PagePool:
         """Give free pages back; owned ones go as their ranges close. Can be called twice."""
         with self._lock:
             self._closed = True
+            self._none_in_creation.wait_for(lambda: not self._in_creation)
         self.unmap_idle()
         self.trim()
 

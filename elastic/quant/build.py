@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,6 +15,8 @@ from elastic.memory.copying import copy, digest
 from elastic.memory.host import HostTensor, host
 from elastic.memory.layout import LayerLayout, ParameterLayout
 from elastic.quant.formats import Matrix, Target
+from elastic.quant.measure import measure
+from elastic.quant.paths import paths
 from elastic.quant.variants import (
     MatrixPacking,
     PackedLayer,
@@ -71,10 +73,11 @@ def build(
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="elastic-pack") as pool:
         made = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
-        shown = tqdm(
-            made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=None if progress else True
-        )
-        return list(shown)
+        hidden = None if progress else True
+        packed = list(tqdm(made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
+    for device in {layer.device for layer in layers}:
+        measure_paths([p for layer, p in zip(layers, packed, strict=True) if layer.device == device], device)
+    return packed
 
 
 def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[LayerParameters], Mapping[str, Packing]]:
@@ -98,6 +101,18 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
         return packings
 
     return pack
+
+
+def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
+    """Decide how products with these matrices are computed, for every kind of them, where that is not decided yet."""
+    seen = set()
+    for packing in (p for layer in layers for p in layer.packings.values() if isinstance(p, MatrixPacking)):
+        packed = packing.packed if packing.packed.experts is None else packing.packed.expert(0)
+        product = packed.product_of(packed.dtype)
+        if product not in seen:
+            seen.add(product)
+            parts = {name: part.to(device) for name, part in packed.parts.items()}
+            measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype)
 
 
 def matrix_of(parameter: torch.Tensor, transposed: bool) -> Matrix:

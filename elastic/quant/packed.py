@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from elastic.quant.formats import Matrix, Parts, Target, format_of
+from elastic.quant.formats import Matrix, Parts, Path, Target, format_of
+from elastic.quant.paths import Product, paths
 from elastic.weights import FORWARD_FUNCTIONS, Function, Source, Weight, on_values, register
 
 
@@ -39,9 +41,8 @@ class Packed:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., inputs] times the matrix: [..., outputs], in the dtype of x."""
-        rows = x.reshape(-1, self.matrix.inputs)
-        paths = format_of(self.config).paths(self.config, self.parts, self.matrix, self.target)
-        path = next(iter(paths.values()))
+        rows = x.reshape(-1, self.matrix.inputs).contiguous()
+        path = paths.path(self._kernels.product(x.dtype), rows.shape[0], self._kernels.paths)
         return path(rows, self.parts).view(*x.shape[:-1], self.matrix.outputs)
 
     def value(self) -> torch.Tensor:
@@ -53,11 +54,39 @@ class Packed:
 
     def expert(self, index: int) -> Packed:
         """One expert's."""
-        return replace(self, parts={name: part[index] for name, part in self.parts.items()}, experts=None)
+        one = replace(self, parts={name: part[index] for name, part in self.parts.items()}, experts=None)
+        one.__dict__["_kernels"] = self._kernels  # they take the parts as an argument
+        return one
 
     def flipped(self) -> Packed:
         """The same matrices, seen with inputs and outputs exchanged."""
-        return replace(self, transposed=not self.transposed)
+        other = replace(self, transposed=not self.transposed)
+        other.__dict__["_kernels"] = self._kernels
+        return other
+
+    def product_of(self, dtype: torch.dtype) -> Product:
+        """What stands for its products with activations of a dtype in the table of paths."""
+        return self._kernels.product(dtype)
+
+    @cached_property
+    def _kernels(self) -> _Kernels:
+        return _Kernels(self)
+
+
+class _Kernels:
+    """The paths of a packed matrix, and its products by dtype: looked up in every forward pass. Holds no tensor."""
+
+    def __init__(self, packed: Packed) -> None:
+        config, matrix, target = packed.config, packed.matrix, packed.target
+        self.paths: Mapping[str, Path] = format_of(config).paths(config, packed.parts, matrix, target)
+        self._any = Product.of(config, packed.parts, matrix, target, packed.dtype)
+        self._products: dict[torch.dtype, Product] = {}
+
+    def product(self, dtype: torch.dtype) -> Product:
+        found = self._products.get(dtype)
+        if found is None:
+            found = self._products[dtype] = replace(self._any, dtype=dtype)
+        return found
 
 
 class PackedSource:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from elastic.errors import StateError
-from elastic.quant.build import LayerParameters, packer
-from elastic.quant.variants import MatrixPacking, Variant
+from elastic.quant.build import LayerParameters, measure_paths, packer
+from elastic.quant.variants import MatrixPacking, PackedLayer, Variant
 from elastic.weights import Source
 
 
@@ -33,8 +33,9 @@ def pack_static(layer: nn.Module, variant: str | Variant) -> nn.Module:
             if parameter is not None:
                 found[f"{module_name}.{name}"] = module, parameter
     packings = packer(Variant.parse(variant), {})(LayerParameters("", found))
+    measure_paths([PackedLayer(packings, None)], next(layer.parameters()).device)
     for name, packing in packings.items():
         module, parameter = found[name]
         full: Source = _OnlyPacked(packing)  # type: ignore[arg-type]
-        module._parameters[name.rsplit(".", 1)[1]] = packing.content(parameter, packing.parts, full)  # type: ignore[assignment]
+        module._parameters[name.rsplit(".", 1)[1]] = packing.content(parameter, packing.parts, full)
     return layer

@@ -1,0 +1,47 @@
+"""A variant that loses nothing: for weights that bfloat16 can hold, in half the bytes. So swaps can be tested bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import elastic
+from elastic.quant.formats import Matrix, Parts, Path, Target, register
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The config."""
+
+
+class HalvesFormat:
+    def supports(self, config: Any, matrix: Matrix) -> str | None:
+        return None
+
+    def quantize(self, config: Any, weight: torch.Tensor, inputs: torch.Tensor | None, target: Target) -> Parts:
+        return {"packed": weight.to(torch.bfloat16).contiguous()}
+
+    def value(self, config: Any, parts: Parts, matrix: Matrix, target: Target) -> torch.Tensor:
+        return parts["packed"].float()
+
+    def paths(self, config: Any, parts: Parts, matrix: Matrix, target: Target) -> Mapping[str, Path]:
+        return {"reference": lambda x, parts: F.linear(x, parts["packed"].to(x.dtype))}
+
+    def repack(self, config: Any, parts: Parts, matrix: Matrix, packed_for: Target, target: Target) -> Parts:
+        return parts
+
+
+register(Halves, HalvesFormat())
+HALF = elastic.Variant("half", Halves())
+
+
+@torch.no_grad()
+def exact(model: Any) -> Any:
+    """The model with weights that the variant holds exactly."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
+    return model
