@@ -218,7 +218,8 @@ def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant])
     """Pack every layer for every variant, from its parameters where they are now."""
     if not variants:
         return
-    from elastic.quant.build import LayerParameters, build, packer
+    from elastic.quant.build import build, packer
+    from elastic.quant.selection import LayerParameters
 
     own = [layer for layer in layers if layer.slots]
     parameters = [

@@ -1,4 +1,4 @@
-"""A variant that loses nothing: for weights that bfloat16 can hold, in half the bytes. So swaps can be tested bit by bit."""
+"""A variant that loses nothing: weights that bfloat16 can hold, in half the bytes. So swaps are tested bit by bit."""
 
 from __future__ import annotations
 

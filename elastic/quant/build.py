@@ -14,53 +14,18 @@ from elastic.errors import ConfigError
 from elastic.memory.copying import copy, digest
 from elastic.memory.host import HostTensor, host
 from elastic.memory.layout import LayerLayout, ParameterLayout
-from elastic.quant.formats import Matrix, Target
+from elastic.quant.formats import Target
 from elastic.quant.measure import measure
 from elastic.quant.paths import paths
+from elastic.quant.selection import LayerParameters, matrices, matrix_of
 from elastic.quant.variants import (
     MatrixPacking,
     PackedLayer,
-    PlainPacking,
+    Packing,
     Variant,
     fitting,
     pack_parameter,
 )
-
-Packing = MatrixPacking | PlainPacking
-
-
-@dataclass(frozen=True)
-class LayerParameters:
-    """One decoder layer, as far as packing cares."""
-
-    name: str
-    """Of the layer in its model."""
-    parameters: Mapping[str, tuple[nn.Module, torch.Tensor]]
-    """By name in the layer: the module that has the parameter, and the parameter."""
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parameters.values()))[1].device
-
-
-def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The parameters to be packed: name, parameter, and whether it is [.., inputs, outputs].
-
-    Those of linear modules and of experts; the gates that choose experts stay full.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    has_experts = any(parameter.ndim == 3 for _, parameter in layer.parameters.values())
-    for name, (module, parameter) in layer.parameters.items():
-        if not parameter.is_floating_point():
-            continue
-        if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
-            yield name, parameter, bool(getattr(module, "is_transposed", False))
-        elif parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D):
-            owner = name.split(".")[-2] if "." in name else ""
-            if not (has_experts and owner.endswith(("gate", "router"))):
-                yield name, parameter, isinstance(module, Conv1D)
-
 
 def build(
     layers: Sequence[LayerParameters],
@@ -113,12 +78,6 @@ def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
             seen.add(product)
             parts = {name: part.to(device) for name, part in packed.parts.items()}
             measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype)
-
-
-def matrix_of(parameter: torch.Tensor, transposed: bool) -> Matrix:
-    """The shape of a parameter's matrices."""
-    rows, columns = parameter.shape[-2:]
-    return Matrix(columns, rows) if transposed else Matrix(rows, columns)
 
 
 def in_one_block(packings: Mapping[str, Packing], device: torch.device) -> PackedLayer:

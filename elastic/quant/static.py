@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from elastic.errors import StateError
-from elastic.quant.build import LayerParameters, measure_paths, packer
+from elastic.quant.build import measure_paths, packer
+from elastic.quant.selection import LayerParameters
 from elastic.quant.variants import MatrixPacking, PackedLayer, Variant
 from elastic.weights import Source
 

@@ -124,10 +124,13 @@ def _read_before() -> StateError:
     )
 
 
+Packing = MatrixPacking | PlainPacking
+
+
 class PackedLayer:
     """A layer in a variant (the hooks' `LayerVariant`): one block of host memory, and the packings over it."""
 
-    def __init__(self, packings: Mapping[str, MatrixPacking | PlainPacking], block: HostTensor | None) -> None:
+    def __init__(self, packings: Mapping[str, Packing], block: HostTensor | None) -> None:
         self.packings = dict(packings)
         self.block = block
 
