@@ -68,17 +68,26 @@ class Checkpoint:
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
         self._where = {name: file for file in map(_open, files) for name in file.names}
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
     def find(self, name: str) -> torch.Tensor | None:
         """The tensor of a parameter: by its name, or by the longest end of it that the checkpoint has.
 
         A model inside another (an adapter, a head) has longer names than its checkpoint. Whether the bytes are those
         of the parameter is for the caller to find out.
         """
+        found = self.locate(name)
+        return None if found is None else found[0].tensor(found[1])
+
+    def locate(self, name: str) -> tuple[CheckpointFile, str] | None:
+        """The file that `find` would read from, and the name that the tensor has there."""
         parts = name.replace(".base_layer", "").split(".")
         for start in range(len(parts)):
-            file = self._where.get(".".join(parts[start:]))
-            if file is not None:
-                return file.tensor(".".join(parts[start:]))
+            own = ".".join(parts[start:])
+            if own in self._where:
+                return self._where[own], own
         return None
 
 
