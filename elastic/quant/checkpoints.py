@@ -121,7 +121,7 @@ class _Reader:
         where = f"{found[0].path}: " if found else ""
         return ConfigError(
             f"{where}{self._prefix + part!r} {what}, at {self.bits} bits in groups of {self._group_size}; "
-            "the checkpoint is damaged or differs from its config (settings of single modules, 'dynamic', are not supported)"
+            "the checkpoint is damaged or differs from its config (settings of single modules, 'dynamic', are not read)"
         )
 
 
