@@ -55,6 +55,7 @@ def wrap(
     policy: str = "manual",
     places: Sequence[str | Place] | None = None,
     variants: Sequence[str | Variant] = (),
+    variant_cache: str | Path | None = None,
     kv_layout: str | None = None,
     checkpoint: str | Path | None = None,
 ) -> Model:
@@ -72,7 +73,8 @@ def wrap(
     not be changed while the model is wrapped.
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
-    layer, and kept in host memory beside the full weights.
+    layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where
+    they are kept on disk too: the second start reads them from there, and processes of a host share them.
 
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
@@ -89,7 +91,7 @@ def wrap(
         pools = _open_places(model, decoder, chosen, slots, memory_stack)
         homes = {pool.backend.device: pool for pool in reversed(pools)}
         layers = make_layers(decoder, slots, homes, files)
-        _pack(model, layers, wanted)
+        _pack(model, layers, wanted, variant_cache)
         reserves = _reserves(layers, memory_stack)
         weights = _weights(layers, homes, memory_stack, model_stack)
         memory = _kv_memory(decoder, pools, layouts, memory_stack)
@@ -214,21 +216,24 @@ def _parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
     return wanted
 
 
-def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant]) -> None:
+def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
     """Pack every layer for every variant, from its parameters where they are now."""
     if not variants:
         return
-    from elastic.quant.build import build, packer
-    from elastic.quant.selection import LayerParameters
+    from elastic.quant.build import obtain
+    from elastic.quant.calibrate import inputs_of
+    from elastic.quant.selection import LayerParameters, matrices
 
     own = [layer for layer in layers if layer.slots]
     parameters = [
         LayerParameters(w.name, {name: (slot.homes[0][0], slot.parameter) for name, slot in w.slots.items()})
         for w in own
     ]
+    used = {f"{p.name}.{name}": p.parameters[name][0] for p in parameters for name, w, _ in matrices(p) if w.ndim == 2}
     for variant in variants:
-        built = build(parameters, variant, packer(variant, {}))
-        for layer, packed in zip(own, built, strict=True):
+        text = variant.calibration
+        inputs = partial(inputs_of, model, used, text) if text is not None else dict[str, torch.Tensor]
+        for layer, packed in zip(own, obtain(parameters, variant, cache, inputs), strict=True):
             layer.variants = {**layer.variants, variant.name: packed}
 
 

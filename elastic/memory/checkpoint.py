@@ -38,7 +38,7 @@ class CheckpointFile:
         self.path = path
         with path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size
-            self._entries, self._start = _read_header(path, file, self.size)
+            self._entries, self.metadata, self._start = _read_header(path, file, self.size)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     @property
@@ -68,17 +68,26 @@ class Checkpoint:
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
         self._where = {name: file for file in map(_open, files) for name in file.names}
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
     def find(self, name: str) -> torch.Tensor | None:
         """The tensor of a parameter: by its name, or by the longest end of it that the checkpoint has.
 
         A model inside another (an adapter, a head) has longer names than its checkpoint. Whether the bytes are those
         of the parameter is for the caller to find out.
         """
+        found = self.locate(name)
+        return None if found is None else found[0].tensor(found[1])
+
+    def locate(self, name: str) -> tuple[CheckpointFile, str] | None:
+        """The file that `find` would read from, and the name that the tensor has there."""
         parts = name.replace(".base_layer", "").split(".")
         for start in range(len(parts)):
-            file = self._where.get(".".join(parts[start:]))
-            if file is not None:
-                return file.tensor(".".join(parts[start:]))
+            own = ".".join(parts[start:])
+            if own in self._where:
+                return self._where[own], own
         return None
 
 
@@ -92,19 +101,19 @@ def _open(path: Path) -> CheckpointFile:
     return file
 
 
-def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
-    """The entries by name, and where the data begin."""
+def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The entries by name, the metadata, and where the data begin."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(_LONGEST_HEADER, size - 8):
         raise ConfigError(f"{path} is no safetensors file: its header would be {length:,} bytes long")
     try:
         entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
+        metadata = dict(entries.pop("__metadata__", None) or {})
         for entry in entries.values():
             _check_entry(entry, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged: its header cannot be read ({error})") from error
-    return entries, 8 + length
+    return entries, metadata, 8 + length
 
 
 def _check_entry(entry: dict[str, Any], size: int) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import nn
 
 from elastic.errors import ConfigError
 from elastic.memory.copying import copy, digest
@@ -27,6 +26,7 @@ from elastic.quant.variants import (
     pack_parameter,
 )
 
+
 def build(
     layers: Sequence[LayerParameters],
     variant: Variant,
@@ -36,12 +36,28 @@ def build(
     """Pack all layers, several at a time, each into one block of the host store."""
     from tqdm.auto import tqdm
 
+    hidden = None if progress else True  # None: where nobody looks
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="elastic-pack") as pool:
         made = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
-        hidden = None if progress else True
-        packed = list(tqdm(made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
+        return list(tqdm(made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
+
+
+def obtain(
+    layers: Sequence[LayerParameters],
+    variant: Variant,
+    cache: str | Path | None,
+    inputs: Callable[[], Mapping[str, torch.Tensor]],
+) -> list[PackedLayer]:
+    """A variant of all layers: from its file in the cache, if there is one, else packed now, and written there."""
+    from elastic.quant.cache import file_of, load, save
+
+    path = file_of(cache, variant) if cache is not None else None
+    known = path is not None and path.exists()
+    packed = load(path, variant, layers) if path and known else build(layers, variant, packer(variant, inputs()))
     for device in {layer.device for layer in layers}:
         measure_paths([p for layer, p in zip(layers, packed, strict=True) if layer.device == device], device)
+    if path and not known:
+        save(path, variant, layers, packed)
     return packed
 
 

@@ -18,7 +18,7 @@ MOST_ROWS = 512
 def inputs_of(model: nn.Module, modules: Mapping[str, nn.Module], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """For each module, by the same names, up to 512 rows of its inputs: [rows, inputs], on the device where it is.
 
-    `tokens` are token ids, int64 [sequences, tokens]; each sequence is one forward pass. Raises `ConfigError` for others.
+    `tokens` are token ids, int64 [sequences, tokens]; each sequence is one forward pass. Others are a `ConfigError`.
     """
     if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
         raise ConfigError(f"calibration: token ids [sequences, tokens] are needed, not {tokens.dtype} {tokens.shape}")

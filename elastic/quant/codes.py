@@ -54,6 +54,11 @@ class Codes:
     def groups(self) -> int:
         return self.scales.shape[1]
 
+    def to(self, device: torch.device) -> Codes:
+        """The same on a device."""
+        order, input_scale = (part if part is None else part.to(device) for part in (self.order, self.input_scale))
+        return Codes(self.codes.to(device), self.scales.to(device), self.zeros.to(device), order, input_scale)
+
     def value(self) -> torch.Tensor:
         """The matrix that the codes stand for, float32 [outputs, inputs], to be used on the inputs as they are."""
         outputs, inputs = self.codes.shape

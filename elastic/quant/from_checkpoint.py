@@ -1,4 +1,4 @@
-"""Variants read from quantized checkpoints: matrices as they are there, and the norms and biases that belong to them."""
+"""Variants read from quantized checkpoints: matrices as they are there, and the norms and biases that go with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def checkpoint_packer(path: str | Path) -> Callable[[LayerParameters], Mapping[s
                 _check(files, layer, name, codes, matrix_of(parameter, transposed))
                 packings[name] = _packed(files, codes, parameter, transposed)
         if not packings:
-            raise ConfigError(f"{files.path} has no quantized matrix of {layer.name}: is it a checkpoint of this model?")
+            raise ConfigError(
+                f"{files.path} has no quantized matrix of {layer.name}: is it a checkpoint of this model?"
+            )
         for name, (_, parameter) in layer.parameters.items():
             value = files.plain(f"{layer.name}.{name}") if name not in packings else None
             if value is not None and not _same(value, parameter):

@@ -58,6 +58,16 @@ class Packed:
         one.__dict__["_kernels"] = self._kernels  # they take the parts as an argument
         return one
 
+    def for_target(self, target: Target) -> Packed:
+        """The same codes, packed for another target."""
+        format_, each = (
+            format_of(self.config),
+            [self] if self.experts is None else list(map(self.expert, range(self.experts))),
+        )
+        made = [format_.repack(self.config, one.parts, self.matrix, self.target, target) for one in each]
+        parts = made[0] if self.experts is None else {name: torch.stack([m[name] for m in made]) for name in made[0]}
+        return replace(self, parts=parts, target=target)
+
     def flipped(self) -> Packed:
         """The same matrices, seen with inputs and outputs exchanged."""
         other = replace(self, transposed=not self.transposed)
