@@ -1,0 +1,214 @@
+"""The price of swapping a layer to int4 and back: the copy, the whole, the pause, and what running generations feel.
+
+    python benchmarks/swap.py [--device cuda:0]
+
+Peer of the copy: a plain copy of as many bytes from host memory that is locked, on CUDA, as the store's is, into memory
+that is there already. A swap finds the pages of the packed layer at rest from the last time, or has to map others
+(a KV cache had them). Gaps between tokens: each commit swaps one layer and restores another, so that as many are packed
+as in the run at rest beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+from common import arguments, finish, paired, ratio, seconds, show, table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import elastic
+from elastic.memory.copying import copy
+
+SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
+STEPS_PER_COMMIT = 8
+
+
+def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype, device: str) -> Any:
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+
+def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
+    """Swap and restore of one layer, beside a plain copy of as many bytes."""
+    elastic.wrap(model, places=[f"{device}=8GiB"], variants=("int4", "int8"))
+    runtime = model.elastic
+    layer = runtime._weights.layers[0]
+    form = layer.form_with("int4")
+    plain_source = torch.randint(0, 255, (form.nbytes,), dtype=torch.uint8)
+    if device != "cpu":
+        plain_source = plain_source.pin_memory()
+    plain_target = torch.zeros(form.nbytes, dtype=torch.uint8, device=device)
+    full_source, full_target = plain_source.repeat(8)[: layer.nbytes], plain_target.repeat(8)[: layer.nbytes]
+    copier = runtime._weights.streamer(layer).copier
+    runtime.swap(0, "int4")
+    packed = layer.sources(layer.block.show(form.layout), form)
+    works = {
+        "plain copy": partial(copy, plain_target, plain_source),
+        "copy": lambda: copier.start(packed).finish(),
+        "plain copy, full": partial(copy, full_target, full_source),
+    }
+    times = paired(works, device, rounds)
+    packed.clear()
+    runtime.restore(0)
+    for key in ("swap", "restore", "swap, mapped", "int8 to int4"):
+        times[key] = []
+    for round_ in range(rounds + 2):
+        took = {
+            "swap": seconds(lambda: runtime.swap(0, "int4"), device),
+            "restore": seconds(lambda: runtime.restore(0), device),
+        }
+        layer.pool.unmap_idle()  # as if a cache had taken the pages and given them back
+        took["swap, mapped"] = seconds(lambda: runtime.swap(0, "int4"), device)
+        runtime.swap(0, "int8")
+        took["int8 to int4"] = seconds(lambda: runtime.swap(0, "int4"), device)
+        runtime.restore(0)
+        if round_ >= 2:
+            for key, value in took.items():
+                times[key].append(value)
+    pauses = sorted(event.pause_ms for event in runtime.events())
+    elastic.unwrap(model)
+    return {
+        "layer": name,
+        "full_bytes": layer.nbytes,
+        "int4_bytes": form.nbytes,
+        "share_of_full": form.nbytes / layer.nbytes,
+        "copy_gb_s": form.nbytes / 1e9 / statistics.median(times["copy"]),
+        "ms": {key: 1e3 * statistics.median(value) for key, value in times.items()},
+        "rate_of_copy": ratio(times["plain copy"], times["copy"]),
+        "rate_of_swap": ratio(times["plain copy"], times["swap"]),
+        "rate_between_variants": ratio(times["plain copy"], times["int8 to int4"]),
+        "rate_of_restore": ratio(times["plain copy, full"], times["restore"]),
+        "pause_ms": {"p50": pauses[len(pauses) // 2], "p99": pauses[int(len(pauses) * 0.99)], "max": pauses[-1]},
+    }
+
+
+class Mover(threading.Thread):
+    """Swaps one layer and restores another whenever it is asked to; the number of packed ones stays."""
+
+    def __init__(self, runtime: Any, layers: int) -> None:
+        super().__init__(daemon=True)
+        self.runtime, self.layers = runtime, layers
+        self.asked = threading.Semaphore(0)
+        self.done = 0
+        self.ending = False
+
+    def run(self) -> None:
+        packed = list(range(0, self.layers, 2))
+        while True:
+            self.asked.acquire()
+            if self.ending:
+                return
+            out, new = packed.pop(0), next(i for i in range(self.layers) if i not in packed)
+            while new in packed or new == out:
+                new = (new + 1) % self.layers
+            packed.append(new)
+            self.runtime.apply([elastic.Swap((new,), "int4"), elastic.Restore((out,))])
+            self.done += 1
+
+
+def gaps(model: Any, device: str, tokens: int, mover: Mover | None) -> list[float]:
+    """Seconds of each decode step of one generation."""
+    token = torch.ones(1, 1, dtype=torch.long, device=device)
+    cache = model(token.repeat(1, 64)).past_key_values
+    found = []
+    for step in range(tokens):
+        if mover and step % STEPS_PER_COMMIT == 0:
+            mover.asked.release()
+        found.append(seconds(lambda: model(token, past_key_values=cache), device))
+    return found
+
+
+def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> dict[str, Any]:
+    """Gaps of runs with commits and of runs at rest, one after the other."""
+    layers, on_cpu = 12, device == "cpu"
+    model = small_model(768 if on_cpu else 4096, 2048 if on_cpu else 11008, layers, dtype, device)
+    elastic.wrap(model, places=[f"{device}={4 if on_cpu else 40}GiB"], variants=("int4",))
+    runtime = model.elastic
+    runtime.swap(range(0, layers, 2), "int4")
+    moving: list[list[float]] = []
+    resting: list[list[float]] = []
+    commits = 0
+    gaps(model, device, 32, None)
+    for _ in range(generations):
+        mover = Mover(runtime, layers)
+        runtime.restore()
+        runtime.swap(range(0, layers, 2), "int4")
+        resting.append(gaps(model, device, tokens, None))
+        mover.start()
+        moving.append(gaps(model, device, tokens, mover))
+        mover.ending = True
+        mover.asked.release()
+        mover.join()
+        commits += mover.done
+    events = [event for event in runtime.events() if len(event.action.layers) == 1]
+    touched = {layer for event in events for layer in event.action.layers}
+    elastic.unwrap(model)
+
+    def percentile(runs: list[list[float]], share: float) -> list[float]:
+        return [sorted(run)[int(share * (len(run) - 1))] for run in runs]
+
+    return {
+        "gaps": generations * tokens,
+        "commits": commits,
+        "steps_per_commit": generations * tokens / commits,
+        "layers_touched": len(touched),
+        "ms_at_rest": {f"p{int(100 * s)}": 1e3 * statistics.median(percentile(resting, s)) for s in (0.5, 0.99)},
+        "ms_moving": {f"p{int(100 * s)}": 1e3 * statistics.median(percentile(moving, s)) for s in (0.5, 0.99)},
+        "p50_ratio": ratio(percentile(moving, 0.5), percentile(resting, 0.5)),
+        "p99_ratio": ratio(percentile(moving, 0.99), percentile(resting, 0.99)),
+        "pause_ms_p99": sorted(event.pause_ms for event in events)[int(0.99 * (len(events) - 1))],
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    on_cpu = options.device == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    shapes = dict(list(SHAPES.items())[:1] if options.quick else SHAPES)
+    generations, tokens = (2, 100) if options.quick else (20, 260)
+    results: dict[str, Any] = {
+        "moves": [
+            moves(n, small_model(*s, 1, dtype, options.device), options.device, options.rounds)
+            for n, s in shapes.items()
+        ],
+        "latency": latency(options.device, dtype, generations, tokens),
+    }
+    table(
+        ["layer", "int4 of full", "copy GB/s", "copy", "int8 to int4", "swap", "restore", "pause ms P50", "P99", "max"],
+        [
+            [
+                m["layer"],
+                f"{m['share_of_full']:.3f}",
+                f"{m['copy_gb_s']:.1f}",
+                *(show(m[f"rate_{k}"]) for k in ("of_copy", "between_variants", "of_swap", "of_restore")),
+                *(f"{m['pause_ms'][key]:.3f}" for key in ("p50", "p99", "max")),
+            ]
+            for m in results["moves"]
+        ],
+    )
+    print("(rates as shares of a plain copy's bytes per second)\n")
+    keys = list(results["moves"][0]["ms"])
+    table(["layer, ms", *keys], [[m["layer"], *(f"{m['ms'][key]:.2f}" for key in keys)] for m in results["moves"]])
+    lat = results["latency"]
+    print(
+        f"\ngaps between tokens, {lat['gaps']} each, a commit every {lat['steps_per_commit']:.1f} steps, "
+        f"{lat['layers_touched']} layers: P50 {lat['ms_moving']['p50']:.2f} ms, {show(lat['p50_ratio'])} of rest; "
+        f"P99 {lat['ms_moving']['p99']:.2f} ms, {show(lat['p99_ratio'])} of rest"
+    )
+    finish("swap", options.device, results)
+
+
+if __name__ == "__main__":
+    main()
