@@ -68,7 +68,7 @@ class QuantizedCheckpoint:
         return None if found is None else _mapped(*found)
 
     def _check_names(self) -> None:
-        """AutoAWQ scales some activations (of GPT-NeoX, MPT, Falcon, …), for which models have no place."""
+        """AutoAWQ scales some activations (of BLOOM, Falcon, MPT, …), for which models have no place."""
         names = set(self._tensors.names)
         for name in names:
             if name.endswith(".scales") and f"{name.removesuffix('scales')}qweight" not in names:
