@@ -20,10 +20,12 @@ from common import arguments, finish, paired, ratio, seconds, show, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic
-from elastic.memory.copying import copy
+from elastic.memory.copying import Pace, copy
 
 SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
 STEPS_PER_COMMIT = 8
+COPY_RATE = "1GB"
+"""A second, on a CPU: there, copies and computation share the memory's speed."""
 
 
 def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype, device: str) -> Any:
@@ -56,7 +58,7 @@ def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
     packed = layer.sources(layer.block.show(form.layout), form)
     works = {
         "plain copy": partial(copy, plain_target, plain_source),
-        "copy": lambda: copier.start(packed).finish(),
+        "copy": lambda: copier.copy(packed, Pace()).finish(),
         "plain copy, full": partial(copy, full_target, full_source),
     }
     times = paired(works, device, rounds)
@@ -134,7 +136,8 @@ def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> d
     """Gaps of runs with commits and of runs at rest, one after the other."""
     layers, on_cpu = 12, device == "cpu"
     model = small_model(768 if on_cpu else 4096, 2048 if on_cpu else 11008, layers, dtype, device)
-    elastic.wrap(model, places=[f"{device}={4 if on_cpu else 40}GiB"], variants=("int4",))
+    rate = COPY_RATE if on_cpu else None
+    elastic.wrap(model, places=[f"{device}={4 if on_cpu else 40}GiB"], variants=("int4",), copy_rate=rate)
     runtime = model.elastic
     runtime.swap(range(0, layers, 2), "int4")
     moving: list[list[float]] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from elastic.config import Place
+from elastic.config import Place, parse_bytes
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
@@ -32,7 +32,7 @@ from elastic.kvcache.layout import Layout, choose_layout
 from elastic.kvcache.lending import KVLender
 from elastic.kvcache.pool import KVPool
 from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.copying import make_copier
+from elastic.memory.copying import Pace, make_copier
 from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
@@ -56,6 +56,7 @@ def wrap(
     places: Sequence[str | Place] | None = None,
     variants: Sequence[str | Variant] = (),
     variant_cache: str | Path | None = None,
+    copy_rate: int | str | None = None,
     kv_layout: str | None = None,
     checkpoint: str | Path | None = None,
 ) -> Model:
@@ -74,7 +75,9 @@ def wrap(
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
     layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where
-    they are kept on disk too: the second start reads them from there, and processes of a host share them.
+    they are kept on disk too: the second start reads them from there, and processes of a host share them. `copy_rate`,
+    such as "2GB", bounds the bytes a second of swaps and restores, where they would slow down what computes beside them
+    (on a CPU); None: as fast as they can.
 
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
@@ -86,6 +89,7 @@ def wrap(
     layouts = {place.device: choose_layout(kv_layout, place.device) for place in chosen}
     files = Checkpoint(checkpoint) if checkpoint is not None else None
     wanted = _parse_variants(variants)
+    pace = _parse_rate(copy_rate)
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
         pools = _open_places(model, decoder, chosen, slots, memory_stack)
@@ -97,7 +101,7 @@ def wrap(
         memory = _kv_memory(decoder, pools, layouts, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender))
+        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, pace))
         _connect(run, memory, weights, lender, pools, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
         run.start()
@@ -216,6 +220,13 @@ def _parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
     return wanted
 
 
+def _parse_rate(copy_rate: int | str | None) -> Pace:
+    rate = None if copy_rate is None else parse_bytes(copy_rate, option="copy_rate")
+    if rate == 0:
+        raise ConfigError(f"copy_rate={copy_rate!r} would never end; give bytes a second such as '2GB', or None")
+    return Pace(rate)
+
+
 def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
     """Pack every layer for every variant, from its parameters where they are now."""
     if not variants:
@@ -279,11 +290,11 @@ def _weights(
     return ModelWeights(layers, streamers)
 
 
-def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: ReservingLender) -> dict[type, Mechanism]:
+def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: ReservingLender, pace: Pace) -> dict[type, Mechanism]:
     from elastic.kvcache.resize import ResizeMechanism
 
     waiting = Waiting(lender)
-    moves = MoveMechanism(weights, lender, waiting)
+    moves = MoveMechanism(weights, lender, waiting, pace)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,7 +39,9 @@ class LayerVariant(Protocol):
     """A layer in a variant: the parameters that differ from the full ones."""
 
     @property
-    def packings(self) -> Mapping[str, Packing]: ...
+    def packings(self) -> MutableMapping[str, Any]:
+        """`Packing`s by parameter; one is replaced when its parameter was written."""
+        ...
 
     @property
     def together(self) -> bool:

@@ -14,7 +14,7 @@ from elastic.hooks.slots import Content, Slot
 from elastic.hooks.sources import HostSource, KeptSource
 from elastic.memory.block import Block
 from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.copying import digest
+from elastic.memory.copying import Pace, digest
 from elastic.memory.host import HostTensor, host
 from elastic.memory.layout import LayerLayout
 from elastic.memory.pool import PagePool
@@ -45,6 +45,7 @@ class LayerWeights:
         self.full = make_form(layout, {}, {})
         self.form = self.full
         """While resident: how it lies in its block. Full while absent."""
+        self._forms: dict[frozenset[tuple[str, str]], Form] = {frozenset(): self.full}
         self.variants: Mapping[str, LayerVariant] = {}
         self.absent = False
         """Read by the layer's hooks: whether a call must be staged."""
@@ -131,12 +132,18 @@ class LayerWeights:
                     f"variant {variant!r} of {self.name} has norms rescaled for its matrices: swap the whole layer"
                 )
             chosen |= {name: variant for name in names if name in offered.packings}
-        packings = {name: self._variant(v).packings[name] for name, v in chosen.items()}
-        return make_form(self.layout, chosen, packings) if chosen else self.full
+        return self._form_of(chosen)
 
     def has_part(self, part: str) -> bool:
         """Whether any of its parameters lies under this name."""
         return any(_under(name, part) for name in self.slots)
+
+    def _form_of(self, chosen: Mapping[str, str]) -> Form:
+        key = frozenset(chosen.items())
+        if key not in self._forms:
+            packings = {name: self._variant(variant).packings[name] for name, variant in chosen.items()}
+            self._forms[key] = make_form(self.layout, chosen, packings)
+        return self._forms[key]
 
     def _variant(self, name: str) -> LayerVariant:
         if name not in self.variants:
@@ -150,11 +157,12 @@ class LayerWeights:
 
     def renew(self, form: Form) -> Form:
         """The form with every outdated packing made anew. Raises `StateError` where that cannot be had."""
-        packings = {}
-        for name, packing in form.packings.items():
-            kept = self._host[name]
-            packings[name] = packing if packing.origin == kept.digest else packing.renewed(kept.tensor, kept.digest)
-        return make_form(self.layout, form.variants, packings)
+        for name, variant in form.variants.items():
+            kept, packing = self._host[name], form.packings[name]
+            if packing.origin != kept.digest:
+                self._variant(variant).packings[name] = packing.renewed(kept.tensor, kept.digest)
+                self._forms = {frozenset(): self.full}
+        return self._form_of(form.variants)
 
     # -- the bytes
 
@@ -173,7 +181,7 @@ class LayerWeights:
         """The block of the present form."""
         return self.blocks.get(self.form.key)
 
-    def keep(self) -> int:
+    def keep(self, pace: Pace | None = None) -> int:
         """Have the full bytes of a resident layer in the host store; returns how many had to be copied."""
         copied = 0
         for name, slot in self.slots.items():
@@ -184,6 +192,8 @@ class LayerWeights:
                 file = self._checkpoint.find(f"{self.name}.{name}") if self._checkpoint else None
                 self._host[name] = host.keep(slot.parameter, fingerprint, file=file, lock=self._lock_pages)
                 copied += slot.parameter.nbytes
+            if pace is not None:
+                pace.keep(slot.parameter.nbytes)
         return copied
 
     def host_tensor(self, name: str) -> torch.Tensor:
@@ -193,7 +203,7 @@ class LayerWeights:
     def drop_host_copies(self) -> None:
         """The host store need not have the bytes for this layer any more."""
         self._host.clear()
-        self.variants = {}
+        self.variants, self._forms = {}, {frozenset(): self.full}
         self.form = self.full
 
     def version(self) -> int:

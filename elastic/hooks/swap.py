@@ -27,6 +27,7 @@ from elastic.hooks.layer import LayerWeights
 from elastic.hooks.release import require_no_gradients
 from elastic.hooks.reserve import ReservingLender
 from elastic.hooks.weights import ModelWeights
+from elastic.memory.copying import Pace
 from elastic.types import Change, PlanStep
 
 
@@ -38,10 +39,11 @@ class PreparedMove(Prepared):
 class MoveMechanism:
     """`Swap` and `Restore`: check, prepare, commit, roll back, finish."""
 
-    def __init__(self, weights: ModelWeights, lender: ReservingLender, waiting: Waiting) -> None:
+    def __init__(self, weights: ModelWeights, lender: ReservingLender, waiting: Waiting, pace: Pace) -> None:
         self._weights = weights
         self._lender = lender
         self._waiting = waiting
+        self._pace = pace
 
     def foresee(self, action: Move) -> PlanStep:
         """What the action would do if nothing changed until then."""
@@ -191,14 +193,14 @@ class MoveMechanism:
     def _fill(self, layer: LayerWeights, form: Form) -> Form:
         """Copy the form's bytes, and check meanwhile that the host has those that leave; returns the form as it is."""
         copier, block = self._weights.streamer(layer).copier, layer.blocks[form.key]
-        copy = copier.start(layer.sources(block.show(form.layout), form))
+        copy = copier.copy(layer.sources(block.show(form.layout), form), self._pace)
         try:
-            changed = 0 if layer.absent else layer.keep()
+            changed = 0 if layer.absent else layer.keep(self._pace)
         finally:
             copy.finish()
         if changed or layer.outdated(form):
             form = layer.renew(form)
-            copier.start(layer.sources(block.show(form.layout), form)).finish()
+            copier.copy(layer.sources(block.show(form.layout), form), self._pace).finish()
         return form
 
     def _retire_old(self, flips: list[Flip]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -12,6 +13,25 @@ import torch
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(target, source), of equal shapes and dtypes."""
 _DIGEST_WORDS = 128
+
+
+class Pace:
+    """Spreads work over time, so that what computes beside it keeps its share of the memory's speed."""
+
+    CHUNK = 1 << 20
+    """Bytes done at once."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self.bytes_per_s = bytes_per_s
+        """None: no bound."""
+        self._due = 0.0
+
+    def keep(self, nbytes: int) -> None:
+        """So many bytes were done: return when more may be."""
+        if self.bytes_per_s is not None:
+            now = time.monotonic()
+            self._due = max(self._due, now) + nbytes / self.bytes_per_s
+            time.sleep(self._due - now)
 
 
 class Ticket(Protocol):
@@ -33,7 +53,13 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """Starts copies; they run one after another."""
 
-    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> Ticket: ...
+    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> Ticket:
+        """Beside what the calling thread does next."""
+        ...
+
+    def copy(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
+        """For a caller that waits anyway, at a pace: on a CPU the bytes are there on return."""
+        ...
 
     def close(self) -> None:
         """Finish, and take no more. Can be called twice."""
@@ -82,6 +108,10 @@ class ThreadCopier:
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> Ticket:
         return _Told(self._thread.submit(_copy_and_let_go, list(pairs)))
 
+    def copy(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
+        _copy_all(pairs, pace)
+        return _Told(_DONE)
+
     def close(self) -> None:
         self._thread.shutdown()
 
@@ -99,8 +129,17 @@ class StreamCopier:
             _copy_all(pairs)
             return _Recorded(self._stream.record_event(), self._stream.device)
 
+    def copy(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
+        with torch.cuda.stream(self._stream):
+            _copy_all(pairs, pace)
+            return _Recorded(self._stream.record_event(), self._stream.device)
+
     def close(self) -> None:
         self._stream.synchronize()
+
+
+_DONE: Future[None] = Future()
+_DONE.set_result(None)
 
 
 class _Told:
@@ -145,6 +184,19 @@ def _copy_and_let_go(pairs: list[Pair]) -> None:
         pairs.clear()
 
 
-def _copy_all(pairs: Sequence[Pair]) -> None:
+def _copy_all(pairs: Sequence[Pair], pace: Pace | None = None) -> None:
     for target, source in pairs:
-        copy(target, source)
+        if pace is None or pace.bytes_per_s is None:
+            copy(target, source)
+        else:
+            for part in _chunks(target, source):
+                copy(*part)
+                pace.keep(part[0].nbytes)
+
+
+def _chunks(target: torch.Tensor, source: torch.Tensor) -> Iterable[Pair]:
+    """The same copy in parts that are not long, where both are contiguous."""
+    if not target.is_contiguous() or not source.is_contiguous():
+        return [(target, source)]
+    size = Pace.CHUNK // target.element_size()
+    return zip(torch.split(target.view(-1), size), torch.split(source.view(-1), size), strict=True)
