@@ -447,6 +447,7 @@ def test_a_copy_that_fails_leaves_the_old_variant_serving(monkeypatch: Any, wrap
 
     model = wrapped(build("llama-gqa"), variants=("int4",))
     rt, expected = model.elastic, model(**prompt()).logits
+    rt.kv.trim()
     owners, real, left = rt.status().places[0].owners, copying.copy, [20]
 
     def copy_until(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -109,8 +109,13 @@ class ThreadCopier:
         return _Told(self._thread.submit(_copy_and_let_go, list(pairs)))
 
     def copy(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
-        _copy_all(pairs, pace)
-        return _Told(_DONE)
+        done: Future[None] = Future()
+        try:
+            _copy_all(pairs, pace)
+            done.set_result(None)
+        except Exception as error:  # raised by the ticket, without the frames that know the tensors
+            done.set_exception(error)
+        return _Told(done)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -136,10 +141,6 @@ class StreamCopier:
 
     def close(self) -> None:
         self._stream.synchronize()
-
-
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
 
 
 class _Told:
