@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from elastic.config import Place
@@ -33,6 +34,8 @@ from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from elastic.kvcache.cache import ElasticCache
+    from elastic.profiling import profile
+    from elastic.quant.profile_file import Profile
 
 __version__ = "0.1.0"
 
@@ -51,6 +54,7 @@ __all__ = [
     "Place",
     "PlaceStatus",
     "PlanStep",
+    "Profile",
     "Release",
     "Residency",
     "Resize",
@@ -59,15 +63,21 @@ __all__ = [
     "Runtime",
     "StateError",
     "Status",
+    "profile",
     "runtime",
     "unwrap",
     "wrap",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ElasticCache":  # needs transformers, which `import elastic` does not
-        from elastic.kvcache.cache import ElasticCache
+_LATER = {
+    "ElasticCache": "elastic.kvcache.cache",  # needs transformers, which `import elastic` does not
+    "Profile": "elastic.quant.profile_file",
+    "profile": "elastic.profiling",
+}
 
-        return ElasticCache
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

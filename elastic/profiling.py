@@ -77,7 +77,7 @@ def profile(
     with as_for_inference(model):
         on_device = ids.to(next(model.parameters()).device)
         return measure(
-            [Trace(model, decoder.layers, part) for part in on_device.split(batch)],
+            [Trace(model, decoder.layers, part) for part in on_device.chunk(-(-len(ids) // batch))],
             decoder.layers,
             lambda index: dequantized_layer(decoder.layers[index], config),
             setting,
@@ -95,8 +95,8 @@ def token_ids(calibration: str | Sequence[str] | torch.Tensor, tokenizer: Any, t
     if isinstance(calibration, torch.Tensor):
         if calibration.ndim != 2 or calibration.dtype.is_floating_point or not calibration.numel():
             raise ConfigError(
-                f"calibration is a tensor of {calibration.dtype} {list(calibration.shape)}; give token ids, integers of "
-                "shape [sequences, tokens]"
+                f"calibration is a tensor of {calibration.dtype} {list(calibration.shape)}; give token ids, integers "
+                "of shape [sequences, tokens]"
             )
         return calibration.long()
     if tokenizer is None:

@@ -18,6 +18,7 @@ BELOW = {
     "weights": LEAVES | {"memory"},
     "assets": set(),
     **{room: LEAVES | {"memory", "weights", room} for room in MIDDLE},
+    "profiling": LEAVES | {"hooks", "quant", "runtime"},
     **dict.fromkeys(("wrap", "runtime"), LEAVES | MIDDLE | {"memory", "weights", "wrap", "runtime"}),
 }
 

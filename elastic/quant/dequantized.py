@@ -1,4 +1,4 @@
-"""A decoder layer whose matrices were rounded to integers and back: how a packed layer computes, without its kernels."""
+"""A decoder layer whose matrices were rounded to integers and back: what a packed layer computes, without kernels."""
 
 from __future__ import annotations
 

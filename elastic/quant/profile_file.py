@@ -114,7 +114,9 @@ class Profile:
         profile = read(Path(path))
         if not profile.complete:
             done, layers = len(profile.rounds), len(profile.lts)
-            raise ConfigError(f"{path} is unfinished ({done} of {layers} layers); profile in the same way again to go on")
+            raise ConfigError(
+                f"{path} is unfinished ({done} of {layers} layers); profile in the same way again to go on"
+            )
         return profile
 
 

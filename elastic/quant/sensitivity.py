@@ -35,8 +35,8 @@ _ROUNDING = 1e-12
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """The cosine over the last dimension, in float64, summed over all others."""
     a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    rows = max(1, _CHUNK // a.shape[-1])
-    parts = [_cosines(x.double(), y.double()).sum() for x, y in zip(a.split(rows), b.split(rows), strict=True)]
+    chunks = -(-a.numel() // _CHUNK)
+    parts = [_cosines(x.double(), y.double()).sum() for x, y in zip(a.chunk(chunks), b.chunk(chunks), strict=True)]
     return float(torch.stack(parts).sum())
 
 
@@ -235,7 +235,7 @@ def _mean(walks: Sequence[Walk], sums: Sequence[float], p: int) -> float:
 
 def _cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     squares = torch.linalg.vecdot(a, a) * torch.linalg.vecdot(b, b)
-    return (torch.linalg.vecdot(a, b) / squares.clamp(min=1e-300).sqrt()).clamp(-1, 1)
+    return torch.clamp(torch.linalg.vecdot(a, b) / squares.clamp(min=1e-300).sqrt(), -1, 1)
 
 
 def _way_bytes(trace: Trace) -> int:
