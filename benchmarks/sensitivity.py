@@ -37,7 +37,7 @@ from elastic.quant.sensitivity import cosine, measure
 
 ROOT = Path(__file__).parent.parent
 SEEDS = 10
-FILES, WINDOW, WINDOWS_PER_TEXT = 8, 512, 2
+FILES, WINDOW, WINDOWS_PER_TEXT = 8, 512, 1
 TERMS = {"LTS alone": (1, 0, 0), "LRS alone": (0, 1, 0), "MDS alone": (0, 0, 1)}
 Orders = dict[str, tuple[int, ...]]
 

@@ -58,19 +58,7 @@ def profile(
     name, config = _variant(variant)
     ids = token_ids(calibration, tokenizer, tokens)
     _check_options(alpha1, alpha2, beta, batch)
-    setting = Setting(
-        variant=name,
-        config={"type": type(config).__name__, **dataclasses.asdict(config)},
-        alpha1=alpha1,
-        alpha2=alpha2,
-        beta=beta,
-        lazy=lazy,
-        dtype=str(next(decoder.layers[0].parameters()).dtype).removeprefix("torch."),
-        layers=tuple(fingerprint(layer) for layer in decoder.layers),
-        text=fingerprint_of_tokens(ids),
-        sequences=ids.shape[0],
-        tokens=ids.shape[1],
-    )
+    setting = _setting(decoder, ids, name, config, alpha1=alpha1, alpha2=alpha2, beta=beta, lazy=lazy)
     begun = _begun(path, setting)
     if begun is not None and begun.complete:
         return begun
@@ -138,6 +126,19 @@ def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> Non
             raise ConfigError(f"{name}={value} must be a number of at least 0")
     if batch < 1:
         raise ConfigError(f"batch={batch} must be at least 1")
+
+
+def _setting(decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers, **options: Any) -> Setting:
+    return Setting(
+        variant=variant,
+        config={"type": type(config).__name__, **dataclasses.asdict(config)},
+        dtype=str(next(decoder.layers[0].parameters()).dtype).removeprefix("torch."),
+        layers=tuple(fingerprint(layer) for layer in decoder.layers),
+        text=fingerprint_of_tokens(ids),
+        sequences=ids.shape[0],
+        tokens=ids.shape[1],
+        **options,
+    )
 
 
 def _begun(path: str | Path | None, setting: Setting) -> Profile | None:

@@ -43,7 +43,8 @@ def profile(options: Namespace) -> int:
 
 def _measure(model: Any, tokenizer: Any, texts: list[str], path: Path, options: Namespace) -> Profile:
     columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("candidates", total=None)
         return elastic.profile(
             model,

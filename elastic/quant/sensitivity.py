@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with candidates done and candidates in all."""
 Saver = Callable[[Profile], None]
 MOST_KEPT_BYTES = 2 << 30
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 _ROUNDING = 1e-12
 
 
@@ -61,7 +61,7 @@ def measure(
     keeps = sum(_way_bytes(trace) for trace in traces) <= most_kept_bytes
     walks = [Walk(trace, layers, variants, keeps=keeps) for trace in traces]
     if begun is None:
-        check_that_layers_are_alone(traces[0], walks[0], variants(0))
+        check_that_layers_are_alone(walks[0])
         begun = Profile(setting, *_local_scores(walks))
         save(begun)
     else:
@@ -130,18 +130,25 @@ class Walk:
         self.logits = self.trace.head(self.states[-1])
 
 
-def check_that_layers_are_alone(trace: Trace, walk: Walk, first: nn.Module) -> None:
-    """Raise `ConfigError` where layers pass more than hidden states to one another, so that they cannot run alone."""
-    whole = trace.whole({0: first}).double()
-    alone, before = walk.attempt(0).double(), trace.logits.double()
-    walk.lost(0)
-    effect, error = (whole - before).norm(), (whole - alone).norm()
-    if not error <= 0.01 * effect + 1e-6 * before.norm():
-        raise ConfigError(
-            "this model cannot be profiled: a pass whose layers are run one by one differs from a plain one "
-            f"({error:.3g}, where a quantized layer makes a difference of {effect:.3g}); its layers share more than "
-            "hidden states"
-        )
+def check_that_layers_are_alone(walk: Walk) -> None:
+    """Raise `ConfigError` where layers pass more than hidden states to one another, so that they cannot run alone.
+
+    Layer 0 is replaced, and the rest run one by one: that must be a plain pass with layer 0 replaced. Then each layer
+    alone, the last first, is given what it was given at the outset: what others left behind since must not matter.
+    """
+    trace = walk.trace
+    tolerance = max(1e-5, torch.finfo(trace.logits.dtype).eps)
+    whole, before = trace.whole({0: walk.variants(0)}).double(), trace.logits.double()
+    effect, error = (whole - before).norm(), (whole - walk.attempt(0).double()).norm()
+    if not effect.isfinite():
+        raise _not_finite(0)
+    if error > 0.01 * effect + tolerance * before.norm():
+        raise _not_alone(f"the logits of a pass layer by layer are {error:.3g} from those of a plain one")
+    for i, layer in reversed(list(enumerate(walk.layers))):
+        expected = trace.outputs[i].double()
+        apart = (trace.run(i, layer, trace.states[i]).double() - expected).norm()
+        if not torch.equal(trace.outputs[i], trace.states[i + 1]) or apart > tolerance * expected.norm():
+            raise _not_alone(f"layer {i} does not always return the same, or the next one is given something else")
 
 
 def _local_scores(walks: Sequence[Walk]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -227,10 +234,18 @@ def _updated(known: Sequence[float], round_: Round) -> list[float]:
 def _mean(walks: Sequence[Walk], sums: Sequence[float], p: int) -> float:
     mean = sum(sums) / sum(walk.tokens for walk in walks)
     if not math.isfinite(mean):
-        raise ConfigError(
-            f"the scores of layer {p} are not finite: activations overflow; load the model in a dtype of wider range"
-        )
+        raise _not_finite(p)
     return mean
+
+
+def _not_finite(p: int) -> ConfigError:
+    return ConfigError(
+        f"the scores of layer {p} are not finite: activations overflow; load the model in a dtype of wider range"
+    )
+
+
+def _not_alone(why: str) -> ConfigError:
+    return ConfigError(f"this model cannot be profiled: its layers share more than hidden states ({why})")
 
 
 def _cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
