@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import correlation
 from typing import Any
 
 import torch
@@ -62,25 +63,31 @@ def held_out_windows(held_out: list[str], tokenizer: Any) -> tuple[torch.Tensor,
     return torch.tensor(windows), origin
 
 
-def orders_for(variant: str, model: Any, tokenizer: Any, calibration: list[str]) -> Orders:
+def orders_for(variant: str, model: Any, tokenizer: Any, calibration: list[str]) -> tuple[elastic.Profile, Orders]:
+    """The profile, and the orders to compare."""
     layers = len(find_decoder(model).layers)
-    profile = functools.partial(elastic.profile, model, calibration, tokenizer=tokenizer, variant=variant, lazy=True)
-    found = profile().order
+    profile = functools.partial(elastic.profile, model, calibration, tokenizer=tokenizer, variant=variant)
+    whole = profile()
+    found = whole.order
     orders = {"LIS": found, "reverse": found[::-1], **{rule: order(rule, layers) for rule in RULES}}
     for name, (alpha1, alpha2, beta) in TERMS.items():
-        orders[name] = profile(alpha1=alpha1, alpha2=alpha2, beta=beta).order
+        orders[name] = profile(alpha1=alpha1, alpha2=alpha2, beta=beta, lazy=True).order
     last = found[-1]
     for seed in range(SEEDS):
         drawn = random_order(layers, seed)
         orders[f"random {seed}"] = drawn
         orders[f"random, {last} last {seed}"] = (*(p for p in drawn if p != last), last)
-    return orders
+    return whole, orders
 
 
-def curves(variant: str, model: Any, windows: torch.Tensor, orders: Orders) -> dict[str, dict[str, torch.Tensor]]:
-    """For each order the rise in nats and the top-1 agreement, [layers swapped, windows]."""
+Curves = dict[str, dict[str, torch.Tensor]]
+
+
+def curves(variant: str, model: Any, windows: torch.Tensor, orders: Orders) -> tuple[Curves, list[float]]:
+    """For each order the rise in nats and the top-1 agreement, [layers swapped, windows]; the rise of single layers."""
     layers = find_decoder(model).layers
-    sets = {s for o in orders.values() for s in prefixes(o)}
+    singles = [frozenset([p]) for p in range(len(layers))]
+    sets = {s for o in orders.values() for s in prefixes(o)} | set(singles)
     quantize = functools.cache(lambda i: dequantized_layer(layers[i], VARIANTS[variant]))
     parts = []
     for ids in windows.split(2):
@@ -93,13 +100,40 @@ def curves(variant: str, model: Any, windows: torch.Tensor, orders: Orders) -> d
         parts.append(score_sets(trace, layers, quantize, sets, score))
     whole = {s: torch.cat([part[s] for part in parts], dim=1) for s in sets}
     plain = whole[frozenset()][0]
-    return {
+    by_order = {
         name: {
             "nats": torch.stack([whole[s][0] - plain for s in prefixes(o)]),
             "agreement": torch.stack([whole[s][1] for s in prefixes(o)]),
         }
         for name, o in orders.items()
     }
+    return by_order, [(whole[s][0] - plain).mean().item() for s in singles]
+
+
+def terms_of(profile: elastic.Profile, rises: list[float]) -> dict[str, Any]:
+    """What each term of LIS contributes: its weighted spread over the layers, and whether it ranks them by loss."""
+    setting, first, last = profile.setting, profile.rounds[0].mds, profile.order[-1]
+    terms = {
+        "LTS": [setting.alpha1 * x for x in profile.lts],
+        "LRS": [setting.alpha2 * x for x in profile.lrs],
+        "MDS": [setting.beta * first[p] for p in range(len(rises))],
+    }
+    others = [p for p in range(len(rises)) if p != last]
+    return {
+        name: {
+            "spread": max(term) - min(term),
+            "spread_without_last": max(term[p] for p in others) - min(term[p] for p in others),
+            "rank_correlation_with_loss": -correlation(ranks(term), ranks(rises)),
+            "rank_correlation_without_last": -correlation(
+                ranks([term[p] for p in others]), ranks([rises[p] for p in others])
+            ),
+        }
+        for name, term in terms.items()
+    }
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    return [float(sum(other < value for other in values)) for value in values]
 
 
 def group(name: str) -> str:
@@ -131,8 +165,8 @@ def difference(own: torch.Tensor, others: torch.Tensor, origin: Sequence[int], r
 
 def quality(variant: str, model: Any, tokenizer: Any, calibration: list[str], held_out: list[str]) -> dict[str, Any]:
     windows, origin = held_out_windows(held_out, tokenizer)
-    orders = orders_for(variant, model, tokenizer, calibration)
-    found = curves(variant, model, windows, orders)
+    profile, orders = orders_for(variant, model, tokenizer, calibration)
+    found, rises = curves(variant, model, windows, orders)
     own = on_the_way(found["LIS"]["nats"])
     rows = {}
     for row in dict.fromkeys(map(group, orders)):
@@ -149,6 +183,8 @@ def quality(variant: str, model: Any, tokenizer: Any, calibration: list[str], he
         "windows": len(windows),
         "texts": len(set(origin)),
         "orders": {name: o for name, o in orders.items() if not name.startswith("random")},
+        "single_mnats": [1e3 * rise for rise in rises],
+        "terms": terms_of(profile, rises),
         "rows": rows,
     }
 
@@ -169,6 +205,11 @@ def show_quality(result: dict[str, Any]) -> None:
             more = [f"{row['mean_mnats']:.1f}", f"{gain['mean']:+.1f} [{gain['low']:+.1f}, {gain['high']:+.1f}]"]
             rows.append([name, *(form.format(x) for x in row[key][1:]), *(more if above else [])])
         table([key, *map(str, range(1, layers + 1)), *above], rows)
+    print("one layer swapped: " + ", ".join(f"{p}: {x:.1f}" for p, x in enumerate(result["single_mnats"])))
+    table(
+        ["term", "weighted spread", "without the last", "rank correlation with loss", "without the last"],
+        [[name, *(f"{x:.2g}" for x in term.values())] for name, term in result["terms"].items()],
+    )
 
 
 def naive(model: Any, ids: torch.Tensor, variants: Sequence[Any], setting: Setting) -> tuple[int, ...]:

@@ -34,9 +34,9 @@ class Trace:
                 f"{type(model).__name__} called its {len(layers)} decoder layers {len(self._calls)} times in one pass; "
                 "only models that call each once can be profiled"
             )
-        self.states = [_hidden(*call) for call in self._calls] + [_first(self._results[-1])]
+        self.states = [_hidden(*call) for call in self._calls] + [first(self._results[-1])]
         """The hidden states that each layer was given, and what the last one returned: [sequences, tokens, hidden]."""
-        self.outputs = [_first(result) for result in self._results]
+        self.outputs = [first(result) for result in self._results]
         """What each layer returned."""
 
     @property
@@ -47,8 +47,8 @@ class Trace:
         """What a layer, or another in its place, returns for these hidden states."""
         args, kwargs = self._calls[index]
         if args:
-            return _first(layer(hidden, *args[1:], **kwargs))
-        return _first(layer(**{**kwargs, "hidden_states": hidden}))
+            return first(layer(hidden, *args[1:], **kwargs))
+        return first(layer(**{**kwargs, "hidden_states": hidden}))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits that the model makes of what the last layer returned: its own forward, with no layer run."""
@@ -61,6 +61,24 @@ class Trace:
         """The logits of a plain pass of the model, with other layers in some places."""
         with replaced_forwards({self._layers[i]: layer.forward for i, layer in changed.items()}):
             return self._forward()
+
+    def why_not_alone(self, zeroth: nn.Module, one_by_one: torch.Tensor) -> str | None:
+        """None, or in words why layers cannot be run one by one: they share more than hidden states.
+
+        With layer 0 replaced by `zeroth`, layers run one by one made logits that must be those of a plain pass. Then
+        each layer alone, the last first, is given what it was given at the outset: what others left behind since must
+        not matter.
+        """
+        plain = self.whole({0: zeroth})
+        if _apart(one_by_one, plain) > 0.01 * _apart(plain, self.logits) + _tolerance(plain):
+            return "one by one they make other logits than in a plain pass"
+        for i in reversed(range(len(self._layers))):
+            again = self.run(i, self._layers[i], self.states[i])
+            if _apart(again, self.outputs[i]) > _tolerance(again):
+                return f"layer {i} alone does not return what it did in a plain pass"
+            if not torch.equal(self.outputs[i], self.states[i + 1]):
+                return f"what layer {i} returns is not what the next one is given"
+        return None
 
     def _forward(self) -> torch.Tensor:
         logits: torch.Tensor = self._model(self._ids, use_cache=False, return_dict=True).logits
@@ -106,6 +124,15 @@ def as_for_inference(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
+def _tolerance(x: torch.Tensor) -> float:
+    """For what the same operations on the same numbers may differ by on an accelerator."""
+    return max(1e-5, torch.finfo(x.dtype).eps) * float(x.double().norm())
+
+
 def _reset_forward(module: nn.Module, own: Forward | None) -> None:
     del module.forward
     if own is not None:
@@ -117,7 +144,8 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return hidden
 
 
-def _first(result: Any) -> torch.Tensor:
+def first(result: Any) -> torch.Tensor:
+    """The hidden states among what a layer returned."""
     hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return hidden
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastic.quant.capture import Trace
+from elastic.quant.walks import Walk
 
 Score = TypeVar("Score")
 Layers = frozenset[int]
@@ -25,6 +26,8 @@ def score_sets(
 
     What sets have in common up to a layer is run once.
     """
+    if trace.why_not_alone(quantize(0), Walk(trace, layers, quantize).attempt(0)) is not None:
+        return {s: score(trace.whole({p: quantize(p) for p in s})) for s in map(frozenset, sets)}
     found: dict[Layers, Score] = {}
 
     def visit(i: int, hidden: torch.Tensor, below: list[Layers]) -> None:
