@@ -166,7 +166,7 @@ def difference(own: torch.Tensor, others: torch.Tensor, origin: Sequence[int], r
 def quality(variant: str, model: Any, tokenizer: Any, calibration: list[str], held_out: list[str]) -> dict[str, Any]:
     windows, origin = held_out_windows(held_out, tokenizer)
     profile, orders = orders_for(variant, model, tokenizer, calibration)
-    found, rises = curves(variant, model, windows, orders)
+    found, singles = curves(variant, model, windows, orders)
     own = on_the_way(found["LIS"]["nats"])
     rows = {}
     for row in dict.fromkeys(map(group, orders)):
@@ -183,8 +183,8 @@ def quality(variant: str, model: Any, tokenizer: Any, calibration: list[str], he
         "windows": len(windows),
         "texts": len(set(origin)),
         "orders": {name: o for name, o in orders.items() if not name.startswith("random")},
-        "single_mnats": [1e3 * rise for rise in rises],
-        "terms": terms_of(profile, rises),
+        "single_mnats": [1e3 * rise for rise in singles],
+        "terms": terms_of(profile, singles),
         "rows": rows,
     }
 
