@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from elastic.config import Place
@@ -34,6 +35,8 @@ from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from elastic.kvcache.cache import ElasticCache
+    from elastic.profiling import profile
+    from elastic.quant.profile_file import Profile
     from elastic.quant.variants import Variant
 
 __version__ = "0.1.0"
@@ -53,6 +56,7 @@ __all__ = [
     "Place",
     "PlaceStatus",
     "PlanStep",
+    "Profile",
     "Release",
     "Residency",
     "Resize",
@@ -63,19 +67,22 @@ __all__ = [
     "Status",
     "Swap",
     "Variant",
+    "profile",
     "runtime",
     "unwrap",
     "wrap",
 ]
 
 
+_LATER = {
+    "ElasticCache": "elastic.kvcache.cache",  # needs transformers, which `import elastic` does not
+    "Profile": "elastic.quant.profile_file",
+    "Variant": "elastic.quant.variants",
+    "profile": "elastic.profiling",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "ElasticCache":  # needs transformers, which `import elastic` does not
-        from elastic.kvcache.cache import ElasticCache
-
-        return ElasticCache
-    if name == "Variant":
-        from elastic.quant.variants import Variant
-
-        return Variant
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

@@ -20,6 +20,7 @@ BELOW = {
     "assets": set(),
     **{room: LEAVES | {"memory", "weights", room} for room in MIDDLE},
     "results": LEAVES,
+    "profiling": LEAVES | {"hooks", "quant", "runtime"},
     **dict.fromkeys(TOP, LEAVES | MIDDLE | TOP | {"memory", "weights", "results"}),
 }
 

@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     )
     generate = commands.add_parser("generate", help="generate text with a wrapped model")
     _add_common(generate, prompt=None, tokens=128)
+    _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
     return root
 
 
@@ -38,6 +39,25 @@ def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens:
         "--place", default=None, metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB"
     )
     command.add_argument("--seed", type=int, default=0)
+
+
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="model directory")
+    command.add_argument(
+        "--calibration", required=True, nargs="+", metavar="FILE", help="text like what will be served"
+    )
+    command.add_argument("--variant", default="int4", metavar="NAME", help="int8, int4 (the default) or int3")
+    for name, default, score in (("alpha1", 0.25, "LTS"), ("alpha2", 0.25, "LRS"), ("beta", 0.5, "MDS")):
+        command.add_argument(f"--{name}", type=float, default=default, metavar="X", help=f"weight of {score}")
+    command.add_argument("--tokens", type=int, default=2048, metavar="N", help="of the calibration text (2048)")
+    command.add_argument("--batch", type=int, default=1, metavar="N", help="sequences run at once (1)")
+    command.add_argument("--lazy", action="store_true", help="the same order sooner, without the scores of also-rans")
+    command.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (the default) or cuda:0")
+    command.add_argument(
+        "--out", default=None, metavar="FILE", help="where the profile goes (MODEL/elastic-profile-VARIANT.json)"
+    )
+    command.add_argument("--plot", default=None, metavar="FILE", help="draw scores, and loss by layers swapped, as PNG")
+    command.add_argument("--held-out", default=None, metavar="FILE", help="text for the losses of the plot")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +79,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
         return generate
     try:
+        if name == "profile":
+            from elastic.cli.profile import profile
+
+            return profile
         from elastic.cli.demo import demo
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"{error}; the live view needs: pip install 'elastic-llm[cli]'") from error

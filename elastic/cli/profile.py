@@ -1,0 +1,96 @@
+"""`elastic profile`: which layers of a model to swap first."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import elastic
+from elastic.cli.loading import load_model
+from elastic.config import Place
+from elastic.errors import ConfigError
+from elastic.quant.profile_file import Profile
+
+
+def profile(options: Namespace) -> int:
+    """Profile a model, save and show the order; draw it if asked to."""
+    device = Place.parse(options.device).device
+    texts = [_text(path, "--calibration") for path in options.calibration]
+    held_out = _text(options.held_out, "--held-out") if options.held_out else None
+    if options.plot:
+        from elastic.cli.plot import require_matplotlib
+
+        require_matplotlib()
+    model, tokenizer = load_model(options.model, device, option="MODEL")
+    model = model.to(device)
+    path = Path(options.out or Path(options.model) / f"elastic-profile-{options.variant}.json")
+    found = _measure(model, tokenizer, texts, path, options)
+    console = Console()
+    console.print(_scores(found))
+    console.print(f"order, the first to swap first: {' '.join(map(str, found.order))}", soft_wrap=True)
+    console.print(f"saved to {path}", soft_wrap=True)
+    if options.plot:
+        _draw(model, tokenizer, found, held_out, texts, options)
+        console.print(f"drawn to {options.plot}", soft_wrap=True)
+    return 0
+
+
+def _measure(model: Any, tokenizer: Any, texts: list[str], path: Path, options: Namespace) -> Profile:
+    columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("candidates", total=None)
+        return elastic.profile(
+            model,
+            texts,
+            tokenizer=tokenizer,
+            variant=options.variant,
+            path=path,
+            alpha1=options.alpha1,
+            alpha2=options.alpha2,
+            beta=options.beta,
+            tokens=options.tokens,
+            batch=options.batch,
+            lazy=options.lazy,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _scores(found: Profile) -> Table:
+    """The layers in their order, with the scores that each was chosen by."""
+    table = Table("layer", "LTS", "LRS", "MDS", "LIS", title=f"{found.setting.variant}, {_tokens(found)} tokens")
+    for round_ in found.rounds:
+        p = round_.chosen
+        scores = found.lts[p], found.lrs[p], round_.mds[p], round_.lis[p]
+        table.add_row(str(p), *(f"{score:.6f}" for score in scores))
+    return table
+
+
+def _tokens(found: Profile) -> int:
+    return found.setting.sequences * found.setting.tokens
+
+
+def _draw(
+    model: Any, tokenizer: Any, found: Profile, held_out: str | None, texts: list[str], options: Namespace
+) -> None:
+    from elastic.cli.plot import draw, losses_by_order
+    from elastic.profiling import token_ids
+
+    ids = token_ids(held_out or texts, tokenizer, options.tokens)
+    with torch.no_grad():
+        losses = losses_by_order(model, found, ids.to(model.device))
+    draw(found, losses, "held-out text" if held_out else "calibration text", Path(options.plot))
+
+
+def _text(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{option} {path} cannot be read: {reason}") from error

@@ -1,0 +1,155 @@
+"""`profile`: in which order to swap the layers of a model. A composition root, like `elastic.wrap`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.errors import ConfigError, StateError
+from elastic.hooks.structure import Decoder, find_decoder
+from elastic.quant.capture import Trace, as_for_inference
+from elastic.quant.codes import Integers
+from elastic.quant.dequantized import VARIANTS, dequantized_layer
+from elastic.quant.profile_file import Profile, Setting, fingerprint, fingerprint_of_tokens, read
+from elastic.quant.sensitivity import measure
+from elastic.runtime import Runtime
+
+CONTEXT = 512
+"""Tokens in a sequence of calibration text."""
+SEQUENCES_AT_ONCE = 1
+
+
+def profile(
+    model: nn.Module,
+    calibration: str | Sequence[str] | torch.Tensor,
+    *,
+    tokenizer: Any = None,
+    variant: str | Integers = "int4",
+    path: str | Path | None = None,
+    alpha1: float = 0.25,
+    alpha2: float = 0.25,
+    beta: float = 0.5,
+    tokens: int = 2048,
+    batch: int = SEQUENCES_AT_ONCE,
+    lazy: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Find the order in which to swap the decoder layers of a model for quantized ones (MorphServe, section 3.2).
+
+    Greedy by LIS = `alpha1` * LTS + `alpha2` * LRS + `beta` * MDS, the highest first, MDS measured anew for each set of
+    layers chosen so far. `variant` is "int8", "int4", "int3" or a config; layers are rounded to nearest. `calibration`
+    is text, for which a `tokenizer` is needed, of which `tokens` tokens are used, in sequences spread evenly over it;
+    or token ids, int64 [sequences, tokens], all of which are. `batch` sequences are run at once. `lazy` skips
+    candidates that cannot win a round: the order is the same, their scores of that round are not known. `progress` is
+    called with the number of candidates done and that of all.
+
+    With a `path` the profile is kept there, after every round: a call with the same arguments goes on where another
+    stopped, or returns at once what is complete. Takes the memory of another copy of the decoder layers.
+
+    The model is as it was afterwards, also after an error. Raises `ConfigError` for a model or option that cannot work
+    and for a path that holds another profile, `StateError` for a wrapped model.
+    """
+    decoder = _check_model(model)
+    name, config = _variant(variant)
+    ids = token_ids(calibration, tokenizer, tokens)
+    _check_options(alpha1, alpha2, beta, batch)
+    setting = _setting(decoder, ids, name, config, alpha1=alpha1, alpha2=alpha2, beta=beta, lazy=lazy)
+    begun = _begun(path, setting)
+    if begun is not None and begun.complete:
+        return begun
+    with as_for_inference(model):
+        on_device = ids.to(next(model.parameters()).device)
+        return measure(
+            [Trace(model, decoder.layers, part) for part in on_device.chunk(-(-len(ids) // batch))],
+            decoder.layers,
+            lambda index: dequantized_layer(decoder.layers[index], config),
+            setting,
+            begun=begun,
+            progress=progress or (lambda done, total: None),
+            save=(lambda profile: profile.save(path)) if path is not None else (lambda profile: None),
+        )
+
+
+def token_ids(calibration: str | Sequence[str] | torch.Tensor, tokenizer: Any, tokens: int) -> torch.Tensor:
+    """Token ids, int64 [sequences, tokens]: as given, or sequences of text, spread evenly over it.
+
+    Raises `ConfigError` where there is no text, or no tokenizer for it.
+    """
+    if isinstance(calibration, torch.Tensor):
+        if calibration.ndim != 2 or calibration.dtype.is_floating_point or not calibration.numel():
+            raise ConfigError(
+                f"calibration is a tensor of {calibration.dtype} {list(calibration.shape)}; give token ids, integers "
+                "of shape [sequences, tokens]"
+            )
+        return calibration.long()
+    if tokenizer is None:
+        raise ConfigError("calibration is text: give a tokenizer too, or token ids in place of the text")
+    if tokens < 1:
+        raise ConfigError(f"tokens={tokens} must be at least 1")
+    texts = [calibration] if isinstance(calibration, str) else list(calibration)
+    encoded = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if not encoded:
+        raise ConfigError("calibration has no text; give some that is like what the model will be used on")
+    used = min(tokens, len(encoded))
+    length = min(CONTEXT, used)
+    sequences = used // length
+    starts = [i * (len(encoded) - length) // max(1, sequences - 1) for i in range(sequences)]
+    return torch.tensor([encoded[start : start + length] for start in starts])
+
+
+def _check_model(model: nn.Module) -> Decoder:
+    decoder = find_decoder(model)
+    if isinstance(getattr(model, "elastic", None), Runtime):
+        raise StateError(f"{type(model).__name__} is wrapped; unwrap it first, profile it, and wrap it again")
+    absent = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if absent:
+        raise ConfigError(f"{len(absent)} parameters have no data (such as {absent[0]}); load the whole model")
+    return decoder
+
+
+def _variant(variant: str | Integers) -> tuple[str, Integers]:
+    if isinstance(variant, Integers):
+        return f"int{variant.bits}", variant
+    if variant not in VARIANTS:
+        raise ConfigError(f"variant={variant!r} is not known; use one of {', '.join(VARIANTS)}")
+    return variant, VARIANTS[variant]
+
+
+def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> None:
+    for name, value in (("alpha1", alpha1), ("alpha2", alpha2), ("beta", beta)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={value} must be a number of at least 0")
+    if batch < 1:
+        raise ConfigError(f"batch={batch} must be at least 1")
+
+
+def _setting(decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers, **options: Any) -> Setting:
+    return Setting(
+        variant=variant,
+        config={"type": type(config).__name__, **dataclasses.asdict(config)},
+        dtype=str(next(decoder.layers[0].parameters()).dtype).removeprefix("torch."),
+        layers=tuple(fingerprint(layer) for layer in decoder.layers),
+        text=fingerprint_of_tokens(ids),
+        sequences=ids.shape[0],
+        tokens=ids.shape[1],
+        **options,
+    )
+
+
+def _begun(path: str | Path | None, setting: Setting) -> Profile | None:
+    """What is at the path already. Raises `ConfigError` unless it is of the same setting."""
+    if path is None or not Path(path).exists():
+        return None
+    found = read(Path(path))
+    fields = [field.name for field in dataclasses.fields(Setting)]
+    other = [name for name in fields if getattr(found.setting, name) != getattr(setting, name)]
+    if other:
+        names = {"layers": "another model", "text": "another text"}
+        reasons = [names.get(n) or f"{n}={getattr(found.setting, n)}, not {getattr(setting, n)}" for n in other]
+        raise ConfigError(f"{path} holds another profile ({'; '.join(reasons)}); remove it, or choose another path")
+    return found
