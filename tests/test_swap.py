@@ -477,3 +477,24 @@ def test_models_of_a_process_share_one_host_copy_of_each_variant(wrapped: Any) -
     elastic.unwrap(second)
     gc.collect()
     assert host.status().memory_bytes < alone.memory_bytes
+
+
+def test_swaps_asked_for_inside_a_forward_are_committed_after_it(wrapped: Any) -> None:
+    """Nothing that the forward reads is written meanwhile: its logits are those of the model as it began."""
+    model = build("llama-gqa")
+    expected = model(**prompt()).logits
+    rt = wrapped(model, variants=("int4",)).elastic
+    packed = static("llama-gqa", {0: "int4", 1: "int4", 2: "int4"})(**prompt()).logits
+    asked: list[Any] = []
+
+    def ask(*args: Any) -> None:
+        with pytest.raises(StateError, match="inside a forward pass"):
+            rt.restore()
+        asked.append(rt.swap([0, 1, 2], "int4", wait=False) if len(asked) % 2 == 0 else rt.restore(wait=False))
+
+    handle = layers(model)[1].register_forward_hook(ask)
+    for before, after in ((expected, "int4"), (packed, "float32")) * 3:
+        assert torch.equal(model(**prompt()).logits, before)
+        asked[-1].result()
+        assert variants(model) == [after] * 3
+    handle.remove()

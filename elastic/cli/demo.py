@@ -1,4 +1,4 @@
-"""`elastic demo`: a trained model writes while memory moves under it, and writes the same."""
+"""`elastic demo`: a trained model writes while memory moves under it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ PIECES_BETWEEN_ACTIONS = 12
 PIECES_OF_THE_NEIGHBOUR = 60
 KV_IN_SECOND_ACT = 0.6
 LAYERS_AT_ONCE = 2
+RESERVE = 0.08
+"""Of the weights: room for one packed layer."""
 
 
 def demo(options: Namespace) -> int:
-    """Run both acts; returns 0 if every text is the plain model's and the ledger is right, else 1."""
+    """Run the acts; returns 0 if every text is the plain model's that should be, and the ledger is right, else 1."""
     place = Place.parse(options.place or DEFAULT_PLACE)
     place = Place(place.name, place.device, place.budget_bytes, _page_bytes(options.pages, place))
     console = Console()
@@ -37,10 +39,13 @@ def demo(options: Namespace) -> int:
     console.rule("act 2: a budget too small for model and KV cache; pages travel between weights and cache")
     small = Place(f"{place.device}#small", place.device, needs.too_small_bytes(place), place.page_bytes)
     also, _ = _act(_trade_layers, small, loaded, options, console, expected)
+    console.rule("act 3: as small a budget; layers are swapped to int4 while the cache is short of pages, and restored")
+    tight = Place(f"{place.device}#tight", place.device, needs.too_small_bytes(place, RESERVE), place.page_bytes)
+    _act(_swap_layers, tight, loaded, options, console, expected, variants=("int4",))
     again = torch.equal(_write(loaded, options), expected)
     console.print(
-        f"tokens equal to the plain model's: {_yes(same and also)}; after unwrap too: {_yes(again)}; "
-        "ledger: recounted, right"
+        f"tokens equal to the plain model's in acts 1 and 2: {_yes(same and also)}; after act 3, unwrapped, again: "
+        f"{_yes(again)}; ledger: recounted, right"
     )
     return 0 if same and also and again else 1
 
@@ -52,9 +57,9 @@ class Needs:
     weights: int
     kv: int
 
-    def too_small_bytes(self, place: Place) -> int:
-        """A budget for all weights and a part of the KV cache."""
-        return self.weights + int(KV_IN_SECOND_ACT * self.kv)
+    def too_small_bytes(self, place: Place, reserve: float = 0) -> int:
+        """A budget for all weights, a reserve as a share of them, and a part of the KV cache."""
+        return int((1 + reserve) * self.weights + KV_IN_SECOND_ACT * self.kv)
 
 
 class Director(Protocol):
@@ -64,10 +69,16 @@ class Director(Protocol):
 
 
 def _act(
-    director: Director, place: Place, loaded: Loaded, options: Namespace, console: Console, expected: torch.Tensor
+    director: Director,
+    place: Place,
+    loaded: Loaded,
+    options: Namespace,
+    console: Console,
+    expected: torch.Tensor,
+    variants: tuple[str, ...] = (),
 ) -> tuple[bool, Needs]:
     """Wrap, write under the director's hand, recount, unwrap; whether the tokens are the plain model's."""
-    elastic.wrap(loaded.model, places=[place])
+    elastic.wrap(loaded.model, places=[place], variants=variants)
     try:
         runtime = elastic.runtime(loaded.model)
         weights = sum(size for owner, size in runtime.status().places[0].owners.items() if owner != "kv")
@@ -77,7 +88,11 @@ def _act(
     finally:
         elastic.unwrap(loaded.model)
     moved = sum(abs(event.released_bytes) for event in events)
-    console.print(f"{len(events)} actions, {mib(moved)} changed hands")
+    alike = int((tokens == expected).long().cumprod(-1).sum()) if tokens.shape == expected.shape else 0
+    console.print(
+        f"{len(events)} actions, {mib(moved)} changed hands; the first {alike} of {expected.numel()} tokens are the "
+        "plain model's"
+    )
     return torch.equal(tokens, expected), Needs(weights, kv)
 
 
@@ -162,6 +177,21 @@ def _trade_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, N
                 released = 0
     finally:
         neighbour = None
+        runtime.restore()
+
+
+def _swap_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:
+    """Swap layers, the last first, when the KV cache fills up; restore them at the end."""
+    runtime.kv.trim()
+    left, growth = runtime.status().layers, 0
+    try:
+        while True:
+            growth = growth or runtime.kv.used_bytes
+            while growth and left and _is_short(runtime, growth):
+                runtime.swap(range(max(0, left - LAYERS_AT_ONCE), left), "int4")
+                left = max(0, left - LAYERS_AT_ONCE)
+            yield
+    finally:
         runtime.restore()
 
 
