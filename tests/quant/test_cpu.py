@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -124,3 +127,26 @@ def test_groups_that_the_kernel_does_not_know_are_expanded() -> None:
     _, paths = packed(config, round_to_nearest(torch.randn(32, 96), config))
     assert "packed" not in paths
     assert "expanded" in paths
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_paths_of_other_instruction_sets_compute_the_same(capability: str) -> None:
+    code = """
+import torch
+from elastic.quant.codes import Integers, round_to_nearest
+from elastic.quant.formats import Matrix, Target, format_of
+import elastic.quant.integers
+target, matrix = Target.of(torch.device("cpu")), Matrix(176, 128)
+for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)):
+    weight = torch.randn(176, 128)
+    parts = format_of(config).quantize(config, weight, None, target)
+    paths = format_of(config).paths(config, parts, matrix, target)
+    x, value = torch.randn(9, 128), format_of(config).value(config, parts, matrix, target)
+    assert torch.equal(value, round_to_nearest(weight, config).value())
+    exact, plain = x @ value.t(), (x.bfloat16() @ value.bfloat16().t()).float()
+    for name in ("packed", "expanded", "expanded_float32"):
+        assert (paths[name](x, parts) - exact).norm() <= 2 * (plain - exact).norm(), (config, name)
+    assert (paths["dynamic"](x, parts) - exact).norm() <= 0.03 * exact.norm()
+"""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
