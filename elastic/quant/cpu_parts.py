@@ -58,7 +58,7 @@ def pack(config: Integers, codes: Codes, target: Target) -> dict[str, torch.Tens
     pairs = torch.stack((scales, offsets), 2).transpose(0, 1).to(torch.bfloat16)
     repeats = inputs // codes.groups // kernel_group(config, matrix)
     packed = _nibbles(config, codes.codes * coding.step, target)
-    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0), **extras(codes)}
+    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0).contiguous(), **extras(codes)}
 
 
 def unpack(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Codes:

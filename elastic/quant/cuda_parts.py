@@ -49,7 +49,7 @@ def pack(config: Integers, codes: Codes, target: Target) -> dict[str, torch.Tens
     pairs = torch.stack((coding.scales(codes), coding.offsets(codes)), 2).transpose(0, 1).to(torch.bfloat16)
     repeats = matrix.inputs // codes.groups // group_of(config, matrix)
     packed = to_tiles(codes.codes) if tiled(config, matrix) else to_rows(codes.codes, config.bits)
-    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0), **extras(codes)}
+    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0).contiguous(), **extras(codes)}
 
 
 def unpack(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Codes:
@@ -68,7 +68,7 @@ def codes_of(config: Integers, packed: torch.Tensor, matrix: Matrix) -> torch.Te
 def to_tiles(codes: torch.Tensor) -> torch.Tensor:
     outputs, inputs = codes.shape
     tiles = _tiles(inputs)
-    apart = codes.view(outputs // 8, 8, inputs // 16 // tiles, tiles // 2, 4, 4, 2)
+    apart = codes.contiguous().view(outputs // 8, 8, inputs // 16 // tiles, tiles // 2, 4, 4, 2)
     nibbles = apart.permute(0, 2, 1, 5, 3, 6, 4).reshape(outputs // 8, inputs // 16 // tiles, 32, tiles // 2, 4, 2)
     return (nibbles[..., 0] | nibbles[..., 1] << 4).view(torch.int32).squeeze(-1)
 
@@ -81,8 +81,9 @@ def from_tiles(packed: torch.Tensor, inputs: int) -> torch.Tensor:
 
 
 def to_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    codes = codes.contiguous()
     if bits == 8:
-        return codes.contiguous()
+        return codes
     if bits == 4:
         return codes[:, 0::2] | codes[:, 1::2] << 4
     return torch.cat((_gather(codes & 3, 2), _gather(codes >> 2, 1)), 1)
