@@ -20,7 +20,8 @@ import torch
 from elastic.quant.codes import Codes, Integers
 from elastic.quant.formats import Matrix, Parts, Target
 from elastic.quant.packing import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
-from elastic.quant.scales import Coding, extras, read_extras
+from elastic.quant.parts import extras, read_extras
+from elastic.quant.scales import Coding
 
 BYTES = Coding(128)
 NIBBLES = Coding(8)

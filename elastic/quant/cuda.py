@@ -21,7 +21,7 @@ import torch
 from elastic.quant.codes import Integers
 from elastic.quant.cuda_parts import CODINGS, codes_of, group_of, pack, required, tiled, unpack
 from elastic.quant.formats import Matrix, Parts, Path, Target
-from elastic.quant.scales import demand, on_columns
+from elastic.quant.parts import checked
 
 __all__ = ["pack", "paths", "unpack"]
 
@@ -38,19 +38,8 @@ def paths(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Map
         made["packed"] = product.packed
     elif _has_triton():
         made["triton"] = product.triton
-    return {name: _path(config, matrix, kernel) for name, kernel in made.items()}
-
-
-def _path(config: Integers, matrix: Matrix, kernel: Path) -> Path:
     shapes = required(config, matrix)
-
-    def path(x: torch.Tensor, parts: Parts) -> torch.Tensor:
-        demand(x, parts, matrix.inputs, shapes)
-        if not x.shape[0]:
-            return x.new_empty(0, matrix.outputs)
-        return kernel(on_columns(x.detach(), parts), parts).to(x.dtype)
-
-    return path
+    return {name: checked(matrix, shapes, kernel) for name, kernel in made.items()}
 
 
 @functools.cache

@@ -16,7 +16,8 @@ import torch
 
 from elastic.quant.codes import Codes, Integers
 from elastic.quant.formats import Matrix, Parts, Target
-from elastic.quant.scales import Coding, Required, extras, read_extras
+from elastic.quant.parts import Required, extras, read_extras
+from elastic.quant.scales import Coding
 
 CODINGS = {8: Coding(128), 4: Coding(8), 3: Coding(4)}
 
