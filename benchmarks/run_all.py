@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("import_time", "pages", "overhead", "decode", "resize", "weights", "streaming")
+BENCHMARKS = ("import_time", "pages", "overhead", "decode", "resize", "weights", "streaming", "quantized_linear")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Matrices for the Marlin kernels of vLLM, an optional extra on CUDA (compute capability 8.0 and later).
 
 Only the product needs vLLM; packing does not. Of 16 inputs by 64 outputs, thread 4 c + q of a warp has, for each j
-below 4, outputs 16 j + 8 b + c and inputs 8 h + 2 q + p: one word in the order (p, b, h), or two words of 8-bit codes in
-the order (b, p, h). Codes are symmetric, or of 4 bits with whole zero points.
+below 4, outputs 16 j + 8 b + c and inputs 8 h + 2 q + p: one word in the order (p, b, h), or two words of 8-bit codes
+in the order (b, p, h). Codes are symmetric, or of 4 bits with whole zero points.
 
     packed  int32 [inputs / 16, outputs * bits / 2]
     scales  bfloat16 [groups, outputs], columns in the kernel's order

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic import BackendUnavailable, ConfigError
-from elastic.quant.codes import Codes, Integers, round_to_nearest
+from elastic.quant.codes import Codes, round_to_nearest
 from elastic.quant.formats import Matrix, Target, format_of
 from elastic.quant.marlin import Marlin, pack, unpack
 
@@ -111,4 +111,3 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     parts = pack(config, original(config, matrix))
     with pytest.raises(BackendUnavailable, match="pip install vllm"):
         format_of(config).paths(config, parts, matrix, CUDA)
-    assert format_of(Integers(4)) is not format_of(config)
