@@ -30,7 +30,7 @@ from elastic.quant.codes import Integers
 from elastic.quant.cpu_parts import kernel_group, pack, required, unpack, whole_rows
 from elastic.quant.cpu_pieces import bytes_and_steps, floats, nibbles
 from elastic.quant.formats import Matrix, Parts, Path, Target
-from elastic.quant.packing import kernel_agrees
+from elastic.quant.nibbles import kernel_agrees
 from elastic.quant.parts import checked
 from elastic.quant.scratch import scratch
 

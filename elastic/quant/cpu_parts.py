@@ -7,7 +7,7 @@
     int3                packed  uint8 [outputs * inputs * 3 / 8], squeezed nibbles
                         scales  bfloat16 [groups, outputs, 2], scale and offset
 
-Nibbles lie as torch's int4 kernel for the target's instructions wants them (packing.py). The kernel knows groups of 32
+Nibbles lie as torch's int4 kernel for the target's instructions wants them (nibbles.py). The kernel knows groups of 32
 to 256 inputs; for larger ones, scales are repeated. Scales are bfloat16 because the kernels demand it: those of
 checkpoints are float16 and change by up to 2 ** -9 of their value, as in the packages that run such files through the
 same kernels.
@@ -19,7 +19,7 @@ import torch
 
 from elastic.quant.codes import Codes, Integers
 from elastic.quant.formats import Matrix, Parts, Target
-from elastic.quant.packing import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
+from elastic.quant.nibbles import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
 from elastic.quant.parts import extras, read_extras
 from elastic.quant.scales import Coding
 

@@ -10,7 +10,7 @@ import torch
 from elastic.quant.codes import Integers
 from elastic.quant.cpu_parts import coding_of, kernel_group
 from elastic.quant.formats import Matrix, Parts, Target
-from elastic.quant.packing import Run, expand, runs, slab_of, slabs
+from elastic.quant.nibbles import Run, expand, runs, slab_of, slabs
 from elastic.quant.scratch import scratch
 
 PIECE = 2**18

@@ -44,7 +44,12 @@ def on_columns(x: torch.Tensor, parts: Parts) -> torch.Tensor:
     """What the packed columns are multiplied with: x divided by the input scale, in the order of the columns."""
     if "input_scale" in parts:
         x = (x.float() / parts["input_scale"]).to(x.dtype)
-    return x.index_select(1, parts["order"]) if "order" in parts else x
+    order = parts.get("order")
+    if order is None:
+        return x
+    if order.shape != x.shape[1:]:
+        raise ConfigError(f"part 'order' has the shape {tuple(order.shape)}, the matrix {x.shape[1]} inputs")
+    return x.index_select(1, order)
 
 
 def checked(matrix: Matrix, required: Required, kernel: Path) -> Path:
@@ -54,6 +59,6 @@ def checked(matrix: Matrix, required: Required, kernel: Path) -> Path:
         demand(x, parts, matrix.inputs, required)
         if not x.shape[0]:
             return x.new_empty(0, matrix.outputs)
-        return kernel(on_columns(x.detach(), parts), parts).to(x.dtype)
+        return kernel(on_columns(x.detach(), parts).contiguous(), parts).to(x.dtype)
 
     return path

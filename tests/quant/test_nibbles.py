@@ -61,7 +61,7 @@ def test_bytes_for_other_instructions_are_repacked(
 def test_nibbles_lie_as_the_kernel_of_each_instruction_set_wants_them(capability: str) -> None:
     code = """
 import torch
-from elastic.quant.packing import pack_nibbles
+from elastic.quant.nibbles import pack_nibbles
 for outputs in (16, 32, 48, 64, 80, 96, 112, 128, 240):
     for inputs in (32, 96):
         codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
