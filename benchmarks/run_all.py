@@ -14,7 +14,19 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("import_time", "pages", "overhead", "decode", "resize", "weights", "streaming", "codes")
+BENCHMARKS = (
+    "import_time",
+    "pages",
+    "overhead",
+    "decode",
+    "resize",
+    "weights",
+    "streaming",
+    "codes",
+    "quantized_linear",
+    "swap",
+    "sensitivity",
+)
 
 
 def main() -> None:

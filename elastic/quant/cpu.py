@@ -12,6 +12,8 @@ are 1 / 127 of the largest input of the token and (a bound of) the largest weigh
 
     |error| <= s / 2 * sum(|w|) + t / 2 * sum(|i s|)
 
+and offsets and outputs are rounded to bfloat16 besides, as in the other paths.
+
 No gradient flows through any of them.
 """
 
@@ -28,8 +30,8 @@ from elastic.quant.codes import Integers
 from elastic.quant.cpu_parts import kernel_group, pack, required, unpack, whole_rows
 from elastic.quant.cpu_pieces import bytes_and_steps, floats, nibbles
 from elastic.quant.formats import Matrix, Parts, Path, Target
-from elastic.quant.packing import kernel_agrees
-from elastic.quant.scales import demand, on_columns
+from elastic.quant.nibbles import kernel_agrees
+from elastic.quant.parts import checked
 from elastic.quant.scratch import scratch
 
 __all__ = ["pack", "paths", "unpack"]
@@ -47,19 +49,8 @@ def paths(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Map
     }
     if isinstance(made, Rows) or _int4_kernel_takes(kernel_group(config, matrix), target):
         kernels = {"packed": made.packed, **kernels}
-    return {name: _path(config, matrix, kernel) for name, kernel in kernels.items()}
-
-
-def _path(config: Integers, matrix: Matrix, kernel: Path) -> Path:
     shapes = required(config, matrix)
-
-    def path(x: torch.Tensor, parts: Parts) -> torch.Tensor:
-        demand(x, parts, matrix.inputs, shapes)
-        if not x.shape[0]:
-            return x.new_empty(0, matrix.outputs)
-        return kernel(on_columns(x.detach(), parts), parts).to(x.dtype)
-
-    return path
+    return {name: checked(matrix, shapes, kernel) for name, kernel in kernels.items()}
 
 
 def _int4_kernel_takes(group: int, target: Target) -> bool:

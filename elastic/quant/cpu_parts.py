@@ -7,7 +7,7 @@
     int3                packed  uint8 [outputs * inputs * 3 / 8], squeezed nibbles
                         scales  bfloat16 [groups, outputs, 2], scale and offset
 
-Nibbles lie as torch's int4 kernel for the target's instructions wants them (packing.py). The kernel knows groups of 32
+Nibbles lie as torch's int4 kernel for the target's instructions wants them (nibbles.py). The kernel knows groups of 32
 to 256 inputs; for larger ones, scales are repeated. Scales are bfloat16 because the kernels demand it: those of
 checkpoints are float16 and change by up to 2 ** -9 of their value, as in the packages that run such files through the
 same kernels.
@@ -19,8 +19,9 @@ import torch
 
 from elastic.quant.codes import Codes, Integers
 from elastic.quant.formats import Matrix, Parts, Target
-from elastic.quant.packing import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
-from elastic.quant.scales import Coding, extras, read_extras
+from elastic.quant.nibbles import pack_nibbles, squeeze, unpack_nibbles, unsqueeze
+from elastic.quant.parts import extras, read_extras
+from elastic.quant.scales import Coding
 
 BYTES = Coding(128)
 NIBBLES = Coding(8)
@@ -58,7 +59,7 @@ def pack(config: Integers, codes: Codes, target: Target) -> dict[str, torch.Tens
     pairs = torch.stack((scales, offsets), 2).transpose(0, 1).to(torch.bfloat16)
     repeats = inputs // codes.groups // kernel_group(config, matrix)
     packed = _nibbles(config, codes.codes * coding.step, target)
-    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0), **extras(codes)}
+    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0).contiguous(), **extras(codes)}
 
 
 def unpack(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Codes:

@@ -10,7 +10,7 @@ import torch
 from elastic.quant.codes import Integers
 from elastic.quant.cpu_parts import coding_of, kernel_group
 from elastic.quant.formats import Matrix, Parts, Target
-from elastic.quant.packing import Run, expand, runs, slab_of, slabs
+from elastic.quant.nibbles import Run, expand, runs, slab_of, slabs
 from elastic.quant.scratch import scratch
 
 PIECE = 2**18
@@ -77,12 +77,13 @@ def bytes_and_steps(
 def _codes(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Iterator[tuple[slice, Columns]]:
     size = kernel_group(config, matrix)
     for span, planes in nibbles(config, parts, matrix):
-        scales = parts["scales"][:, span]
         for whole in runs(span.stop - span.start, target.instructions):
+            scales, offsets = _scales(config, matrix, whole, parts["scales"][:, span])
             for run in whole.cut(PIECE // matrix.inputs):
+                blocks = slice((run.start - whole.start) // run.width, (run.stop - whole.start) // run.width)
                 codes = torch.unflatten(_expanded(run, planes, matrix.inputs), 2, (-1, size))
-                scale, offset = _scales(config, matrix, run, scales)
-                yield slice(span.start + run.start, span.start + run.stop), Columns(run, codes, scale, offset)
+                columns = Columns(run, codes, scales[:, blocks], offsets[:, blocks])
+                yield slice(span.start + run.start, span.start + run.stop), columns
 
 
 def _expanded(run: Run, planes: torch.Tensor, inputs: int) -> torch.Tensor:

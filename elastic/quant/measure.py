@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from itertools import cycle
 
 import torch
 
@@ -47,42 +48,30 @@ def _fastest(
     paths: Mapping[str, Path], parts: Parts, matrix: Matrix, dtype: torch.dtype, buckets: list[int], rounds: int
 ) -> dict[int, str]:
     """No path gets faster with more tokens, so one that took longer for fewer than the best does now is left out."""
-    copies = _copies(parts)
-    device = parts["packed"].device
+    copies = cycle(_copies(parts))
     known = dict.fromkeys(paths, 0.0)
     chosen = {}
     for bucket in buckets:
-        x = torch.randn(bucket, matrix.inputs, device=device).to(dtype)
+        x = torch.randn(bucket, matrix.inputs, device=parts["packed"].device).to(dtype)
         best = math.inf
         for name in sorted(paths, key=lambda name: known[name]):
             if known[name] * 0.8 < best:
-                known[name] = _seconds(paths[name], x, copies, 1)
+                known[name] = min(_seconds(paths[name], x, next(copies)) for _ in range(2))
                 best = min(best, known[name])
-        close = {name: paths[name] for name in paths if known[name] < 1.5 * best}
-        times = _interleaved(close, x, copies, rounds) if len(close) > 1 else dict.fromkeys(close, best)
-        known.update(times)
-        chosen[bucket] = min(times, key=lambda name: times[name])
+        close = [name for name in paths if known[name] < 1.5 * best]
+        for _ in range(rounds if len(close) > 1 else 0):
+            for name in close:
+                known[name] = min(known[name], _seconds(paths[name], x, next(copies)))
+        chosen[bucket] = min(close, key=lambda name: known[name])
     return chosen
 
 
-def _interleaved(paths: Mapping[str, Path], x: torch.Tensor, copies: list[Parts], rounds: int) -> dict[str, float]:
-    times = dict.fromkeys(paths, math.inf)
-    for round_ in range(rounds):
-        for name, path in paths.items():
-            times[name] = min(times[name], _seconds(path, x, copies, round_ + 2))
-    return times
-
-
-def _seconds(path: Path, x: torch.Tensor, copies: list[Parts], turn: int) -> float:
-    """The shorter of two calls."""
-    times = []
-    for call in range(2):
-        _wait(x.device)
-        start = time.perf_counter()
-        path(x, copies[(2 * turn + call) % len(copies)])
-        _wait(x.device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _seconds(path: Path, x: torch.Tensor, parts: Parts) -> float:
+    _wait(x.device)
+    start = time.perf_counter()
+    path(x, parts)
+    _wait(x.device)
+    return time.perf_counter() - start
 
 
 def _copies(parts: Parts) -> list[Parts]:

@@ -20,7 +20,7 @@ from elastic.quant.formats import Matrix, Parts, Path, Target, config_from
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens that are told apart: a product goes by the next larger one, above 512 by 512."""
-PATHS = ("packed", "triton", "expanded", "expanded_float32", "dynamic", "reference")
+PATHS = ("packed", "marlin", "triton", "expanded", "expanded_float32", "dynamic", "reference")
 """All that a table may name."""
 FEW = 32
 """Tokens up to which a packed kernel is the default."""
@@ -61,7 +61,7 @@ def bucket_of(tokens: int) -> int:
 
 def default(paths: Mapping[str, Path], bucket: int) -> str:
     """The path where nothing was measured: a packed kernel for few tokens, expanded weights for more."""
-    packed = ("packed", "triton")
+    packed = ("packed", "marlin", "triton")
     order = (*packed, "expanded") if bucket <= FEW else ("expanded", *packed)
     return next((name for name in order if name in paths), "reference")
 

@@ -1,18 +1,12 @@
-"""Scales and zero points as kernels take them, and the optional parts that all devices share."""
+"""Scales and zero points as kernels take them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from elastic.errors import ConfigError
 from elastic.quant.codes import Codes
-from elastic.quant.formats import Parts
-
-Required = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Parts by name, with their shapes and dtypes."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +33,3 @@ class Coding:
         scales = scales.float() * self.step
         zeros = (self.middle - self.factor * offsets.float() / scales).round()
         return scales, torch.where(scales == 0, self.middle, zeros)
-
-
-def extras(codes: Codes) -> dict[str, torch.Tensor]:
-    """The parts `order`, int32 [inputs], and `input_scale`, float32 [inputs], where there is one."""
-    parts = {}
-    if codes.order is not None:
-        parts["order"] = codes.order.to(torch.int32)
-    if codes.input_scale is not None:
-        parts["input_scale"] = codes.input_scale.float().contiguous()
-    return parts
-
-
-def read_extras(parts: Parts) -> dict[str, torch.Tensor | None]:
-    """`order` and `input_scale` of `Codes`."""
-    order = parts.get("order")
-    return {"order": None if order is None else order.long(), "input_scale": parts.get("input_scale")}
-
-
-def demand(x: torch.Tensor, parts: Parts, inputs: int, required: Required) -> None:
-    """Refuse what a kernel might read beyond the end of. Raises `ConfigError`."""
-    if x.dim() != 2 or x.shape[1] != inputs:
-        raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {inputs}]")
-    for name, (shape, dtype) in required.items():
-        part = parts[name]
-        if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
-            raise ConfigError(f"part {name!r} is {part.dtype} {tuple(part.shape)}; use a contiguous {dtype} {shape}")
-
-
-def on_columns(x: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """What the packed columns are multiplied with: x divided by the input scale, in the order of the columns."""
-    if "input_scale" in parts:
-        x = (x.float() / parts["input_scale"]).to(x.dtype)
-    return x.index_select(1, parts["order"]) if "order" in parts else x

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -82,7 +85,7 @@ def test_no_tokens_give_no_outputs(config: Integers) -> None:
 @pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)])
 def test_a_matrix_of_several_pieces_is_the_same_as_one(config: Integers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, a narrower last block, several slabs of int3, several pieces."""
-    monkeypatch.setattr("elastic.quant.packing.SLAB", 2**14)
+    monkeypatch.setattr("elastic.quant.nibbles.SLAB", 2**14)
     monkeypatch.setattr("elastic.quant.cpu_pieces.PIECE", 2**14)
     original = round_to_nearest(torch.randn(64 * 9 + 48, 128), config)
     parts, paths = packed(config, original)
@@ -104,6 +107,16 @@ def test_what_a_kernel_would_read_beyond_the_end_of_is_refused() -> None:
             paths[name](torch.randn(2, 128), {**parts, "scales": parts["scales"][:1]})
         with pytest.raises(ConfigError, match="packed"):
             paths[name](torch.randn(2, 128), {**parts, "packed": parts["packed"][:-64]})
+        with pytest.raises(ConfigError, match="order"):
+            paths[name](torch.randn(2, 128), {**parts, "order": torch.arange(64, dtype=torch.int32)})
+
+
+def test_activations_may_have_any_strides() -> None:
+    config = Integers(4, 64)
+    parts, paths = packed(config, round_to_nearest(torch.randn(32, 128), config))
+    x = torch.randn(128, 5).t()
+    for path in paths.values():
+        assert torch.equal(path(x, parts), path(x.contiguous(), parts))
 
 
 def test_bytes_for_other_instructions_are_not_given_to_the_kernel() -> None:
@@ -124,3 +137,26 @@ def test_groups_that_the_kernel_does_not_know_are_expanded() -> None:
     _, paths = packed(config, round_to_nearest(torch.randn(32, 96), config))
     assert "packed" not in paths
     assert "expanded" in paths
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_paths_of_other_instruction_sets_compute_the_same(capability: str) -> None:
+    code = """
+import torch
+from elastic.quant.codes import Integers, round_to_nearest
+from elastic.quant.formats import Matrix, Target, format_of
+import elastic.quant.integers
+target, matrix = Target.of(torch.device("cpu")), Matrix(176, 128)
+for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)):
+    weight = torch.randn(176, 128)
+    parts = format_of(config).quantize(config, weight, None, target)
+    paths = format_of(config).paths(config, parts, matrix, target)
+    x, value = torch.randn(9, 128), format_of(config).value(config, parts, matrix, target)
+    assert torch.equal(value, round_to_nearest(weight, config).value())
+    exact, plain = x @ value.t(), (x.bfloat16() @ value.bfloat16().t()).float()
+    for name in ("packed", "expanded", "expanded_float32"):
+        assert (paths[name](x, parts) - exact).norm() <= 2 * (plain - exact).norm(), (config, name)
+    assert (paths["dynamic"](x, parts) - exact).norm() <= 0.03 * exact.norm()
+"""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

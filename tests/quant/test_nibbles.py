@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,11 +29,15 @@ def same(a: Codes, b: Codes) -> bool:
     )
 
 
-@given(st.data(), configs_and_matrices(), INSTRUCTIONS)
-@settings(max_examples=100, deadline=None)
-def test_codes_survive_packing(data: st.DataObject, drawn: tuple[Integers, Matrix], instructions: str) -> None:
+@given(st.data(), configs_and_matrices(), st.builds(Target, DEVICES, INSTRUCTIONS), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_codes_survive_packing(
+    data: st.DataObject, drawn: tuple[Integers, Matrix], target: Target, transposed: bool
+) -> None:
     config, matrix = drawn
-    original, target = data.draw(codes(config, matrix)), Target("cpu", instructions)
+    original = data.draw(codes(config, matrix))
+    if transposed:
+        original = replace(original, codes=original.codes.t().contiguous().t())
     parts = pack(config, original, target)
     assert all(part.is_contiguous() for part in parts.values())
     assert same(unpack(config, parts, matrix, target), original)
@@ -56,7 +61,7 @@ def test_bytes_for_other_instructions_are_repacked(
 def test_nibbles_lie_as_the_kernel_of_each_instruction_set_wants_them(capability: str) -> None:
     code = """
 import torch
-from elastic.quant.packing import pack_nibbles
+from elastic.quant.nibbles import pack_nibbles
 for outputs in (16, 32, 48, 64, 80, 96, 112, 128, 240):
     for inputs in (32, 96):
         codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)

@@ -127,11 +127,11 @@ def slab_of(squeezed: torch.Tensor, start: int, stop: int, inputs: int) -> torch
 def expand(squeezed: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """The nibbles of a slab from its squeezed bytes, written into `packed`; both start at a multiple of 8 bytes."""
     narrow, wide = squeezed.view(torch.int64).view(3, -1), packed.view(torch.int64).view(4, -1)
-    bits, last = scratch("bits", tuple(narrow.shape), torch.int64), wide[3]
+    last, bits = wide[3], scratch("bits", (wide.shape[1],), torch.int64)
+    torch.bitwise_and(narrow[2], _FREE, out=last)
+    torch.add(torch.bitwise_and(narrow[1], _FREE, out=bits), last, alpha=2, out=last)
+    torch.add(torch.bitwise_and(narrow[0], _FREE, out=bits), last, alpha=2, out=last).bitwise_left_shift_(1)
     torch.bitwise_and(narrow, _CODES, out=wide[:3])
-    torch.bitwise_and(narrow, _FREE, out=bits)
-    torch.add(bits[1], bits[2], alpha=2, out=last)
-    torch.add(bits[0], last, alpha=2, out=last).bitwise_left_shift_(1)
     return packed
 
 

@@ -1,0 +1,173 @@
+"""Linears with weights in 8, 4 and 3 bits beside float32 ones: time, error, memory.
+
+    python benchmarks/quantized_linear.py [--device cuda:0]
+
+For each shape and number of tokens, the path that the table chooses by measurement, and its time beside `F.linear` in
+full precision (float32; on CUDA bfloat16) in the same rounds. Weights are rotated over copies of 100 MB or more, so
+that they come from memory, as those of a model do. The error is that of the product with the matrix that the integers
+stand for (relative, against float64), not that of rounding the matrix. "dynamic" also admits products with activations
+rounded to int8, which are not weight-only any more.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import arguments, finish, paired, ratio, show, table
+
+from elastic.quant.codes import Integers
+from elastic.quant.formats import Matrix, Parts, Path, Target, format_of
+from elastic.quant.integers import unpack
+from elastic.quant.measure import measure
+from elastic.quant.paths import PathTable
+
+SHAPES = ((768, 768), (768, 2048), (2048, 2048), (4096, 4096), (4096, 11008), (11008, 4096))
+TOKENS = (1, 8, 64, 512)
+CONFIGS = {"int8": Integers(8, -1, symmetric=True), "int4": Integers(4, 128), "int3": Integers(3, 128)}
+ROTATED_BYTES = 100_000_000
+
+
+class Rotated:
+    """Calls a function on another copy of its weights each time."""
+
+    def __init__(self, work: Callable[[Any], Any], copies: Sequence[Any]) -> None:
+        self.work, self.copies, self.turn = work, copies, 0
+
+    def __call__(self) -> Any:
+        self.turn += 1
+        return self.work(self.copies[self.turn % len(self.copies)])
+
+
+def copies(nbytes: int) -> int:
+    return max(math.ceil(ROTATED_BYTES / nbytes), 2) - 1
+
+
+def clones(parts: Parts) -> list[Parts]:
+    size = sum(part.nbytes for part in parts.values())
+    return [{name: part.clone() for name, part in parts.items()} for _ in range(copies(size))]
+
+
+def error(y: torch.Tensor, x: torch.Tensor, value: torch.Tensor) -> float:
+    """Relative, over 64 tokens at most."""
+    exact = x[:64].double() @ value.double().t()
+    return float((y[:64].double() - exact).norm() / exact.norm())
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One format of one matrix, the paths that were measured, and copies to rotate."""
+
+    name: str
+    matrix: Matrix
+    value: torch.Tensor
+    paths: Mapping[str, Path]
+    parts: list[Parts]
+    chosen: dict[str, dict[int, str]]
+    """With dynamic products and without, tokens -> path."""
+
+    def row(self, path: str, kind: str, x: torch.Tensor) -> dict[str, Any]:
+        nbytes = sum(part.nbytes for part in self.parts[0].values())
+        return {
+            "format": self.name,
+            "shape": f"{self.matrix.inputs} -> {self.matrix.outputs}",
+            "tokens": x.shape[0],
+            "path": path,
+            "chosen": kind,
+            "error": error(self.paths[path](x, self.parts[0]), x, self.value),
+            "memory_of_16_bit": nbytes / (2 * self.value.numel()),
+        }
+
+
+def variant(name: str, weight: torch.Tensor, device: str) -> Variant:
+    config, matrix = CONFIGS[name], Matrix(*weight.shape)
+    target = Target.of(torch.device(device))
+    parts = {key: part.to(device) for key, part in format_of(config).quantize(config, weight, None, target).items()}
+    chosen = {
+        kind: measure(PathTable(), config, parts, matrix, target, weight.dtype, dynamic=dynamic, buckets=TOKENS)
+        for kind, dynamic in (("weight-only", False), ("dynamic", True))
+    }
+    paths = format_of(config).paths(config, parts, matrix, target)
+    value = unpack(config, parts, matrix, target).value()
+    return Variant(name, matrix, value, paths, [parts, *clones(parts)], chosen)
+
+
+def compare(
+    variants: list[Variant], plain: list[torch.Tensor], tokens: int, device: str, rounds: int
+) -> list[dict[str, Any]]:
+    """All chosen paths, and the full-precision linear, in the same rounds."""
+    weight = plain[0]
+    x = torch.randn(tokens, weight.shape[1], device=device, dtype=weight.dtype)
+    works: dict[str, Any] = {"full": Rotated(partial(F.linear, x), plain)}
+    rows = {}
+    for each in variants:
+        for kind, chosen in each.chosen.items():
+            key = f"{each.name} {chosen[tokens]}"
+            works[key] = Rotated(partial(each.paths[chosen[tokens]], x), each.parts)
+            rows.setdefault(key, each.row(chosen[tokens], kind, x))
+    times = paired(works, device, max(3, rounds // 3) if tokens * weight.numel() > 5e8 else rounds, warmup=1)
+    full = {"full_ms": 1e3 * statistics.median(times["full"]), "error_full": error(F.linear(x, weight), x, weight)}
+    for key, row in rows.items():
+        row |= {"ms": 1e3 * statistics.median(times[key]), "speedup": ratio(times["full"], times[key])} | full
+    return list(rows.values())
+
+
+def chosen_paths(rows: list[dict[str, Any]]) -> None:
+    table(
+        ["format", "shape", "tokens", "path", "ms", "full ms", "full / path", "error", "full's error", "memory"],
+        [
+            [
+                row["format"],
+                row["shape"],
+                row["tokens"],
+                row["path"],
+                f"{row['ms']:.3f}",
+                f"{row['full_ms']:.3f}",
+                show(row["speedup"]),
+                f"{row['error']:.1e}",
+                f"{row['error_full']:.1e}",
+                f"{row['memory_of_16_bit']:.1%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def bounds(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What was to be reached, as full / path: at least 3, 2, and 1 / 2.1, or 1 / 1.1 with dynamic products."""
+    found: Mapping[tuple[Any, ...], float] = {
+        (row["format"], row["shape"], row["tokens"], row["chosen"]): row["speedup"]["median"] for row in rows
+    }
+    picked = {
+        f"int4 {shape}, {count} tokens, {kind}": found.get(("int4", shape, count, kind))
+        for shape in ("4096 -> 4096", "4096 -> 11008")
+        for count in (1, 8, 512)
+        for kind in ("weight-only", "dynamic")
+    }
+    return {key: value for key, value in picked.items() if value is not None}
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    rows: list[dict[str, Any]] = []
+    for inputs, outputs in SHAPES[:1] if options.quick else SHAPES:
+        weight = (torch.randn(outputs, inputs) / inputs**0.5).to(options.device, dtype)
+        plain = [weight, *(weight.clone() for _ in range(copies(weight.nbytes)))]
+        variants = [variant(name, weight, options.device) for name in CONFIGS]
+        for tokens in TOKENS:
+            rows += compare(variants, plain, tokens, options.device, options.rounds)
+    chosen_paths(rows)
+    print()
+    table(["full / path", "median"], [[key, f"{value:.2f}"] for key, value in bounds(rows).items()])
+    finish("quantized_linear", options.device, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What the parts of all integer formats have in common: the optional ones, and how a path looks at what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from elastic.errors import ConfigError
+from elastic.quant.codes import Codes
+from elastic.quant.formats import Matrix, Parts, Path
+
+Required = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Parts by name, with their shapes and dtypes."""
+
+
+def extras(codes: Codes) -> dict[str, torch.Tensor]:
+    """The parts `order`, int32 [inputs], and `input_scale`, float32 [inputs], where there is one."""
+    parts = {}
+    if codes.order is not None:
+        parts["order"] = codes.order.to(torch.int32)
+    if codes.input_scale is not None:
+        parts["input_scale"] = codes.input_scale.float().contiguous()
+    return parts
+
+
+def read_extras(parts: Parts) -> dict[str, torch.Tensor | None]:
+    """`order` and `input_scale` of `Codes`."""
+    order = parts.get("order")
+    return {"order": None if order is None else order.long(), "input_scale": parts.get("input_scale")}
+
+
+def demand(x: torch.Tensor, parts: Parts, inputs: int, required: Required) -> None:
+    """Refuse what a kernel might read beyond the end of. Raises `ConfigError`."""
+    if x.dim() != 2 or x.shape[1] != inputs:
+        raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {inputs}]")
+    for name, (shape, dtype) in required.items():
+        part = parts[name]
+        if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
+            raise ConfigError(f"part {name!r} is {part.dtype} {tuple(part.shape)}; use a contiguous {dtype} {shape}")
+
+
+def on_columns(x: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """What the packed columns are multiplied with: x divided by the input scale, in the order of the columns."""
+    if "input_scale" in parts:
+        x = (x.float() / parts["input_scale"]).to(x.dtype)
+    order = parts.get("order")
+    if order is None:
+        return x
+    if order.shape != x.shape[1:]:
+        raise ConfigError(f"part 'order' has the shape {tuple(order.shape)}, the matrix {x.shape[1]} inputs")
+    return x.index_select(1, order)
+
+
+def checked(matrix: Matrix, required: Required, kernel: Path) -> Path:
+    """A path from a kernel that is given at least one token, the columns of `on_columns`, and parts as they must be."""
+
+    def path(x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        demand(x, parts, matrix.inputs, required)
+        if not x.shape[0]:
+            return x.new_empty(0, matrix.outputs)
+        return kernel(on_columns(x.detach(), parts).contiguous(), parts).to(x.dtype)
+
+    return path
