@@ -24,7 +24,7 @@ from elastic.memory.copying import Pace, copy
 
 SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
 STEPS_PER_COMMIT = 8
-COPY_RATE = "1GB"
+COPY_RATE = "2GB"
 """A second, on a CPU: there, copies and computation share the memory's speed."""
 
 
@@ -107,15 +107,14 @@ class Mover(threading.Thread):
         self.ending = False
 
     def run(self) -> None:
-        packed = list(range(0, self.layers, 2))
+        packed, full = list(range(0, self.layers, 2)), list(range(1, self.layers, 2))
         while True:
             self.asked.acquire()
             if self.ending:
                 return
-            out, new = packed.pop(0), next(i for i in range(self.layers) if i not in packed)
-            while new in packed or new == out:
-                new = (new + 1) % self.layers
+            out, new = packed.pop(0), full.pop(0)
             packed.append(new)
+            full.append(out)
             self.runtime.apply([elastic.Swap((new,), "int4"), elastic.Restore((out,))])
             self.done += 1
 
@@ -144,17 +143,20 @@ def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> d
     resting: list[list[float]] = []
     commits = 0
     gaps(model, device, 32, None)
-    for _ in range(generations):
-        mover = Mover(runtime, layers)
-        runtime.restore()
-        runtime.swap(range(0, layers, 2), "int4")
-        resting.append(gaps(model, device, tokens, None))
-        mover.start()
-        moving.append(gaps(model, device, tokens, mover))
-        mover.ending = True
-        mover.asked.release()
-        mover.join()
-        commits += mover.done
+    for generation in range(generations):
+        for moves_now in (False, True) if generation % 2 else (True, False):
+            runtime.restore()
+            runtime.swap(range(0, layers, 2), "int4")
+            if not moves_now:
+                resting.append(gaps(model, device, tokens, None))
+                continue
+            mover = Mover(runtime, layers)
+            mover.start()
+            moving.append(gaps(model, device, tokens, mover))
+            mover.ending = True
+            mover.asked.release()
+            mover.join()
+            commits += mover.done
     events = [event for event in runtime.events() if len(event.action.layers) == 1]
     touched = {layer for event in events for layer in event.action.layers}
     elastic.unwrap(model)
