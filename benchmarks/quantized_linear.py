@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,7 +90,9 @@ def variant(name: str, weight: torch.Tensor, device: str) -> Variant:
     target = Target.of(torch.device(device))
     parts = {key: part.to(device) for key, part in format_of(config).quantize(config, weight, None, target).items()}
     chosen = {
-        kind: measure(PathTable(), config, parts, matrix, target, weight.dtype, dynamic=dynamic, buckets=TOKENS)
+        kind: measure(
+            PathTable(), replace(config, dynamic=dynamic), parts, matrix, target, weight.dtype, buckets=TOKENS
+        )
         for kind, dynamic in (("weight-only", False), ("dynamic", True))
     }
     paths = format_of(config).paths(config, parts, matrix, target)

@@ -30,11 +30,12 @@ from elastic.assets import MODEL_DIR
 from elastic.hooks.structure import find_decoder
 from elastic.profiling import token_ids
 from elastic.quant.capture import Trace
-from elastic.quant.dequantized import VARIANTS, dequantized_layer
+from elastic.quant.dequantized import dequantized_layer
 from elastic.quant.orders import RULES, order, random_order
 from elastic.quant.profile_file import Setting
 from elastic.quant.quality import nats, prefixes, score_sets
 from elastic.quant.sensitivity import cosine, measure
+from elastic.quant.variants import DEFAULTS
 
 ROOT = Path(__file__).parent.parent
 SEEDS = 10
@@ -88,7 +89,7 @@ def curves(variant: str, model: Any, windows: torch.Tensor, orders: Orders) -> t
     layers = find_decoder(model).layers
     singles = [frozenset([p]) for p in range(len(layers))]
     sets = {s for o in orders.values() for s in prefixes(o)} | set(singles)
-    quantize = functools.cache(lambda i: dequantized_layer(layers[i], VARIANTS[variant]))
+    quantize = functools.cache(lambda i: dequantized_layer(layers[i], DEFAULTS[variant]))
     parts = []
     for ids in windows.split(2):
         trace = Trace(model, layers, ids)
@@ -256,7 +257,7 @@ def runs_of_layers(model: Any, work: Callable[[], Any]) -> int:
 def cost(name: str, model: Any, ids: torch.Tensor, rounds: int) -> dict[str, Any]:
     """Seconds of each kind of search. Quantized layers are made beforehand for all."""
     layers = find_decoder(model).layers
-    variants = [dequantized_layer(layer, VARIANTS["int4"]) for layer in layers]
+    variants = [dequantized_layer(layer, DEFAULTS["int4"]) for layer in layers]
     setting = Setting("int4", {}, 0.25, 0.25, 0.5, False, "float32", ("",) * len(layers), "", *ids.shape)
     lazy = Setting(**{**vars(setting), "lazy": True})
     orders: dict[str, tuple[int, ...]] = {}

@@ -14,9 +14,10 @@ from elastic.errors import ConfigError, StateError
 from elastic.hooks.structure import Decoder, find_decoder
 from elastic.quant.capture import Trace, as_for_inference
 from elastic.quant.codes import Integers
-from elastic.quant.dequantized import VARIANTS, dequantized_layer
+from elastic.quant.dequantized import dequantized_layer
 from elastic.quant.profile_file import Profile, Setting, fingerprint, fingerprint_of_tokens, read
 from elastic.quant.sensitivity import measure
+from elastic.quant.variants import DEFAULTS
 from elastic.runtime import Runtime
 
 CONTEXT = 512
@@ -115,9 +116,9 @@ def _check_model(model: nn.Module) -> Decoder:
 def _variant(variant: str | Integers) -> tuple[str, Integers]:
     if isinstance(variant, Integers):
         return f"int{variant.bits}", variant
-    if variant not in VARIANTS:
-        raise ConfigError(f"variant={variant!r} is not known; use one of {', '.join(VARIANTS)}")
-    return variant, VARIANTS[variant]
+    if variant not in DEFAULTS:
+        raise ConfigError(f"variant={variant!r} is not known; use one of {', '.join(DEFAULTS)}")
+    return variant, DEFAULTS[variant]
 
 
 def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> None:

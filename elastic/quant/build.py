@@ -16,13 +16,12 @@ from elastic.memory.layout import LayerLayout, ParameterLayout
 from elastic.quant.formats import Target
 from elastic.quant.measure import measure
 from elastic.quant.paths import paths
-from elastic.quant.selection import LayerParameters, matrices, matrix_of
+from elastic.quant.selection import LayerParameters, fitting, matrices, matrix_of
 from elastic.quant.variants import (
     MatrixPacking,
     PackedLayer,
     Packing,
     Variant,
-    fitting,
     pack_parameter,
 )
 

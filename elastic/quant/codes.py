@@ -22,6 +22,9 @@ class Integers:
     """Inputs that share a scale; -1: all of a row."""
     symmetric: bool = False
     """The zero point is the middle of the codes, 2 ** (bits - 1), everywhere."""
+    dynamic: bool = False
+    """Products may round activations too, to int8 with a scale for each token, where that is faster: prefill on CPUs.
+    The error of a product is then about 1 %; outliers among the activations make it larger."""
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4, 3):

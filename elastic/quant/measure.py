@@ -26,17 +26,18 @@ def measure(
     target: Target,
     dtype: torch.dtype,
     *,
-    dynamic: bool = False,
     buckets: Iterable[int] = BUCKETS,
     rounds: int = 3,
 ) -> dict[int, str]:
     """Decide on the fastest path for every number of tokens that the table does not have yet.
 
-    With the current number of threads, on the device of the parts; nothing of theirs but shapes matters. `dynamic`
-    admits products with activations rounded to int8 (cpu.py states their error). Returns bucket -> path.
+    With the current number of threads, on the device of the parts; nothing of theirs but shapes matters. A
+    config that is `dynamic` admits products with activations rounded to int8 (cpu.py states their error). Returns the
+    paths by bucket.
     """
     product = Product.of(config, parts, matrix, target, dtype)
     paths = dict(format_of(config).paths(config, parts, matrix, target))
+    dynamic = getattr(config, "dynamic", False)
     tried = {name: path for name, path in paths.items() if name not in NEVER or (dynamic and name == "dynamic")}
     missing = sorted(set(buckets) - table.chosen(product).keys())
     if tried and missing:

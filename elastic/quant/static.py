@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -28,15 +30,12 @@ class _OnlyPacked:
 @torch.no_grad()
 def pack_static(layer: nn.Module, variant: str | Variant) -> nn.Module:
     """Pack the matrices of a decoder layer in place, as `wrap` packs them for a variant; returns the same module."""
-    found = {}
-    for module_name, module in layer.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found[f"{module_name}.{name}"] = module, parameter
-    packings = packer(Variant.parse(variant), {})(LayerParameters("", found))
+    own = LayerParameters.of(layer)
+    packings = packer(Variant.parse(variant), {})(own)
     measure_paths([PackedLayer(packings, None)], next(layer.parameters()).device)
     for name, packing in packings.items():
-        module, parameter = found[name]
+        module, parameter = own.parameters[name]
         full: Source = _OnlyPacked(packing)  # type: ignore[arg-type]
-        module._parameters[name.rsplit(".", 1)[1]] = packing.content(parameter, packing.parts, full)
+        content: Any = packing.content(parameter, packing.parts, full)
+        module._parameters[name.rsplit(".", 1)[1]] = content
     return layer

@@ -59,15 +59,6 @@ class Variant:
         return chosen
 
 
-def fitting(config: Any, matrix: Matrix) -> Any | None:
-    """The config for a matrix: with smaller groups where its own do not divide the inputs. None: it stays full."""
-    sizes = [config.group_size, *(s for s in (64, 32) if s < config.group_size)] if isinstance(config, Integers) else []
-    for candidate in [replace(config, group_size=size) for size in sizes] or [config]:
-        if format_of(candidate).supports(candidate, matrix) is None:
-            return candidate
-    return None
-
-
 class MatrixPacking:
     """A matrix, or those of all experts of a layer, packed, in host memory."""
 

@@ -61,7 +61,7 @@ def test_measuring_fills_what_is_missing_and_only_that() -> None:
     assert chosen.keys() == {1, 4, 512}
     assert chosen[4] == "reference"
     assert {chosen[1], chosen[512]} <= {"packed", "expanded", "expanded_float32"}
-    measure(table, CONFIG, parts(), MATRIX, TARGET, torch.float32, dynamic=True)
+    measure(table, CONFIG, parts(), MATRIX, TARGET, torch.float32)
     assert table.chosen(product()).keys() == set(BUCKETS)
     assert {bucket: table.chosen(product())[bucket] for bucket in chosen} == chosen
 
@@ -116,3 +116,12 @@ def test_the_format_has_the_paths_that_a_table_may_name() -> None:
     table = PathTable()
     table.add(product(), dict(zip(BUCKETS, made, strict=False)))
     assert set(table.chosen(product()).values()) == set(made)
+
+
+def test_products_that_round_activations_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "elastic.quant.measure._fastest", lambda paths, *_: {512: "dynamic" if "dynamic" in paths else "packed"}
+    )
+    for dynamic, expected in ((False, "packed"), (True, "dynamic")):
+        config = Integers(CONFIG.bits, CONFIG.group_size, CONFIG.symmetric, dynamic)
+        assert measure(PathTable(), config, parts(), MATRIX, TARGET, torch.float32, buckets=(512,)) == {512: expected}
