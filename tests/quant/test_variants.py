@@ -20,8 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import elastic
 from elastic import ConfigError, StateError
 from elastic.memory.host import host
+from elastic.quant.build import in_one_block, packer
 from elastic.quant.checkpoints import QuantizedCheckpoint
 from elastic.quant.codes import Integers
+from elastic.quant.selection import LayerParameters
 from elastic.weights import Weight
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -254,3 +256,16 @@ def test_files_are_packed_again_for_another_instruction_set(tmp_path: Path) -> N
     (first, one), (second, other) = found
     assert (one, other) == ("DEFAULT", "AVX2")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_refused_page_lock_is_a_warning_and_the_block_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elastic.memory.host._lock_pages", lambda tensor: False)
+    monkeypatch.setattr(host, "_warned", False)
+    layer = LayerParameters.of(build("llama-gqa").model.layers[0])
+    packings = packer(elastic.Variant.parse("int4"), {})(layer)
+    packed = in_one_block(packings, torch.device("cuda"))  # whose blocks are to be locked
+    assert caplog.text.count("page-lock") == 1
+    for name, packing in packings.items():
+        assert all(torch.equal(packed.packings[name].parts[part], tensor) for part, tensor in packing.parts.items())
