@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
+import gc
 import sys
 import threading
 import traceback
@@ -34,7 +35,7 @@ PLACES = {
     "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
     "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
 }
-TIGHT = {"cpu": 800 << 10, "cuda:0": 256 << 20}
+TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20}
 """Bytes: weights, and hardly more than the longest generation needs. There the hard budget may end any generation."""
 LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -247,6 +248,20 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.resize(len(layers) / 3, tight=False, wait=True)
         self.rt.check()
+
+    @rule(swapped=st.booleans())
+    @told
+    def crowd(self, swapped: bool) -> None:
+        """Conversations take the pages of released layers, which then have to wait for them."""
+        self.settle_fault()
+        self.release({0, 1, 2}, wait=True)
+        for index in (3, 3, 3):
+            self.begin_a_conversation(index)
+        self.swap({0, 1, 2}, None, wait=True) if swapped else self.restore(None, wait=True)
+        self.laws()
+        self.go_on_with_the_conversations()
+        self.end_the_conversations()
+        gc.collect()
 
     @property
     def limits(self) -> Any:

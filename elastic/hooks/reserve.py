@@ -27,7 +27,7 @@ class Reserve:
 
     def fill(self) -> None:
         """Have all of it. Raises `CapacityError`."""
-        self.pool.charge(OWNER, self.missing * self.pool.page_bytes)
+        self.pool.hold(OWNER, self.missing)
         self.missing = 0
 
     def refill(self, pages: int) -> int:
@@ -38,7 +38,7 @@ class Reserve:
         taken = max(0, min(pages, self.missing))
         if taken:
             try:
-                self.pool.charge(OWNER, taken * self.pool.page_bytes)
+                self.pool.hold(OWNER, taken)
                 self.missing -= taken
             except CapacityError:
                 return pages
@@ -61,7 +61,7 @@ class Reserve:
         self.pages = self.missing = 0
 
     def _release(self, pages: int) -> None:
-        self.pool.discharge(OWNER, pages * self.pool.page_bytes)
+        self.pool.let_go(OWNER, pages)
         self.missing += pages
 
 

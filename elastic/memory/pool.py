@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -16,6 +17,8 @@ from elastic.types import PlaceStatus
 
 if TYPE_CHECKING:
     from elastic.memory.range import VirtualRange
+
+logger = logging.getLogger(__name__)
 
 
 class Resting(Protocol):
@@ -53,6 +56,7 @@ class PagePool:
         self._lock = threading.Lock()
         self._owner: dict[int, str] = {}  # page -> owner
         self._owned: Counter[str] = Counter()  # owner -> pages
+        self._held: Counter[str] = Counter()
         self._charged: Counter[str] = Counter()  # owner -> pages that only count
         self._parked: list[int] = []  # heap
         self._idle: set[int] = set()
@@ -66,7 +70,7 @@ class PagePool:
     @property
     def free_pages(self) -> int:
         """Pages that can still be taken, created or not."""
-        return self.budget_pages - len(self._owner) - self._charged.total()
+        return self.budget_pages - len(self._owner) - self._charged.total() - self._held.total()
 
     @property
     def idle_pages(self) -> int:
@@ -80,7 +84,7 @@ class PagePool:
 
     def pages_of(self, owner: str) -> int:
         """Pages of one owner, charged ones included."""
-        return self._owned[owner] + self._charged[owner]
+        return self._owned[owner] + self._charged[owner] + self._held[owner]
 
     def owns(self, page: int) -> bool:
         """Whether somebody owns the page; else it is free."""
@@ -120,6 +124,12 @@ class PagePool:
             for page in idle:
                 heapq.heappush(self._parked, page)
             self._clear([page for page in pages if page in self._owner], self._parked)
+            closed = self._closed
+        if closed:
+            try:
+                self.trim()
+            except CapacityError as error:  # parked for good, in a pool that nobody uses
+                logger.warning("pages of %s could not be given back: %s", self.name, str(error))
 
     def forget(self, holder: Resting) -> None:
         """`holder` shows no idle page any more."""
@@ -176,6 +186,20 @@ class PagePool:
             self._charged[owner] -= self.pages_for(nbytes)
             assert self._charged[owner] >= 0, (owner, nbytes)
 
+    def hold(self, owner: str, count: int) -> None:
+        """Keep free pages back, so that nobody takes them before `let_go`. Raises `CapacityError`."""
+        with self._lock:
+            self._require_open()
+            if count > self.free_pages:
+                raise self._short(owner, count)
+            self._held[owner] += count
+
+    def let_go(self, owner: str, count: int) -> None:
+        """Undo `hold`."""
+        with self._lock:
+            self._held[owner] -= count
+            assert self._held[owner] >= 0, (owner, count)
+
     def trim(self, keep: int = 0) -> int:
         """Give all parked pages but `keep` back to the system, highest ids first; returns the bytes released."""
         with self._lock:
@@ -218,7 +242,7 @@ class PagePool:
         """A snapshot of the ledger."""
         with self._lock:
             size = self.page_bytes
-            owners = self._charged + self._owned
+            owners = self._charged + self._owned + self._held
             return PlaceStatus(
                 name=self.name,
                 page_bytes=size,
@@ -247,7 +271,9 @@ class PagePool:
             if not self._in_creation:
                 self._require_equal("created in the ledger", created, "created in the backend", self.backend.created)
             unowned = len(self._parked) + len(self._idle)
-            self._require(self.free_pages >= unowned, f"{unowned} pages parked or idle, {self.free_pages} free")
+            free = self.free_pages + self._held.total()
+            self._require(free >= unowned, f"{unowned} pages parked or idle, {free} free or held back")
+            self._require(self.free_pages >= 0, f"{-self.free_pages} pages more than the budget")
 
     def close(self) -> None:
         """Give free pages back; owned ones go as their ranges close. Can be called twice."""
@@ -259,8 +285,8 @@ class PagePool:
 
     @property
     def _unshown_pages(self) -> int:
-        """Free pages that no range shows."""
-        return self.free_pages - len(self._idle)
+        """Pages that nobody owns and no range shows."""
+        return self.free_pages + self._held.total() - len(self._idle)
 
     def _make_room(self, count: int) -> None:
         """Try to have `count` free pages that no range shows: ask the reclaimers, then unmap idle ones."""
@@ -295,7 +321,7 @@ class PagePool:
 
     def _require_room(self, owner: str, count: int) -> None:
         self._require_open()
-        if count > self._unshown_pages:
+        if count > min(self.free_pages, self._unshown_pages):
             raise self._short(owner, count)
 
     def _require_open(self) -> None:
@@ -303,7 +329,9 @@ class PagePool:
             raise StateError(f"place {self.name} is closed; wrap the model again")
 
     def _short(self, owner: str, count: int) -> CapacityError:
-        held = ", ".join(f"{o}: {n * self.page_bytes:,} bytes" for o, n in (self._charged + self._owned).items())
+        held = ", ".join(
+            f"{o}: {n * self.page_bytes:,} bytes" for o, n in (self._charged + self._owned + self._held).items()
+        )
         return CapacityError(
             f"place {self.name} has too few free pages for {owner}; ask for less, free what holds them "
             f"({held or 'nothing'}), or give the place a larger budget",

@@ -265,3 +265,29 @@ def test_place_texts() -> None:
     for bad in ("cpu:1", "tpu", "cuda:x", "cpu#0=lots", 3):
         with pytest.raises(elastic.ConfigError):
             Place.parse(bad)  # type: ignore[arg-type]
+
+
+def test_pages_that_come_back_after_the_close_go_to_the_system() -> None:
+    """As where a tensor outside showed them until then."""
+    pool = new_pool(8)
+    pages = pool.take("layer:0", 3)
+    pool.close()
+    assert pool.backend.created == 3
+    pool.give_back(pages)
+    assert pool.backend.created == 0
+
+
+def test_pages_that_are_held_back_are_nobodys_to_take() -> None:
+    pool = new_pool(8)
+    pages = pool.take("kv", 3)
+    pool.hold("staging", 4)
+    assert (pool.free_pages, pool.pages_of("staging"), pool.status().owners["staging"]) == (1, 4, 4 * pool.page_bytes)
+    with pytest.raises(CapacityError, match="staging"):
+        pool.take("kv", 2)
+    with pytest.raises(CapacityError):
+        pool.hold("staging", 2)
+    pool.give_back(pages)
+    pool.check()
+    assert len(pool.take("kv", 4)) == 4
+    pool.let_go("staging", 4)
+    assert len(pool.take("kv", 4)) == 4
