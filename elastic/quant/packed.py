@@ -137,20 +137,20 @@ class _ValueOf:
 def _linear(function: Function, args: Any, kwargs: Any) -> Any:
     """F.linear(x, weight, bias)."""
     x, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
-    return _product(x, weight, bias, False) if _usable(x, weight, False) else on_values(function, args, kwargs)
+    return _product(x, weight, bias) if _usable(x, weight, False) else on_values(function, args, kwargs)
 
 
 def _addmm(function: Function, args: Any, kwargs: Any) -> Any:
     """torch.addmm(bias, x, weight), as Conv1D calls it."""
     if len(args) == 3 and not kwargs and _usable(args[1], args[2], True):
-        return _product(args[1], args[2], args[0], True)
+        return _product(args[1], args[2], args[0])
     return on_values(function, args, kwargs)
 
 
 def _matmul(function: Function, args: Any, kwargs: Any) -> Any:
     """x @ weight."""
     if len(args) == 2 and not kwargs and _usable(args[0], args[1], True):
-        return _product(args[0], args[1], None, True)
+        return _product(args[0], args[1], None)
     return on_values(function, args, kwargs)
 
 
@@ -158,7 +158,7 @@ def _getitem(function: Function, args: Any, kwargs: Any) -> Any:
     """weight[expert], or weight[experts] for a tensor of them."""
     weight, index = args
     packed = _packed(weight)
-    if packed is None or packed.experts is None or _records_gradients(weight):
+    if packed is None or packed.experts is None:
         return on_values(function, args, kwargs)
     if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point()):
         return _view(weight, packed.expert(int(index)))
@@ -171,7 +171,7 @@ def _getitem(function: Function, args: Any, kwargs: Any) -> Any:
 def _transpose(function: Function, args: Any, kwargs: Any) -> Any:
     """weight.transpose(-2, -1)."""
     weight, packed = args[0], _packed(args[0])
-    if packed is None or kwargs or len(args) != 3 or _records_gradients(weight):
+    if packed is None or kwargs or len(args) != 3:
         return on_values(function, args, kwargs)
     last = {weight.ndim - 2, weight.ndim - 1}
     swaps_last = {dim % weight.ndim for dim in args[1:]} == last
@@ -180,13 +180,13 @@ def _transpose(function: Function, args: Any, kwargs: Any) -> Any:
 
 def _grouped(function: Function, args: Any, kwargs: Any) -> Any:
     """grouped_mm(x, weights, offs=offs): rows up to offs[i] belong to expert i."""
-    offs = kwargs.get("offs")
-    if len(args) != 2 or set(kwargs) - {"offs"} or offs is None or not _usable(args[0], args[1], True, experts=True):
+    given = {name for name, value in kwargs.items() if value is not None}
+    if len(args) != 2 or given != {"offs"} or not _usable(args[0], args[1], True, experts=True):
         return on_values(function, args, kwargs)
     x, packed = args[0], args[1].source.packed
     out = x.new_zeros(x.shape[0], packed.matrix.outputs)
     start = 0
-    for expert, stop in enumerate(offs.tolist()):
+    for expert, stop in enumerate(kwargs["offs"].tolist()):
         if stop > start:
             out[start:stop] = packed.expert(expert).product(x[start:stop])
         start = stop
@@ -196,14 +196,14 @@ def _grouped(function: Function, args: Any, kwargs: Any) -> Any:
 def _usable(x: Any, weight: Any, transposed: bool, *, experts: bool = False) -> bool:
     """Whether a product can be computed from the parts: they have no derivative."""
     packed = _packed(weight)
-    if packed is None or isinstance(x, Weight) or not x.is_floating_point():
+    if packed is None or isinstance(x, Weight) or not x.is_floating_point() or x.shape[-1:] != (packed.matrix.inputs,):
         return False
     if packed.transposed is not transposed or (packed.experts is not None) is not experts:
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    return not (torch.is_grad_enabled() and x.requires_grad)
 
 
-def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
     out: torch.Tensor = weight.source.packed.product(x)
     if bias is None:
         return out
@@ -213,10 +213,6 @@ def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, transposed
 def _packed(weight: Any) -> Packed | None:
     source = weight.source if isinstance(weight, Weight) else None
     return source.packed if isinstance(source, PackedSource) else None
-
-
-def _records_gradients(weight: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and weight.requires_grad
 
 
 def _view(weight: Weight, packed: Packed) -> Weight:
