@@ -498,3 +498,36 @@ def test_swaps_asked_for_inside_a_forward_are_committed_after_it(wrapped: Any) -
         asked[-1].result()
         assert variants(model) == [after] * 3
     handle.remove()
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_forward_passes_compute_from_the_parts(architecture: str, monkeypatch: Any, wrapped: Any) -> None:
+    """No matrix is expanded as a whole, experts included."""
+    from elastic.quant.packed import Packed
+
+    model = wrapped(build(architecture), variants=("int4",))
+    rt = model.elastic
+    rt.swap(range(rt.status().layers), "int4")
+
+    def refuse(self: Packed) -> torch.Tensor:
+        raise AssertionError(f"{self.shape} was expanded")
+
+    monkeypatch.setattr(Packed, "value", refuse)
+    cache = model(**prompt(2)).past_key_values
+    model(torch.full((2, 1), 5), past_key_values=cache)
+
+
+def test_swaps_on_a_device(device: str, wrapped: Any) -> None:
+    model, reference = build("llama-gqa", device=device), build("llama-gqa", device=device)
+    inputs = prompt(2, device=device)
+    expected = model(**inputs).logits
+    rt = wrapped(model, variants=VARIANTS).elastic
+    for variant in VARIANTS:
+        rt.swap([0, 1, 2], variant)
+        packed = copy.deepcopy(reference)
+        for layer in packed.model.layers:
+            pack_static(layer, variant)
+        assert torch.equal(model(**inputs).logits, packed(**inputs).logits)
+        rt.check()
+    rt.restore()
+    assert torch.equal(model(**inputs).logits, expected)

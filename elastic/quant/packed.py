@@ -178,6 +178,12 @@ def _transpose(function: Function, args: Any, kwargs: Any) -> Any:
     return _view(weight, packed.flipped()) if swaps_last else on_values(function, args, kwargs)
 
 
+def _flip(function: Function, args: Any, kwargs: Any) -> Any:
+    """weight.T and the like."""
+    packed = _packed(args[0])
+    return _view(args[0], packed.flipped()) if packed is not None else on_values(function, args, kwargs)
+
+
 def _grouped(function: Function, args: Any, kwargs: Any) -> Any:
     """grouped_mm(x, weights, offs=offs): rows up to offs[i] belong to expert i."""
     given = {name for name, value in kwargs.items() if value is not None}
@@ -225,6 +231,7 @@ def _bound(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, A
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
 
 
+_FLIPS = (torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 _GROUPED = tuple(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None)
 for _kind in (PackedSource, PlainSource):  # a product may meet either first
     register(_kind, FORWARD_FUNCTIONS, on_values)
@@ -233,4 +240,5 @@ for _kind in (PackedSource, PlainSource):  # a product may meet either first
     register(_kind, (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
     register(_kind, (torch.Tensor.__getitem__,), _getitem)
     register(_kind, (torch.Tensor.transpose, torch.transpose), _transpose)
+    register(_kind, _FLIPS, _flip)
     register(_kind, _GROUPED, _grouped)

@@ -109,3 +109,14 @@ def test_a_static_layer_is_read_as_what_it_computes_with() -> None:
     assert torch.equal(up.detach(), up.source.value())  # type: ignore[union-attr]
     with pytest.raises(StateError, match="statically quantized weight is not written"):
         up.copy_(torch.zeros(48, 32))  # type: ignore[union-attr,operator]
+
+
+def test_a_transposed_view_stays_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, value = weight(48, 64)
+    monkeypatch.setattr(Packed, "value", None)
+    x = torch.randn(3, 64)
+    with paths.forced("reference"):
+        for flipped in (packed.T, packed.t(), packed.mT, torch.t(packed), packed.transpose(0, 1)):
+            assert flipped.shape == (64, 48)
+            torch.testing.assert_close(x @ flipped, x @ value.T)
+        torch.testing.assert_close(F.linear(x, packed.T.T), x @ value.T)
