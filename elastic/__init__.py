@@ -36,6 +36,7 @@ from elastic.wrap import unwrap, wrap
 if TYPE_CHECKING:
     from elastic.kvcache.cache import ElasticCache
     from elastic.profiling import profile
+    from elastic.quant.codes import Integers
     from elastic.quant.profile_file import Profile
     from elastic.quant.variants import Variant
 
@@ -50,6 +51,7 @@ __all__ = [
     "ElasticError",
     "Event",
     "HostStatus",
+    "Integers",
     "IntegrityError",
     "KVStatus",
     "Overloaded",
@@ -76,6 +78,7 @@ __all__ = [
 
 _LATER = {
     "ElasticCache": "elastic.kvcache.cache",  # needs transformers, which `import elastic` does not
+    "Integers": "elastic.quant.codes",
     "Profile": "elastic.quant.profile_file",
     "Variant": "elastic.quant.variants",
     "profile": "elastic.profiling",

@@ -25,6 +25,9 @@ from elastic.quant.variants import (
     pack_parameter,
 )
 
+AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Layers packed side by side: torch uses several threads for each."""
+
 
 def build(
     layers: Sequence[LayerParameters],
@@ -36,7 +39,7 @@ def build(
     from tqdm.auto import tqdm
 
     hidden = None if progress else True  # None: where nobody looks
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="elastic-pack") as pool:
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="elastic-pack") as pool:
         made = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
         return list(tqdm(made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
 

@@ -37,7 +37,7 @@ class Variant:
 
     name: str
     config: Any = None
-    """Such as `Integers(bits=4, group_size=64)`. None: what the name stands for ("int8", "int4", "int3")."""
+    """Such as `elastic.Integers(bits=4, group_size=64)`. None: what the name stands for ("int8", "int4", "int3")."""
     checkpoint: str | Path | None = None
     """The directory of an AutoGPTQ, GPTQModel or AutoAWQ checkpoint; its config then counts."""
     calibration: torch.Tensor | None = None
