@@ -118,6 +118,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype, device: str) -> Any:
+    """A Llama of these sizes with random weights, heads of 64."""
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+
 def finish(name: str, device: str, results: Any) -> None:
     """The last line: one JSON document."""
     print(json.dumps({"benchmark": name, "machine": machine(device), "results": results}), flush=True)

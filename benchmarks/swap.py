@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, ratio, seconds, show, table
-from transformers import LlamaConfig, LlamaForCausalLM
+from common import arguments, finish, paired, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copying import Pace, copy
@@ -26,20 +25,6 @@ SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 
 STEPS_PER_COMMIT = 8
 COPY_RATE = "2GB"
 """A second, on a CPU: there, copies and computation share the memory's speed."""
-
-
-def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype, device: str) -> Any:
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=2048,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
 def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:

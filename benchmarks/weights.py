@@ -15,28 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import arguments, finish, paired, ratio, seconds, show, table
-from transformers import LlamaConfig, LlamaForCausalLM
+from common import arguments, finish, paired, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copying import copy
 
 SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
 LINEARS = ((768, 768), (768, 2048), (4096, 4096))
-
-
-def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype, device: str) -> Any:
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=2048,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
 def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import transformers as t
 from architectures import CONFIGS, build, prompt
 from children import wait_for_the_janitor
+from helpers import PAGE, assert_same_bits, bits, layers, small, tight
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
@@ -21,26 +22,6 @@ from elastic.types import HOST
 from elastic.weights import Weight
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-PAGE = 4096
-
-
-def small(nbytes: int, name: str = "cpu") -> elastic.Place:
-    return elastic.Place(name, torch.device("cpu"), nbytes, page_bytes=PAGE)
-
-
-def bits(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same_bits(model: Any, before: dict[str, torch.Tensor]) -> None:
-    after = model.state_dict()
-    assert list(after) == list(before)
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor), name
-
-
-def layers(model: Any) -> list[torch.nn.Module]:
-    return [model.get_submodule(name) for name in model.elastic.status().residencies]
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -89,14 +70,6 @@ def test_a_limit_that_was_set_stays_through_a_release(wrapped: Any) -> None:
     assert rt.kv.limit_bytes == rt.kv.capacity_bytes == 1 << 20
     rt.restore()
     assert rt.kv.limit_bytes == 1 << 20
-
-
-def tight(model: Any, kv_pages: int) -> elastic.Place:
-    """A place with room for the model, a stage and some pages for the KV cache."""
-    elastic.wrap(model, places=small(64 << 20, "cpu#probe"))
-    place = model.elastic.status().places[0]
-    elastic.unwrap(model)
-    return small(sum(place.owners.values()) + kv_pages * PAGE)
 
 
 def test_a_generation_that_has_run_out_of_kv_goes_on_after_a_release(wrapped: Any) -> None:

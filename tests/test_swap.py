@@ -13,6 +13,7 @@ import torch
 import transformers as t
 from architectures import CONFIGS, build, prompt
 from children import wait_for_the_janitor
+from helpers import PAGE, assert_same_bits, bits, layers, small, tight
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
@@ -23,25 +24,6 @@ from elastic.types import HOST
 from elastic.weights import Weight
 
 VARIANTS = ("int8", "int4", "int3")
-PAGE = 4096
-
-
-def small(nbytes: int, name: str = "cpu") -> elastic.Place:
-    return elastic.Place(name, torch.device("cpu"), nbytes, page_bytes=PAGE)
-
-
-def bits(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same_bits(model: Any, before: dict[str, torch.Tensor]) -> None:
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
-
-
-def layers(model: Any) -> list[torch.nn.Module]:
-    return [model.get_submodule(name) for name in model.elastic.status().residencies]
 
 
 def variants(model: Any) -> list[str]:
@@ -142,14 +124,6 @@ def test_parts_of_a_layer_can_be_swapped(wrapped: Any) -> None:
     for wrong in ("model.layers.1.mlpx", "model.layers.1.mlp.", "model.layers.7", "lm_head"):
         with pytest.raises(ConfigError, match=wrong.replace(".", r"\.")):
             rt.swap(wrong, "int8")
-
-
-def tight(model: Any, kv_pages: int, **options: Any) -> elastic.Place:
-    """A place with room for the model, a reserve and some pages for the KV cache."""
-    elastic.wrap(model, places=small(64 << 20, "cpu#probe"), **options)
-    place = model.elastic.status().places[0]
-    elastic.unwrap(model)
-    return small(sum(place.owners.values()) + kv_pages * PAGE)
 
 
 def test_a_generation_that_has_run_out_of_kv_goes_on_after_a_swap(wrapped: Any) -> None:
@@ -531,3 +505,37 @@ def test_swaps_on_a_device(device: str, wrapped: Any) -> None:
         rt.check()
     rt.restore()
     assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_what_was_flipped_is_flipped_back_when_a_later_action_of_the_call_fails(monkeypatch: Any, wrapped: Any) -> None:
+    """From every state that a layer can be in: full, released, packed."""
+    model = build("llama-gqa")
+    before = bits(model)
+    rt = wrapped(model, variants=VARIANTS).elastic
+    rt.release(1)
+    rt.swap(2, "int8")
+    rt.kv.trim()
+    owners, expected = rt.status().places[0].owners, model(**prompt()).logits
+    mechanism = rt._worker._mechanisms[elastic.Swap]
+    commit, calls = mechanism.commit, []
+
+    def fail_at_last(prepared: Any) -> None:
+        calls.append(prepared)
+        commit(prepared)
+        if len(calls) == 2:
+            raise StateError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mechanism, "commit", fail_at_last)
+        with pytest.raises(StateError, match="injected"):
+            rt.apply([elastic.Swap((0, 1), "int4"), elastic.Swap((2,), "int3")])
+    assert len(calls) == 2
+    calls.clear()
+    assert [where[0].place for where in rt.status().residencies.values()] == ["cpu", HOST, "cpu"]
+    assert variants(model) == ["float32", "float32", "int8"]
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert_same_bits(model, before)
+    rt.kv.trim()
+    rt.check()
+    assert rt.status().places[0].owners == owners
+    assert rt.swap([0, 1, 2], "int4").status == "applied"

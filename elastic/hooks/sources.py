@@ -13,17 +13,14 @@ if TYPE_CHECKING:
     from elastic.hooks.layer import LayerWeights
 
 
-class HostSource:
-    """A weight that is in host memory; while its layer is called, also in a stage on the device."""
+class _InHost:
+    """A parameter whose full bytes the host store has."""
 
     def __init__(self, layer: LayerWeights, name: str) -> None:
         self._layer = layer
         self._name = name
 
     def value(self) -> torch.Tensor:
-        staged = self._layer.staged
-        if staged is not None and self._layer.entered:
-            return staged[self._name]
         return self.copy().to(self._layer.pool.backend.device)
 
     def copy(self) -> torch.Tensor:
@@ -31,6 +28,16 @@ class HostSource:
 
     def stored(self) -> torch.Tensor:
         return self._layer.host_tensor(self._name)
+
+
+class HostSource(_InHost):
+    """A weight that is in host memory only; while its layer is called, also in a stage on the device."""
+
+    def value(self) -> torch.Tensor:
+        staged = self._layer.staged
+        if staged is not None and self._layer.entered:
+            return staged[self._name]
+        return super().value()
 
     def write(self, value: torch.Tensor) -> None:
         self._layer.write(self._name, value)
@@ -39,22 +46,12 @@ class HostSource:
         return f"of {self._layer.name}, which is in host memory"
 
 
-class KeptSource:
-    """The full weight, in host memory, of a parameter that is in a variant at its place."""
+class KeptSource(_InHost):
+    """The full weight of a parameter that is in a variant at its place."""
 
     def __init__(self, layer: LayerWeights, name: str, variant: str) -> None:
-        self._layer = layer
-        self._name = name
+        super().__init__(layer, name)
         self._variant = variant
-
-    def value(self) -> torch.Tensor:
-        return self.copy().to(self._layer.pool.backend.device)
-
-    def copy(self) -> torch.Tensor:
-        return self._layer.host_tensor(self._name).clone()
-
-    def stored(self) -> torch.Tensor:
-        return self._layer.host_tensor(self._name)
 
     def write(self, value: torch.Tensor) -> None:
         layer = self._layer.name
