@@ -22,6 +22,9 @@ BELOW = {
     "results": LEAVES,
     "profiling": LEAVES | {"hooks", "quant", "runtime"},
     **dict.fromkeys(TOP, LEAVES | MIDDLE | TOP | {"memory", "weights", "results"}),
+    "engines": LEAVES | MIDDLE | TOP | {"memory", "engines"},
+    "bench": LEAVES | {"controller", "engines", "runtime", "bench"},
+    "server": LEAVES | {"controller", "engines", "runtime", "server"},
 }
 
 

@@ -1,0 +1,100 @@
+"""What a policy sees: one moment, in a frozen record. Seconds in `*_s`, bytes in `*_bytes`; None: not known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Of the observations of a sliding window; all None while there are none."""
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What requests experience now."""
+
+    waiting: int = 0
+    """Requests that arrived and were not scheduled yet."""
+    running: int = 0
+    queue_delay_s: float = 0.0
+    """How long the oldest waiting request has waited; 0.0 when none waits."""
+    arrived: int = 0
+    """Totals since the start: requests offered."""
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    preemptions: int = 0
+    """How often a running request lost its cache."""
+    stalls: int = 0
+    """How often a running request was left out of a step because no KV block was to be had."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    tokens_per_s: float = 0.0
+    """Generated, over the window."""
+    arrivals_per_s: float = 0.0
+    queued_s: Quantiles = Quantiles()
+    """Arrival to first scheduling, of requests scheduled within the window."""
+    ttft_s: Quantiles = Quantiles()
+    tpot_s: Quantiles = Quantiles()
+    itl_s: Quantiles = Quantiles()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The KV cache, summed over the places of the model."""
+
+    used_bytes: int
+    capacity_bytes: int
+    """What new and running caches may hold now; grows with swapped layers."""
+    maximum_bytes: int
+
+    @property
+    def use(self) -> float:
+        """Used share of the capacity, from 0 to 1."""
+        return self.used_bytes / self.capacity_bytes if self.capacity_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as NVML sees it; None for what it does not report."""
+
+    place: str
+    utilization: float | None = None
+    """Share of time with a kernel running, from 0 to 1."""
+    used_bytes: int | None = None
+    """By all processes."""
+    total_bytes: int | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    pcie_rx_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory."""
+
+    available_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One moment of one instance."""
+
+    at_s: float
+    """Seconds of `time.monotonic`."""
+    traffic: Traffic
+    kv: Memory
+    layers: tuple[str, ...]
+    """For each decoder layer the variant it is in, such as "float32" or "int4"; "absent" for a released one."""
+    busy: bool = False
+    """Whether actions that were asked for are still under way or deferred."""
+    devices: tuple[Device, ...] = ()
+    host: Host = Host()

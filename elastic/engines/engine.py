@@ -1,0 +1,96 @@
+"""What an engine is, for those that bring requests: the server, the replay of traces, a program of the user's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from elastic.controller.counters import Counters
+from elastic.runtime import Runtime
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The default is greedy."""
+
+    temperature: float = 0.0
+    """0: the likeliest token."""
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is to be continued."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    max_tokens: int
+    """The most tokens to generate, at least 1."""
+    sampling: Sampling = Sampling()
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end the request; the one that did is part of the output."""
+    arrived_s: float | None = None
+    """When it arrived, in seconds of `time.perf_counter`; None: when it is submitted."""
+    id: str = field(default_factory=lambda: f"request-{next(_ids)}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """News of a request: tokens since the last news, and how it ended, if it did."""
+
+    request: str
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+    error: str | None = None
+    """With `finish="failed"`: why."""
+    at_s: float = 0.0
+    """When the tokens were there, in seconds of `time.perf_counter`."""
+    weights: int = 0
+    """Which weights computed them: an index into `Engine.weights`."""
+
+
+Listener = Callable[[Output], None]
+"""Called on the engine's thread, in order; it returns soon and does not raise."""
+
+
+class Engine(Protocol):
+    """Serves many requests at once with one model. Thread-safe."""
+
+    counters: Counters
+    """What the controller and the metrics read."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime of the model, if it is wrapped."""
+        ...
+
+    @property
+    def weights(self) -> tuple[tuple[str, ...], ...]:
+        """The forms that the model's layers have had while requests were computed: for each, the layers' variants."""
+        ...
+
+    def start(self) -> None:
+        """Begin to serve. Raises `StateError` if it was stopped."""
+        ...
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queue a request; news of it goes to `listener`, the last with `finish`.
+
+        Raises `Overloaded` when too many wait, `CapacityError` for a request that can never fit, `ConfigError` for one
+        that makes no sense, `StateError` when the engine is not serving; then nothing is queued.
+        """
+        ...
+
+    def cancel(self, request: str) -> None:
+        """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
+        ...
+
+    def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more requests; finish those there are (`drain`), or end them as `cancelled`. Can be called twice."""
+        ...
