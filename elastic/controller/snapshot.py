@@ -14,6 +14,8 @@ class Quantiles:
     p50: float | None = None
     p95: float | None = None
     p99: float | None = None
+    ema: float | None = None
+    """Moving average of all observations, each new one with a weight of a quarter."""
 
 
 @dataclass(frozen=True)
