@@ -75,6 +75,11 @@ class Engine(Protocol):
         """The forms that the model's layers have had while requests were computed: for each, the layers' variants."""
         ...
 
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
+        ...
+
     def start(self) -> None:
         """Begin to serve. Raises `StateError` if it was stopped."""
         ...
