@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, overload
 
 from elastic.errors import ConfigError, StateError
@@ -59,6 +60,7 @@ class Runtime:
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._event_ids = itertools.count()
         self._worker = Worker(gate, mechanisms, self._record)
+        self._occupied: list[str] = []
         self._pid = os.getpid()
 
     # -- public
@@ -176,6 +178,15 @@ class Runtime:
         if self.state is RuntimeState.RUNNING:
             self._worker.retry()
 
+    def form(self) -> tuple[str, ...]:
+        """The variant that each decoder layer is in; `absent` for a released one."""
+        return self._weights.form()
+
+    def occupy(self, by: str) -> Callable[[], None]:
+        """Refuse to be unwrapped, with these words, until the returned function is called."""
+        self._occupied.append(by)
+        return partial(self._occupied.remove, by)
+
     def start(self) -> None:
         """Start the worker."""
         self.state = RuntimeState.RUNNING
@@ -195,6 +206,8 @@ class Runtime:
         """Finish the actions that were asked for; then hold forward passes while the model is unwrapped."""
         if self._gate.inside:
             raise StateError("a model cannot be unwrapped inside one of its forward passes")
+        if self._occupied:
+            raise StateError(f"the model is in use by {self._occupied[0]}")
         self.close()
         with self._gate.exclusive():
             yield

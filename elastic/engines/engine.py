@@ -22,6 +22,8 @@ class Sampling:
     """0: the likeliest token."""
     top_k: int | None = None
     top_p: float = 1.0
+    seed: int | None = None
+    """For the same tokens again from the same logits; None: any."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Written against transformers 5.23 (`support.py`); each override says what the st
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -81,8 +82,19 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
             auto_switch_to_flash=False,
             allow_block_sharing=cache.allow_block_sharing,
         )
-        super().__init__(model, GenerationConfig(eos_token_id=-1), settings)
+        super().__init__(model, GenerationConfig(), settings)
         self.output_router = Router(deliver)
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The one that computes."""
+        return self._generation_thread
+
+    def start(self) -> None:
+        """The stock thread is no daemon: a program that forgot to stop it would never end."""
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(target=self._run_generation_loop, name="elastic-engine", daemon=True)
+        self._generation_thread.start()
 
     def wake(self) -> None:
         """Look again whether a request can go on."""

@@ -64,7 +64,8 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._parts: list[Part] = []
         self._batches: dict[int, Batch] = {}
         self.refused = False
-        """Whether a new request found no room in this step: those behind it wait too, or it might wait forever."""
+        """Whether a request found no room in this step. New ones wait then: they would only take the room of those
+        that live, and of those before them in the queue."""
 
     # -- admission
 
@@ -99,7 +100,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
             if not any(needed):
                 return True
             if not self._safe(name, needed, new=new) or not self._provide(needed):
-                self.refused |= new
+                self.refused = True
                 return False
             for allocator in allocators:
                 allocator.allocate_cache_to_request(name, state.current_len(), request_len)

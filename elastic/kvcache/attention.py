@@ -38,7 +38,11 @@ def elastic_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Same contract as Hugging Face's `sdpa`: query [batch, heads, q, dim], key and value [batch, kv_heads, k, dim];
-    returns [batch, q, heads, dim]. Anything but one query token goes to the stock function."""
+    returns [batch, q, heads, dim]. Anything but one query token goes to the stock function; what an engine caches in
+    blocks, to its `cache`."""
+    attend = getattr(kwargs.get("cache"), "attend", None)
+    if attend is not None:
+        return attend(module.layer_idx, query, key, value, scaling, kwargs["write_index"]), None
     if query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs):
         out, weights = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
