@@ -15,10 +15,10 @@ import torch
 
 from elastic.controller.counters import Counters, Outcome
 from elastic.engines.engine import FinishReason, Listener, Output, Request, Sampling
+from elastic.engines.fitness import require_servable
 from elastic.engines.sampling import choose
 from elastic.engines.support import require_supported
 from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
-from elastic.kvcache.attention import NAME
 from elastic.kvcache.pool import KVPool
 from elastic.runtime import Runtime, runtime
 
@@ -278,11 +278,7 @@ def _one_pool(model: Any) -> KVPool:
     pools = runtime(model).kv.memory.pools
     if len(pools) != 1:
         raise ConfigError(f"its layers lie on {len(pools)} devices; continuous batching needs all on one")
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    if attention != NAME:
-        raise ConfigError(
-            f"attn_implementation={attention!r}: continuous batching needs 'sdpa'; load the model with it"
-        )
+    require_servable(model)
     return pools[0]
 
 

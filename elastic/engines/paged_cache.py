@@ -19,7 +19,7 @@ from elastic.engines.allocators import ALLOCATORS
 from elastic.engines.attention import attend
 from elastic.engines.batch import Batch, Part, make_batch
 from elastic.engines.sectors import SectorPool
-from elastic.errors import CapacityError
+from elastic.errors import CapacityError, ConfigError
 from elastic.kvcache.blocks import BlockMemory
 from elastic.kvcache.pool import KVPool
 from elastic.kvcache.promises import Claim, promised_sectors
@@ -124,6 +124,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         with self.memory.lock:
             super().free_blocks(request_id, no_cache)
             self._most.pop(request_id, None)
+            self.pool.try_to_free_sectors()
             self._changed(request_id)
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
@@ -158,6 +159,10 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         start = self._parts[-1].start + self._parts[-1].count if self._parts else 0
         self._parts.append(Part(request_id, past_length, start, query_length))
         super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Asked by other attention functions, for keys and values that they could not tell apart."""
+        raise ConfigError("this model's attention adds to its scores (softcap, sinks, biases); use generate instead")
 
     def attend(
         self,
