@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic.controller.counters import Counters, Outcome
+from elastic.controller.counters import Outcome
 from elastic.engines.engine import FinishReason, Listener, Output, Request, Sampling
 from elastic.engines.fitness import require_servable
 from elastic.engines.sampling import choose
@@ -70,7 +70,7 @@ class ContinuousEngine:
     ) -> None:
         require_supported()
         self.runtime: Runtime = runtime(model)
-        self.counters = Counters()
+        self.counters = self.runtime.counters
         self._model = model
         self._kv = _one_pool(model)
         self._config = model.config.get_text_config(decoder=True)
