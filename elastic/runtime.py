@@ -91,6 +91,11 @@ class Runtime:
             events=len(self._events),
         )
 
+    @property
+    def at_home(self) -> tuple[int, ...]:
+        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
+        return self._weights.at_home
+
     def events(self) -> tuple[Event, ...]:
         """The last actions, oldest first; a bounded ring."""
         return tuple(self._events)
