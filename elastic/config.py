@@ -60,3 +60,13 @@ class Place:
     def with_budget(self, budget_bytes: int) -> Place:
         """The same place with a budget, in bytes."""
         return replace(self, budget_bytes=budget_bytes)
+
+
+@dataclass(frozen=True)
+class SLO:
+    """What a request may take at most, in seconds; None: as long as it likes."""
+
+    ttft_s: float | None = None
+    """From its arrival to its first token."""
+    tpot_s: float | None = None
+    """For each token after the first, on average."""
