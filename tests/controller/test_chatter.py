@@ -131,5 +131,5 @@ def test_a_policy_that_does_nothing_fails() -> None:
 
 def test_a_policy_that_flips_and_flops_fails() -> None:
     total = score(lambda settings: FlipFlop(), Policy())
-    assert total.calm < 0.5 * total.episodes
+    assert total.good < 0.5 * total.episodes
     assert not passes(total)
