@@ -124,7 +124,7 @@ class SwapPolicy:
         now, settings = snapshot.at_s, self.settings
         if snapshot.busy:
             return Plan((), "an action is under way", state)
-        if now - state.acted_s < settings.cooldown_s * 2**state.failures:
+        if now - state.acted_s < settings.cooldown_s * (1 << state.failures):
             return Plan((), "cooling down after an action", state)
         if state.pressed:
             if state.pressed < settings.pressure_ticks:
@@ -160,7 +160,7 @@ class SwapPolicy:
         return Plan(swaps(chosen), state.pressure, asked)
 
     def _dwell_s(self, state: State) -> float:
-        return self.settings.dwell_s * 2**state.regrets
+        return self.settings.dwell_s * (1 << state.regrets)
 
     def _regrets(self, now: float, state: State) -> int:
         """One more if layers that were restored just now must leave again; none any more after a long time."""
