@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from elastic import __version__
 from elastic.assets import MODEL_DIR
+from elastic.cli.serve import add_options as add_serve
 from elastic.errors import BackendUnavailable, ElasticError
 
 USER_ERROR = 2
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="generate text with a wrapped model")
     _add_common(generate, prompt=None, tokens=128)
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
     return root
 
 
@@ -78,6 +80,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from elastic.cli.generate import generate
 
         return generate
+    if name == "serve":
+        from elastic.cli.serve import serve
+
+        return serve
     try:
         if name == "profile":
             from elastic.cli.profile import profile

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from elastic.assets import MODEL_DIR
 from elastic.server.app import create_app
-from elastic.server.run import Server, listen
+from elastic.server.server import Server, listen
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 NAME = "small"
