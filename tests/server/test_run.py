@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from engines.fake import FakeEngine
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from server.live import FAKE, PATIENCE_S, answer, app_for, live, until
 
-from elastic.cli.main import main
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.cli import serve
+from elastic.cli.main import main, parser
 from elastic.errors import ConfigError
 from elastic.server.server import listen, run
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ASKED = {"prompt": "x", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
@@ -83,10 +92,10 @@ def test_an_engine_that_served_before_goes_on_after() -> None:
     engine.stop()
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", ""])
-def test_an_address_that_is_not_ours(host: str) -> None:
-    with pytest.raises(ConfigError, match="--host"):
-        listen(host or "\ud800", 0)
+def test_an_address_that_is_not_ours() -> None:
+    for host in ("no.such.host.invalid", "203.0.113.7", "\ud800"):
+        with pytest.raises(ConfigError, match="--host"):
+            listen(host, 0)
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:
@@ -100,6 +109,8 @@ CHILD = """
 import sys
 from elastic.cli import main, serve
 from engines.fake import FakeEngine
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 def make_engine(model, options):
     engine = FakeEngine(step_s=0.002, queue=options.max_queue)
@@ -114,8 +125,6 @@ sys.exit(main.main(sys.argv[1:]))
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """`elastic serve` with the small model, in a process of its own, in front of a fake engine."""
-    from elastic.assets import MODEL_DIR
-
     (tmp_path / "token").write_text("sesame\n")
     tests = str(Path(__file__).parents[1])
     options = ["--port", "0", "--place", "cpu=64MiB", "--enable-actions", "--token-file", str(tmp_path / "token")]
@@ -155,27 +164,66 @@ def test_sigterm_to_the_command_drains_and_exits_with_0(command: subprocess.Pope
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["/nowhere"], "MODEL /nowhere: no model there"),
-        (["--port", "99999"], "--port 99999 is not a port"),
-        (["--enable-actions"], "--enable-actions needs a token"),
-        (["--token-file", "/nowhere"], "--token-file /nowhere cannot be read"),
-        (["--drain-seconds", "nan"], "--drain-seconds nan must be at least 0"),
-        (["--max-queue", "-1"], "--max-queue -1 must be at least 0"),
-        (["--place", "gpu"], "'gpu' is not a place"),
-    ],
-)
+WRONG = [
+    (["/nowhere"], "MODEL /nowhere: no model there"),
+    (["/nowhere", "--port", "99999"], "--port 99999 is not a port"),
+    (["/nowhere", "--enable-actions"], "--enable-actions needs a token"),
+    (["/nowhere", "--token-file", "/nowhere"], "--token-file /nowhere cannot be read"),
+    (["/nowhere", "--drain-seconds", "nan"], "--drain-seconds nan must be at least 0"),
+    (["/nowhere", "--max-queue", "-1"], "--max-queue -1 must be at least 0"),
+    (["/nowhere", "--place", "gpu"], "'gpu' is not a place"),
+    ([str(MODEL_DIR), "--place", "cpu=64MiB", "--max-model-len", "1025"], "more than the 1024 tokens"),
+    ([str(MODEL_DIR), "--place", "cpu=64MiB", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 8000"),
+]
+
+
 def test_what_the_caller_of_serve_must_change(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ELASTIC_TOKEN", raising=False)
-    model = [] if arguments[0] == "/nowhere" else ["/nowhere"]
-    assert main(["serve", *model, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert line in error
-    assert error.count("\n") == 1
+    monkeypatch.setattr(serve, "make_engine", lambda model, options: FakeEngine())
+    for arguments, line in WRONG:
+        assert main(["serve", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert line in error
+        assert error.count("\n") == 1
+
+
+def test_options_become_those_of_wrap() -> None:
+    def chosen(*arguments: str) -> dict[str, Any]:
+        return serve.wrap_options(parser().parse_args(["serve", "x", *arguments]))
+
+    assert chosen() == {"places": None, "variants": (), "policy": "manual"}
+    given = chosen("--place", "cpu#0", "--place", "cpu#1=1GiB", "--variants", "int8", "int4", "--order", "last_first")
+    assert given == {
+        "places": ["cpu#0", "cpu#1=1GiB"],
+        "variants": ("int8", "int4"),
+        "policy": "balanced",
+        "order": "last_first",
+    }
+    assert chosen("--variants", "int4", "--policy", "manual")["policy"] == "manual"
+
+
+def test_the_example_is_an_app_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(model: Any, max_queue: int) -> Any:
+        made: Any = FakeEngine(queue=max_queue)
+        made.runtime = model.elastic
+        return made
+
+    def look(app: FastAPI, port: int) -> int:
+        with TestClient(app) as client:
+            assert client.get("/hello").json() == "12 elastic layers"
+            asked = {"model": "my-model", "prompt": "x", "max_tokens": 5, "temperature": 0}
+            got = client.post("/v1/completions", json=asked).json()
+        assert got["choices"][0]["text"] == answer(FAKE, "x", 5)[0]
+        return port
+
+    wrap = elastic.wrap
+    monkeypatch.setitem(sys.modules, "elastic.engines.continuous", SimpleNamespace(ContinuousEngine=engine))
+    monkeypatch.setattr("elastic.server.server.run", look)
+    monkeypatch.setattr(elastic, "wrap", lambda model, **_: wrap(model, places=["cpu=64MiB"]))
+    example = runpy.run_path(str(EXAMPLES / "fastapi_server.py"))
+    assert example["main"](port="7") == 7
 
 
 def test_without_fastapi_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
