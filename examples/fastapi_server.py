@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 
 import torch
-from elastic.engines.continuous import ContinuousEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import elastic
 from elastic.assets import MODEL_DIR
+from elastic.engines.continuous import ContinuousEngine
 from elastic.server import create_app, run
 
 
@@ -23,13 +23,14 @@ def main(path: str = str(MODEL_DIR), port: str = "8000") -> int:
     engine = ContinuousEngine(model, max_queue=256)
     app = create_app(engine, AutoTokenizer.from_pretrained(path), "my-model", max_model_len=1024)
 
-    @app.get("/hello")  # a FastAPI application like any other
-    def hello() -> str:
-        return f"{model.elastic.status().layers} elastic layers"
+    @app.get("/layers")  # a FastAPI application like any other
+    def layers() -> int:
+        return model.elastic.status().layers
 
     try:
         return run(app, port=int(port))  # drains on SIGTERM; or any ASGI server: uvicorn.run(app)
     finally:
+        engine.stop(drain=False)
         elastic.unwrap(model)
 
 

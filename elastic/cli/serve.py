@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from elastic.config import SLO
+from elastic.engines.engine import Engine
 from elastic.errors import ConfigError
 
 TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
@@ -54,27 +56,30 @@ def serve(options: Namespace) -> int:
     _check(options, token)
     device = Place.parse((options.place or ["cpu"])[0]).device
     model, tokenizer = load_model(options.model, device, option="MODEL")
-    elastic.wrap(model.to(device), **wrap_options(options))
-    try:
+    max_model_len = _max_model_len(model, options)
+    with ExitStack() as stack:
+        elastic.wrap(model.to(device), **wrap_options(options))
+        stack.callback(elastic.unwrap, model)
+        engine = make_engine(model, options)
+        stack.callback(engine.stop, drain=False)
         app = create_app(
-            make_engine(model, options),
+            engine,
             tokenizer,
             options.served_model_name or Path(options.model).resolve().name,
-            max_model_len=_max_model_len(model, options),
+            max_model_len=max_model_len,
             api_key=api_key,
             token=token,
             actions=options.enable_actions,
             max_body=options.max_body,
         )
         return run(app, host=options.host, port=options.port, drain_s=options.drain_seconds)
-    finally:
-        elastic.unwrap(model)
 
 
-def make_engine(model: Any, options: Namespace) -> Any:
+def make_engine(model: Any, options: Namespace) -> Engine:
     """The engine that serves the model, not started yet."""
-    engines: Any = importlib.import_module("elastic.engines.continuous")
-    return engines.ContinuousEngine(model, max_queue=options.max_queue)
+    from elastic.engines.continuous import ContinuousEngine
+
+    return ContinuousEngine(model, max_queue=options.max_queue)
 
 
 def wrap_options(options: Namespace) -> dict[str, Any]:
@@ -84,8 +89,7 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
     if options.order is not None:
         chosen["order"] = options.order
     if options.slo_ttft is not None or options.slo_tpot is not None:
-        config: Any = importlib.import_module("elastic.config")
-        chosen["slo"] = config.SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot)
+        chosen["slo"] = SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot)
     return chosen
 
 

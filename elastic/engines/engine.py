@@ -22,6 +22,8 @@ class Sampling:
     """0: the likeliest token."""
     top_k: int | None = None
     top_p: float = 1.0
+    seed: int | None = None
+    """For the same tokens again from the same logits; None: any."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Output:
     """When the tokens were there, in seconds of `time.perf_counter`."""
     weights: int = 0
     """Which weights computed them: an index into `Engine.weights`."""
+    scheduled_s: float | None = None
+    """In the first news with tokens, where the engine knows: when the request first went into a forward pass."""
+    waited_for_kv_s: float | None = None
+    """There too: how long before that no KV block was to be had for it although the batch had room."""
 
 
 Listener = Callable[[Output], None]

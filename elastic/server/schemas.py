@@ -91,8 +91,8 @@ class Sampled(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = None
-    """Only with `temperature` 0, where it changes nothing."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """For the same tokens again, from the same logits."""
 
     @property
     def greedy(self) -> bool:
@@ -109,8 +109,6 @@ class Sampled(Body):
     def check(self) -> None:
         """Raises `APIError` for what is not supported."""
         _check_extra(self)
-        if self.seed is not None and not self.greedy:
-            raise unsupported("seed", "sampling is not seeded here; it is taken with temperature=0 only")
         if self.stream_options is not None:
             if not self.stream:
                 raise invalid("stream_options", "goes with stream=true only")

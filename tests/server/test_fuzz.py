@@ -188,7 +188,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "top_p": 0}, "top_p", "invalid_value"),
     ({"prompt": "x", "stop": [""]}, "stop", "invalid_value"),
     ({"prompt": "x", "stop": "y" * 300}, "stop", "invalid_value"),
-    ({"prompt": "x", "seed": 5}, "seed", "unsupported_value"),
+    ({"prompt": "x", "seed": 2**63}, "seed", "invalid_value"),
     ({"prompt": "x", "n": 2}, "n", "unsupported_value"),
     ({"prompt": "x", "echo": True}, "echo", "unsupported_value"),
     ({"prompt": "x", "logprobs": 0}, "logprobs", "unsupported_value"),

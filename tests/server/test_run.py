@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from engines.fake import FakeEngine
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from server.live import FAKE, PATIENCE_S, answer, app_for, live, until
+from server.live import PATIENCE_S, app_for, live, until
 
-import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli import serve
 from elastic.cli.main import main, parser
@@ -33,7 +27,7 @@ ASKED = {"prompt": "x", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
-    engine = FakeEngine(step_s=0.002)
+    engine = FakeEngine(step_s=0.005)
     with live(engine) as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         assert client.get("/health").json() == {"status": "serving"}
         with client.stream("POST", "/v1/completions", json={**ASKED, "stream": True}) as running:
@@ -54,11 +48,11 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
 
 
 def test_draining_ends_after_its_time_with_an_error_in_the_stream() -> None:
-    engine = FakeEngine(step_s=0.002)
+    engine = FakeEngine(step_s=0.005)
     with (
         live(engine, drain_s=0.1) as server,
         httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**ASKED, "max_tokens": 8000, "stream": True}, timeout=30
+            "POST", f"{server.url}/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}, timeout=30
         ) as running,
     ):
         until(lambda: len(engine._running) == 1)
@@ -70,9 +64,9 @@ def test_draining_ends_after_its_time_with_an_error_in_the_stream() -> None:
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
-    engine = FakeEngine(step_s=0.002)
+    engine = FakeEngine(step_s=0.005)
     with live(engine) as server, ThreadPoolExecutor(1) as pool:
-        asked = {**ASKED, "max_tokens": 8000}
+        asked = {**ASKED, "max_tokens": 900}
         running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
         until(lambda: len(engine._running) == 1)
         server.server.handle_exit(signal.SIGINT)
@@ -105,63 +99,71 @@ def test_a_port_that_is_taken_is_one_line() -> None:
             run(app_for(FakeEngine()), port=port)
 
 
-CHILD = """
-import sys
-from elastic.cli import main, serve
-from engines.fake import FakeEngine
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
+class Child:
+    """A server in a process of its own; it says where it listens in its first line."""
 
-def make_engine(model, options):
-    engine = FakeEngine(step_s=0.002, queue=options.max_queue)
-    engine.runtime = model.elastic
-    return engine
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
-serve.make_engine = make_engine
-sys.exit(main.main(sys.argv[1:]))
-"""
+    def url(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith("serving "), self._process.communicate()
+        return line.split()[-1]
+
+    def end(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def ended(self) -> None:
+        """Return when it has, as it should."""
+        _, log = self._process.communicate(timeout=PATIENCE_S)
+        assert self._process.returncode == 0, log
+        assert "Traceback" not in log
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """`elastic serve` with the small model, in a process of its own, in front of a fake engine."""
+def children(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
+    """`elastic serve` and the example, on the small model inside."""
     (tmp_path / "token").write_text("sesame\n")
-    tests = str(Path(__file__).parents[1])
     options = ["--port", "0", "--place", "cpu=64MiB", "--enable-actions", "--token-file", str(tmp_path / "token")]
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "serve", str(MODEL_DIR), "--served-model-name", "tiny", *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, str(Path(tests).parent)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    name = ["--served-model-name", "tiny"]
+    both = (
+        Child("-P", "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *name, *options),
+        Child("-P", str(EXAMPLES / "fastapi_server.py"), str(MODEL_DIR), "0"),
     )
-    yield child
-    child.kill()
-    child.communicate()
+    yield both
+    for child in both:
+        child.kill()
 
 
-def test_sigterm_to_the_command_drains_and_exits_with_0(command: subprocess.Popen[str]) -> None:
-    assert command.stdout is not None
-    line = command.stdout.readline()
-    assert line.startswith("serving tiny on http://127.0.0.1:"), command.communicate()
-    url = line.split()[-1]
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+def test_the_command_and_the_example_serve_until_sigterm(children: tuple[Child, Child]) -> None:
+    command, example = children
+    with httpx.Client(base_url=command.url(), timeout=PATIENCE_S) as client:
         status = client.get("/elastic/status").json()
-        assert status["layers"] == ["float32"] * 12
+        assert (status["model"], status["layers"]) == ("tiny", ["float32"] * 12)
         headers = {"Authorization": "Bearer sesame"}
-        step = {"actions": [{"kind": "release", "layers": [3]}], "dry_run": True}
+        step = {"actions": [{"kind": "release", "layers": [3]}]}
         assert client.post("/elastic/actions", json=step, headers=headers).status_code == 200
         with client.stream("POST", "/v1/completions", json={**ASKED, "stream": True}) as running:
             lines = running.iter_lines()
             events = [next(lines)]
-            command.send_signal(signal.SIGTERM)
+            command.end()
             events += [line for line in lines if line]
     assert events[-1] == "data: [DONE]"
-    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1])
-    assert text.startswith(answer(FAKE, "x", 10)[0])
-    _, log = command.communicate(timeout=PATIENCE_S)
-    assert command.returncode == 0, log
-    assert "Traceback" not in log
+    assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+    with httpx.Client(base_url=example.url(), timeout=PATIENCE_S) as client:
+        assert client.get("/layers").json() == 12
+        asked = {"model": "my-model", "prompt": "import os", "max_tokens": 5, "temperature": 0}
+        assert client.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 5
+        example.end()
+    command.ended()
+    example.ended()
 
 
 WRONG = [
@@ -202,28 +204,6 @@ def test_options_become_those_of_wrap() -> None:
         "order": "last_first",
     }
     assert chosen("--variants", "int4", "--policy", "manual")["policy"] == "manual"
-
-
-def test_the_example_is_an_app_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def engine(model: Any, max_queue: int) -> Any:
-        made: Any = FakeEngine(queue=max_queue)
-        made.runtime = model.elastic
-        return made
-
-    def look(app: FastAPI, port: int) -> int:
-        with TestClient(app) as client:
-            assert client.get("/hello").json() == "12 elastic layers"
-            asked = {"model": "my-model", "prompt": "x", "max_tokens": 5, "temperature": 0}
-            got = client.post("/v1/completions", json=asked).json()
-        assert got["choices"][0]["text"] == answer(FAKE, "x", 5)[0]
-        return port
-
-    wrap = elastic.wrap
-    monkeypatch.setitem(sys.modules, "elastic.engines.continuous", SimpleNamespace(ContinuousEngine=engine))
-    monkeypatch.setattr("elastic.server.server.run", look)
-    monkeypatch.setattr(elastic, "wrap", lambda model, **_: wrap(model, places=["cpu=64MiB"]))
-    example = runpy.run_path(str(EXAMPLES / "fastapi_server.py"))
-    assert example["main"](port="7") == 7
 
 
 def test_without_fastapi_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,195 @@
+"""`elastic bench`: replay a trace, and compare what came of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic.bench.compare import Result, read_results, rows, warnings
+from elastic.bench.plots import draw, require_matplotlib
+from elastic.bench.progress import choose_progress
+from elastic.bench.prompts import Prompt, random_prompts, text_prompts
+from elastic.bench.records import write_records
+from elastic.bench.replay import Options, replay
+from elastic.cli.bench_options import make_trace
+from elastic.config import SLO
+from elastic.errors import BackendUnavailable, ConfigError
+
+if TYPE_CHECKING:
+    from elastic.bench.targets import Target
+    from elastic.bench.traces import Trace
+    from elastic.engines.engine import Engine
+
+VOCABULARY_IF_UNKNOWN = 1000
+INTERRUPTED = 130
+
+
+def bench(options: Namespace) -> int:
+    """Run the sub-command."""
+    return compare(options) if options.mode == "compare" else run(options)
+
+
+def compare(options: Namespace) -> int:
+    """Show result files side by side; draw them if asked to."""
+    if options.plot:
+        require_matplotlib()
+    results = read_results(options.files)
+    show(results)
+    if options.plot:
+        draw(results, Path(options.plot))
+    return 0
+
+
+def run(options: Namespace) -> int:
+    """Replay, show the figures, write the files; after Ctrl-C too, with what there is."""
+    _require_folders(options)
+    slo = SLO(options.slo_ttft, options.slo_tpot) if options.slo_ttft or options.slo_tpot else None
+    trace = make_trace(options, _context(options.model))
+    prompts = make_prompts(options, trace)
+    limits = Options(warmup=options.warmup, timeout_s=options.timeout)
+    with make_target(options, slo) as target:
+        done = replay(target, trace, prompts, slo, options=limits, progress=choose_progress())
+    if options.records:
+        write_records(options.records, done.records)
+    summary = done.summary(detailed=options.save_detailed)
+    if options.out:
+        _write(Path(options.out), json.dumps(summary) + "\n")
+    show([Result(Path(options.out or "result").stem, summary)])
+    return INTERRUPTED if done.interrupted else 0
+
+
+def show(results: Sequence[Result]) -> None:
+    """The table, with rich or without, and what to know of it on standard error."""
+    table = rows(results)
+    if importlib.util.find_spec("rich"):
+        _show_rich(table)
+    else:
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        for row in table:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for warning in warnings(results):
+        print(f"note: {warning}", file=sys.stderr)
+
+
+def make_prompts(options: Namespace, trace: Trace) -> list[Prompt]:
+    """Passages of the text that was given, else random tokens."""
+    choice: dict[str, Any] = {"seed": options.seed, "shared_prefix": options.shared_prefix}
+    if options.prompts is None:
+        return random_prompts(trace, options.vocabulary or _vocabulary(options.model), **choice)
+    path = options.tokenizer or options.model
+    if path is None:
+        raise ConfigError("--prompts with --url needs --tokenizer, a directory with the server's tokenizer")
+    return text_prompts(trace, _tokenize(options.prompts, path), **choice)
+
+
+@contextmanager
+def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | Target]:
+    """What to replay to, ready; it is stopped at the end."""
+    if options.url is None:
+        with make_engine(options, slo) as engine:
+            yield engine
+        return
+    from elastic.bench.remote import RemoteEngine
+
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with RemoteEngine(options.url, model=options.served_model_name, headers=headers) as remote:
+        yield remote
+
+
+@contextmanager
+def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
+    """A model of a directory, wrapped, behind an engine that has been started."""
+    import elastic
+    from elastic.cli.loading import load_model
+    from elastic.config import Place
+
+    place = Place.parse(options.place or "cpu")
+    model, _ = load_model(options.model, place.device, option="--model")
+    variants = tuple(name for name in options.variants.split(",") if name)
+    extra: dict[str, Any] = {} if slo is None or options.policy == "manual" else {"slo": slo}
+    elastic.wrap(model.to(place.device), policy=options.policy, places=[place], variants=variants, **extra)
+    try:
+        engine = _engine_class()(model, max_queue=options.max_queue)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            engine.stop(drain=False, timeout_s=60)
+    finally:
+        elastic.unwrap(model)
+
+
+def _engine_class() -> Any:
+    try:
+        return importlib.import_module("elastic.engines.continuous").ContinuousEngine
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"--model needs an engine that is not there ({error}); use --url") from error
+
+
+def _context(model: str | None) -> int | None:
+    """The most tokens that a model was made for, if it says so."""
+    return getattr(_config(model), "max_position_embeddings", None) if model else None
+
+
+def _vocabulary(model: str | None) -> int:
+    return int(_config(model).vocab_size) if model else VOCABULARY_IF_UNKNOWN
+
+
+def _config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--model {model}: no model there (a directory with config.json and weights is needed)")
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {model} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _tokenize(text: str, tokenizer: str) -> list[int]:
+    from transformers import AutoTokenizer
+
+    try:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {text} cannot be read: {error}") from error
+    try:
+        found = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer in {tokenizer}: {str(error).splitlines()[0]}") from error
+    return list(found(content, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _require_folders(options: Namespace) -> None:
+    """Before minutes are spent: what is to be written can be."""
+    for name in ("out", "records"):
+        path = getattr(options, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such directory")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error
+
+
+def _show_rich(table: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*table[0])
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for row in table[1:]:
+        shown.add_row(*row)
+    Console().print(shown)

@@ -1,0 +1,152 @@
+"""The options of `elastic bench`, and the trace that they describe."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic.bench.generator import Arrivals, Lengths
+    from elastic.bench.traces import Trace
+
+POLICIES = ("manual", "accuracy", "balanced", "performance")
+
+
+def add_bench(command: ArgumentParser) -> None:
+    """The sub-commands `run` and `compare`."""
+    modes = command.add_subparsers(dest="mode", required=True, metavar="MODE")
+    run = modes.add_parser("run", help="replay a trace against a model or a server, and measure")
+    _add_target(run)
+    _add_trace(run)
+    _add_prompts(run)
+    _add_measuring(run)
+    compare = modes.add_parser("compare", help="result files side by side, with ratios to the first")
+    compare.add_argument("files", nargs="+", metavar="FILE", help="what `elastic bench run --out` wrote")
+    compare.add_argument("--plot", default=None, metavar="FILE", help="draw them, as PNG (needs --save-detailed)")
+
+
+def make_trace(options: Namespace, most_tokens: int | None) -> Trace:
+    """The requests to offer: read or generated, cut, scaled. `most_tokens`: what the model's context holds."""
+    trace = _read(options) if options.trace else _generate(options)
+    if options.rate_scale != 1 or options.rate_method == "stretch":
+        trace = trace.with_rate(options.rate_scale, options.rate_method, seed=options.seed)
+    most = options.most_tokens or most_tokens
+    return trace.with_tokens(options.token_scale, most=most)
+
+
+def numbers(text: str, option: str, names: str) -> list[float]:
+    """The numbers of `A:B:...`. Raises `ConfigError` naming the option, and what its parts are."""
+    parts = text.split(":")
+    try:
+        found = [float(part) for part in parts]
+    except ValueError:
+        found = []
+    if len(found) != len(names.split(":")):
+        raise ConfigError(f"{option} {text}: {names} is needed, in numbers")
+    return found
+
+
+def _add_target(run: ArgumentParser) -> None:
+    target = run.add_mutually_exclusive_group(required=True)
+    target.add_argument("--model", default=None, metavar="PATH", help="model directory, served in this process")
+    target.add_argument("--url", default=None, metavar="URL", help="a server with /v1/completions")
+    run.add_argument("--served-model-name", default=None, metavar="NAME", help="with --url (its first model)")
+    run.add_argument("--place", default=None, metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
+    run.add_argument("--policy", default="manual", choices=POLICIES, help="with --model (manual: nothing is swapped)")
+    run.add_argument("--variants", default="", metavar="NAMES", help="with --model: what to swap to, such as int8,int4")
+    run.add_argument("--max-queue", type=int, default=None, metavar="N", help="with --model: refuse more that wait")
+
+
+def _add_trace(run: ArgumentParser) -> None:
+    source = run.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", default=None, metavar="FILE", help="Azure 2023 CSV, BurstGPT CSV, Mooncake JSONL")
+    source.add_argument("--poisson", default=None, metavar="RATE", help="requests per second")
+    source.add_argument("--gamma", default=None, metavar="RATE:BURSTINESS", help="burstiness below 1: burstier")
+    source.add_argument(
+        "--on-off", default=None, metavar="ON:OFF:ON_S:OFF_S", help="two rates, and how long each lasts"
+    )
+    source.add_argument("--ramp", default=None, metavar="FIRST:LAST", help="from one rate to another over --duration")
+    run.add_argument("--duration", type=float, default=60.0, metavar="S", help="of generated arrivals (60)")
+    run.add_argument(
+        "--lengths",
+        default="256:32",
+        metavar="LENGTHS",
+        help="of generated requests: PROMPT:OUTPUT tokens; MEDIAN:SIGMA:MEDIAN:SIGMA, lognormal prompts and outputs; "
+        "or a trace file to draw them from (256:32)",
+    )
+    run.add_argument("--window", default=None, metavar="A:B", help="of --trace: from second A to before second B")
+    run.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="times as many requests a second")
+    run.add_argument(
+        "--rate-method", default="thin", choices=("thin", "stretch"), help="leave requests out, or change the pace"
+    )
+    run.add_argument("--token-scale", type=float, default=1.0, metavar="X", help="times as many tokens")
+    run.add_argument(
+        "--most-tokens", type=int, default=None, metavar="N", help="prompt and output together (the model's context)"
+    )
+    run.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+
+
+def _add_prompts(run: ArgumentParser) -> None:
+    run.add_argument("--prompts", default=None, metavar="FILE", help="text to cut prompts from (random tokens)")
+    run.add_argument("--tokenizer", default=None, metavar="PATH", help="for --prompts with --url")
+    run.add_argument(
+        "--vocabulary", type=int, default=None, metavar="N", help="of random tokens (model's; --url: 1000)"
+    )
+    run.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with (0)")
+
+
+def _add_measuring(run: ArgumentParser) -> None:
+    run.add_argument("--slo-ttft", type=float, default=None, metavar="S", help="bound on TTFT in seconds")
+    run.add_argument("--slo-tpot", type=float, default=None, metavar="S", help="bound on TPOT in seconds")
+    run.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the run (1)")
+    run.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request, from its arrival (600)")
+    run.add_argument("--out", default=None, metavar="FILE", help="the result, JSON with the keys of `vllm bench serve`")
+    run.add_argument("--records", default=None, metavar="FILE", help="each request, a line of JSON")
+    run.add_argument(
+        "--save-detailed", action="store_true", help="with --out: arrays too, which `compare --plot` needs"
+    )
+
+
+def _read(options: Namespace) -> Trace:
+    from elastic.bench.readers import read_trace
+
+    trace = read_trace(options.trace, seed=options.seed)
+    if options.window is None:
+        return trace
+    return trace.cut(*numbers(options.window, "--window", "A:B"))
+
+
+def _generate(options: Namespace) -> Trace:
+    from elastic.bench.generator import generate
+
+    if options.window is not None:
+        raise ConfigError("--window is of a --trace; generated arrivals have --duration")
+    return generate(_arrivals(options), _lengths(options), options.duration, seed=options.seed)
+
+
+def _arrivals(options: Namespace) -> Arrivals:
+    from elastic.bench.generator import Gamma, OnOff, Poisson, Ramp
+
+    if options.poisson is not None:
+        return Poisson(*numbers(options.poisson, "--poisson", "RATE"))
+    if options.gamma is not None:
+        return Gamma(*numbers(options.gamma, "--gamma", "RATE:BURSTINESS"))
+    if options.on_off is not None:
+        return OnOff(*numbers(options.on_off, "--on-off", "ON:OFF:ON_S:OFF_S"))
+    first, last = numbers(options.ramp, "--ramp", "FIRST:LAST")
+    return Ramp(first, last, options.duration)
+
+
+def _lengths(options: Namespace) -> Lengths:
+    from elastic.bench.generator import Fixed, LikeTrace, Lognormal
+    from elastic.bench.readers import read_trace
+
+    if Path(options.lengths).is_file():
+        return LikeTrace(read_trace(options.lengths))
+    if options.lengths.count(":") == 3:
+        return Lognormal(*numbers(options.lengths, "--lengths", "MEDIAN:SIGMA:MEDIAN:SIGMA"))
+    prompt, output = numbers(options.lengths, "--lengths", "PROMPT:OUTPUT")
+    return Fixed(int(prompt), int(output))
