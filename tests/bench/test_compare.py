@@ -135,7 +135,7 @@ def test_what_is_drawn_is_what_was_measured() -> None:
     assert arrivals_per_second(result) == ([2.0, 0.0, 0.0, 1.0, 1.0], 1.0)
     assert ttfts(result) == [(0.0, 0.25), (3.5, 0.5), (4.0, 1.0)], "one got no token"
     assert tpots(result) == pytest.approx([200.0, 200.0])
-    assert swapped_layers({"layers": {"float32": 3, "int4": 2, "int8": 1}}, {"float32"}) == 3
+    assert swapped_layers({"layers": {"float32": 3, "int4": 2, "int8": 1}}) == 3
 
 
 @given(st.lists(st.floats(0, 100), max_size=30))
