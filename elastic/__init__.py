@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from elastic.config import Place
+from elastic.config import SLO, Place, Policy
 from elastic.errors import (
     BackendUnavailable,
     CapacityError,
@@ -58,6 +58,7 @@ __all__ = [
     "Place",
     "PlaceStatus",
     "PlanStep",
+    "Policy",
     "Profile",
     "Release",
     "Residency",
@@ -65,6 +66,7 @@ __all__ = [
     "ResizeKV",
     "Restore",
     "Runtime",
+    "SLO",
     "StateError",
     "Status",
     "Swap",

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import json
+import math
 import re
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,9 +72,147 @@ class Place:
 
 @dataclass(frozen=True)
 class SLO:
-    """What a request may take at most, in seconds; None: as long as it likes."""
+    """What requests are promised. None: nothing."""
 
     ttft_s: float | None = None
-    """From its arrival to its first token."""
+    """Time to first token, seconds from arrival."""
     tpot_s: float | None = None
-    """For each token after the first, on average."""
+    """Time per output token after the first, seconds."""
+    e2e_s: float | None = None
+    """From arrival to the last token, seconds."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _require(value is None or (_is_number(value) and value > 0), name, value, "seconds above 0, or None")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When layers are swapped, how many, and when they return. The defaults are those of `balanced`.
+
+    A tick is one look of the controller. Use is the used share of the KV capacity, from 0 to 1.
+    """
+
+    tick_s: float = 0.1
+    """Seconds between two ticks."""
+    layers_per_action: int = 2
+    """Layers that one action swaps or restores at most."""
+    max_layers: int = 8
+    """Layers that are swapped at the same time at most; more than the model has: all of them."""
+    levels: tuple[str, ...] = ()
+    """Variants from fine to coarse: every layer is in the first before one goes on to the second. (): all variants of
+    the model, from the largest to the smallest."""
+    kv_high: float = 0.85
+    """Pressure: use of the KV capacity at or above this,"""
+    queue_high_s: float = 0.1
+    """or the oldest waiting request waits so many seconds,"""
+    queue_kv: float = 0.5
+    """provided that KV use is at least this: below, requests wait for something that swapping does not give."""
+    pressure_ticks: int = 3
+    """Ticks of pressure in a row before layers are swapped."""
+    kv_low: float = 0.65
+    """Recovery: use of the capacity that is left when all layers are back, at or below this,"""
+    queue_low_s: float = 0.025
+    """and a queue no longer than this."""
+    recovery_ticks: int = 5
+    """Ticks of recovery in a row before layers are restored."""
+    ema_alpha: float = 0.25
+    """Weight of the newest reading in the moving averages of KV bytes and queueing; 1: no smoothing."""
+    margin: float = 0.1
+    """A restore must leave KV use at least so far below `kv_high`."""
+    cooldown_s: float = 0.5
+    """Seconds between two actions at least."""
+    dwell_s: float = 5.0
+    """Seconds from the last swap, or the last sign of pressure, to the first restore at least."""
+    idle_s: float = 2.0
+    """Seconds without any request after which all layers are restored at once."""
+    action_bytes: int = 1 << 30
+    """Bytes that one action copies at most, if it moves more than one layer."""
+
+    def __post_init__(self) -> None:
+        for name in ("tick_s", "idle_s"):
+            self._check(name, "a number of seconds above 0", lambda v: _is_number(v) and v > 0)
+        for name in ("queue_high_s", "queue_low_s", "cooldown_s", "dwell_s"):
+            self._check(name, "a number of seconds, at least 0", lambda v: _is_number(v) and v >= 0)
+        for name in ("layers_per_action", "max_layers", "pressure_ticks", "recovery_ticks", "action_bytes"):
+            self._check(name, "a whole number, at least 1", lambda v: _is_integer(v) and v >= 1)
+        for name in ("kv_high", "kv_low", "queue_kv", "margin"):
+            self._check(name, "a share from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)
+        self._check("ema_alpha", "above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1)
+        self._check("levels", "a tuple of names of variants, each once", _is_names)
+        self._check("kv_low", f"at most kv_high - margin = {self.kv_high - self.margin:.3g}", self._below)
+        self._check("queue_low_s", f"at most queue_high_s = {self.queue_high_s}", lambda v: v <= self.queue_high_s)
+
+    @classmethod
+    def named(cls, mode: str) -> Policy:
+        """One of the modes: `accuracy` swaps few layers, late; `performance` many, early; `balanced` is between.
+
+        Raises `ConfigError` for another name.
+        """
+        _require(isinstance(mode, str) and mode in MODES, "policy", mode, "one of " + ", ".join(MODES))
+        return cls(**MODES[mode])
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Policy:
+        """Read a TOML or JSON file of fields; `mode` names the mode that the others come from (`balanced`).
+
+        Raises `ConfigError` for a file that cannot be read, and for keys and values that make no sense.
+        """
+        fields = _read(Path(path))
+        mode = fields.pop("mode", "balanced")
+        allowed = [field.name for field in dataclasses.fields(cls)]
+        for key in fields:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, [*allowed, "mode"], n=1, cutoff=0.0)[0]
+                raise ConfigError(f"{path}: {key!r} is no field of a policy; the nearest is {near!r}")
+        if "action_bytes" in fields:
+            fields["action_bytes"] = parse_bytes(fields["action_bytes"], option="action_bytes")
+        if isinstance(fields.get("levels"), list):
+            fields["levels"] = tuple(fields["levels"])
+        return replace(cls.named(mode), **fields)
+
+    def _check(self, name: str, allowed: str, holds: Callable[[Any], bool]) -> None:
+        _require(holds(getattr(self, name)), name, getattr(self, name), allowed)
+
+    def _below(self, low: float) -> bool:
+        return low <= self.kv_high - self.margin + 1e-9
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "accuracy": {"layers_per_action": 1, "max_layers": 4, "kv_high": 0.92, "queue_high_s": 0.2},
+    "balanced": {},
+    "performance": {"layers_per_action": 4, "max_layers": 16, "kv_high": 0.75, "queue_high_s": 0.05},
+}
+"""How the modes differ from the defaults. (MorphServe, section 3; the numbers are of a reconstruction.)"""
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value!r} cannot be; it must be {allowed}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(v, str) for v in value) and len(set(value)) == len(value)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The fields in a TOML or JSON file, by its name."""
+    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
+    _require(path.suffix in readers, "policy", str(path), "a file named *.toml or *.json")
+    try:
+        fields = readers[path.suffix](path.read_text())
+    except OSError as error:
+        raise ConfigError(f"policy file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"policy file {path} is no {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"policy file {path} has a {type(fields).__name__}; it must have names and values")
+    return fields

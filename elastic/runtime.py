@@ -13,10 +13,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, overload
 
+from elastic.config import SLO
+from elastic.controller.counters import Counters
+from elastic.controller.monitor import Monitor
+from elastic.controller.snapshot import Snapshot
+from elastic.controller.thread import Controller, Health
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.gate import Gate
+from elastic.hooks.generations import Generations
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.memory.host import host
@@ -59,6 +66,16 @@ class Runtime:
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._event_ids = itertools.count()
         self._worker = Worker(gate, mechanisms, self._record)
+        self._occupied: list[str] = []
+        self.counters = Counters()
+        """What requests experience: told by the hooks, or by an engine that said `observe(False)` first."""
+        self.generations = Generations()
+        self.generations.observer = self.counters
+        self.monitor: Monitor
+        """What `snapshot` reads."""
+        self.controller: Controller | None = None
+        """None with `policy="manual"`."""
+        self.slo: SLO | None = None
         self._pid = os.getpid()
 
     # -- public
@@ -74,9 +91,37 @@ class Runtime:
             events=len(self._events),
         )
 
+    @property
+    def at_home(self) -> tuple[int, ...]:
+        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
+        return self._weights.at_home
+
     def events(self) -> tuple[Event, ...]:
         """The last actions, oldest first; a bounded ring."""
         return tuple(self._events)
+
+    def snapshot(self) -> Snapshot:
+        """What a policy sees now."""
+        self._require_running()
+        return self.monitor.read()
+
+    def health(self) -> Health:
+        """How the controller is: whether it runs, what it last decided and why, what went wrong, what it costs."""
+        return self.controller.health() if self.controller else Health(last_reason="policy='manual'")
+
+    def observe(self, generations: bool) -> None:
+        """Whether the hooks count generations into `counters`. An engine that counts its requests itself says False."""
+        self.generations.observer = self.counters if generations else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether actions that were asked for are under way or deferred."""
+        return self._worker.busy
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model was unwrapped, or is gone."""
+        return self.state is RuntimeState.CLOSED
 
     def check(self) -> None:
         """Recount every ledger between two forward passes. Raises `IntegrityError` with both sides of what differs."""
@@ -176,6 +221,15 @@ class Runtime:
         if self.state is RuntimeState.RUNNING:
             self._worker.retry()
 
+    def form(self) -> tuple[str, ...]:
+        """The variant that each decoder layer is in; `absent` for a released one."""
+        return self._weights.form()
+
+    def occupy(self, by: str) -> Callable[[], None]:
+        """Refuse to be unwrapped, with these words, until the returned function is called."""
+        self._occupied.append(by)
+        return partial(self._occupied.remove, by)
+
     def start(self) -> None:
         """Start the worker."""
         self.state = RuntimeState.RUNNING
@@ -184,8 +238,10 @@ class Runtime:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the actions that were asked for and take no more. Can be called twice."""
-        if self.state is RuntimeState.CLOSED:
+        if self.closed:
             return
+        if self.controller:
+            self.controller.stop(timeout_s)
         self.state = RuntimeState.CLOSED
         if os.getpid() == self._pid:
             self._worker.close(timeout_s)
@@ -195,6 +251,8 @@ class Runtime:
         """Finish the actions that were asked for; then hold forward passes while the model is unwrapped."""
         if self._gate.inside:
             raise StateError("a model cannot be unwrapped inside one of its forward passes")
+        if self._occupied:
+            raise StateError(f"the model is in use by {self._occupied[0]}")
         self.close()
         with self._gate.exclusive():
             yield

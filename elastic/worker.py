@@ -82,6 +82,8 @@ class Worker:
         self._record = record
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._retrying = False
+        self._under_way = 0
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="elastic-runtime", daemon=True)
 
     def start(self) -> None:
@@ -94,15 +96,18 @@ class Worker:
 
     def put(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""
-        job = _Job(tuple(actions), why)
-        self._jobs.put(job)
-        return job.done
+        return self._put(_Job(tuple(actions), why)).done
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything that was put in is not done yet, or was deferred."""
+        return self._under_way > 0 or bool(self._pending())
 
     def retry(self) -> None:
         """Have deferred actions tried again. May be called under any lock: it only leaves a note."""
         if not self._retrying and self._pending():
             self._retrying = True
-            self._jobs.put(_Job((), RETRY))
+            self._put(_Job((), RETRY))
 
     def mechanism(self, action: Action) -> Mechanism:
         """What does an action. Raises `ConfigError` for what is none."""
@@ -114,10 +119,24 @@ class Worker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job.done.set_result(self._run(job.actions, job.why))
+                results = self._run(job.actions, job.why)
             except BaseException as error:  # handed to whoever waits for the result
+                self._count(-1)
                 job.done.set_exception(error)
+            else:
+                self._count(-1)
+                job.done.set_result(results)
+                del results
             del job
+
+    def _put(self, job: _Job) -> _Job:
+        self._count(1)
+        self._jobs.put(job)
+        return job
+
+    def _count(self, jobs: int) -> None:
+        with self._counting:
+            self._under_way += jobs
 
     def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
         if why == RETRY:

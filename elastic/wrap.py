@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from elastic.config import Place, parse_bytes
+from elastic.config import SLO, Place, Policy, parse_bytes
+from elastic.control import choose_policy, make_controller, make_monitor
+from elastic.controller.plan import Decides
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
@@ -42,17 +44,20 @@ from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
+    from elastic.quant.profile_file import Profile
     from elastic.quant.variants import Variant
 
 Model = TypeVar("Model", bound=nn.Module)
-_POLICIES = ("manual",)
 _MAX_TOKENS_IF_UNKNOWN = 8192
 
 
 def wrap(
     model: Model,
     *,
-    policy: str = "manual",
+    policy: str | Path | Policy | Decides = "manual",
+    slo: SLO | None = None,
+    order: str | Path | Profile = "front_to_back",
+    controller: bool = True,
     places: Sequence[str | Place] | None = None,
     variants: Sequence[str | Variant] = (),
     variant_cache: str | Path | None = None,
@@ -68,7 +73,13 @@ def wrap(
     free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
     are kept in host memory and streamed when they are called.
 
-    `policy="manual"` is the only one yet: actions are called by hand. `kv_layout` is "head_major", "batch_major" or
+    `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
+    (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
+    `order` that is a `Profile`, its file, "front_to_back", "last_first" or "contiguous", and with an eye on `slo`. Any
+    object with `decide(snapshot, state)`: it does what that says. With `controller=False` the thread is not started;
+    `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
+
+    `kv_layout` is "head_major", "batch_major" or
     "token_major"; None takes the best for the device. `checkpoint` is the safetensors file, or the directory of them,
     that the model was loaded from: released weights are then read from there by mmap, and not held in memory. It must
     not be changed while the model is wrapped.
@@ -82,13 +93,12 @@ def wrap(
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
     """
-    if policy not in _POLICIES:
-        raise ConfigError(f"policy={policy!r} is not known; choose one of {_POLICIES}")
     decoder = _check_model(model)
     chosen = _choose_places(decoder, places)
     layouts = {place.device: choose_layout(kv_layout, place.device) for place in chosen}
     files = Checkpoint(checkpoint) if checkpoint is not None else None
     wanted = _parse_variants(variants)
+    make_policy = choose_policy(policy, slo, order, [variant.name for variant in wanted], decoder.layers)
     pace = _parse_rate(copy_rate)
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
@@ -103,8 +113,14 @@ def wrap(
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
         run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, pace))
         _connect(run, memory, weights, lender, pools, memory_stack)
+        run.monitor, nvml = make_monitor(run, memory, weights, pools)
+        memory_stack.callback(nvml.close)
+        run.slo = slo
+        run.controller = make_controller(run, make_policy(weights)) if make_policy else None
         _install(model, decoder, gate, memory, run, weights, model_stack)
         run.start()
+        if run.controller and controller:
+            run.controller.start()
         installed = _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
     _installed[model] = installed
     weakref.finalize(model, janitor.put, installed.abandon).atexit = False
@@ -353,7 +369,7 @@ def _install(
     from elastic.kvcache.attention import AttentionSwitch
     from elastic.kvcache.cache import Caches
 
-    hooks, attention = ModelHooks(gate, Caches(memory), weights), AttentionSwitch(model)
+    hooks, attention = ModelHooks(gate, Caches(memory), weights, run.generations), AttentionSwitch(model)
     stack.callback(hooks.remove)
     hooks.install(decoder)
     stack.callback(attention.remove)

@@ -28,7 +28,14 @@ def parser() -> argparse.ArgumentParser:
     _add_common(generate, prompt=None, tokens=128)
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
     add_bench(commands.add_parser("bench", help="replay a trace of requests, and compare what came of it"))
+    _add_top(commands.add_parser("top", help="watch a server"))
     return root
+
+
+def _add_top(command: argparse.ArgumentParser) -> None:
+    command.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="(%(default)s)")
+    command.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
+    command.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
 
 
 def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens: int) -> None:
@@ -89,6 +96,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from elastic.cli.profile import profile
 
             return profile
+        if name == "top":
+            from elastic.cli.top import top
+
+            return top
         from elastic.cli.demo import demo
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"{error}; the live view needs: pip install 'elastic-llm[cli]'") from error

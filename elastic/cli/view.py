@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -11,14 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.memory.backend import runs
-from elastic.types import Action, Event, KVStatus, PlaceStatus, ResizeKV, Status
+from elastic.types import Event, KVStatus, PlaceStatus, ResizeKV, Status, Swap
 
 
-def _in_words(action: Action) -> str:
+def _in_words(action: Any) -> str:
+    """Any action, also of a kind that only its server knows."""
     if isinstance(action, ResizeKV):
         return f"KV limit {mib(action.limit_bytes)}"
     spans = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in runs(sorted(action.layers)))
-    return f"{type(action).__name__.lower()} layer{'s' * (len(action.layers) != 1)} {spans}"
+    kind = getattr(action, "kind", type(action).__name__.lower())
+    to = f" to {action.variant}" if isinstance(action, Swap) else ""
+    return f"{kind} layer{'s' * (len(action.layers) != 1)} {spans}{to}"
 
 
 def mib(nbytes: int) -> str:
@@ -51,9 +55,8 @@ def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
         bar = ProgressBar(total=max(1, place.budget_bytes), completed=size, width=40)
         table.add_row(name, bar, f"{size // place.page_bytes:,} pages", mib(size))
     limit = f"KV limit {mib(kv.limit_bytes)} of {mib(kv.maximum_bytes)}, revision {kv.revision}"
-    return Panel(
-        table, title=f"{place.name}: {mib(place.budget_bytes)} in pages of {place.page_bytes:,}", subtitle=limit
-    )
+    title = Text(f"{place.name}: {mib(place.budget_bytes)} in pages of {place.page_bytes:,}")
+    return Panel(table, title=title, subtitle=limit)
 
 
 def actions(events: Sequence[Event], *, last: int = 6) -> Table:
@@ -63,9 +66,9 @@ def actions(events: Sequence[Event], *, last: int = 6) -> Table:
         table.add_column(column)
     for event in events[-last:]:
         table.add_row(
-            _in_words(event.action),
-            event.why,
-            event.outcome,
+            Text(_in_words(event.action)),
+            Text(event.why),
+            Text(event.outcome),
             mib(event.released_bytes),
             f"{event.wait_ms:.3f}",
             f"{event.pause_ms:.3f}",

@@ -14,6 +14,8 @@ class Quantiles:
     p50: float | None = None
     p95: float | None = None
     p99: float | None = None
+    ema: float | None = None
+    """Moving average of all observations, each new one with a weight of a quarter."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Memory:
     capacity_bytes: int
     """What new and running caches may hold now; grows with swapped layers."""
     maximum_bytes: int
+    limit_bytes: int | None = None
+    """Set by hand, below the maximum: the capacity does not grow with swapped layers."""
+    created_bytes: int | None = None
+    """Of the capacity, what exists in physical memory already; the rest is created when it is needed."""
 
     @property
     def use(self) -> float:
@@ -72,6 +78,8 @@ class Device:
     used_bytes: int | None = None
     """By all processes."""
     total_bytes: int | None = None
+    own_bytes: int | None = None
+    """Of the used, by this process."""
     pcie_tx_bytes_per_s: float | None = None
     pcie_rx_bytes_per_s: float | None = None
 

@@ -22,6 +22,8 @@ class Sampling:
     """0: the likeliest token."""
     top_k: int | None = None
     top_p: float = 1.0
+    seed: int | None = None
+    """For the same tokens again from the same logits; None: any."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Engine(Protocol):
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
         """The forms that the model's layers have had while requests were computed: for each, the layers' variants."""
+        ...
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
         ...
 
     def start(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic.errors import StateError
 from elastic.hooks.gate import Gate
+from elastic.hooks.generations import Generations
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder
@@ -57,15 +58,16 @@ class Caches(Protocol):
 class ModelHooks:
     """Installs the hooks on a decoder and removes them exactly. Holds no module."""
 
-    def __init__(self, gate: Gate, caches: Caches, weights: ModelWeights) -> None:
+    def __init__(self, gate: Gate, caches: Caches, weights: ModelWeights, generations: Generations) -> None:
         self._gate = gate
         self._caches = caches
         self._weights = weights
+        self._generations = generations
         self._handles: list[RemovableHandle] = []
 
     def install(self, decoder: Decoder) -> None:
         for root in decoder.roots:
-            enter = EnterRoot(root, self._gate, self._caches, self._weights)
+            enter = EnterRoot(root, self._gate, self._caches, self._weights, self._generations)
             self._add(root, enter, LeaveRoot(enter), with_kwargs=True)
         for layer, weights in zip(decoder.layers, self._weights.layers, strict=True):
             streamer = self._weights.streamer(weights)
@@ -148,13 +150,17 @@ class AsInTheCheckpoint(Hook):
 class EnterRoot(Hook):
     """On a model: the gate, and an elastic cache where none or an empty stock one was given."""
 
-    def __init__(self, root: nn.Module, gate: Gate, caches: Caches, weights: ModelWeights) -> None:
+    def __init__(
+        self, root: nn.Module, gate: Gate, caches: Caches, weights: ModelWeights, generations: Generations
+    ) -> None:
         self.gate = gate
         self._caches = caches
         self._weights = weights
+        self._generations = generations
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
-        self._positions = {name: names.index(name) for name in ("past_key_values", "use_cache")}
+        wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds")
+        self._positions = {name: names.index(name) for name in wanted if name in names}
         self._flight = threading.local()  # .cache, .lengths: of the forward in flight, as they were before it
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -175,6 +181,11 @@ class EnterRoot(Hook):
             self._caches.begin_forward(cache)
             self._flight.cache = cache
             self._flight.lengths = {id(layer): layer.get_seq_length() for layer in self._caches.layers(cache)}
+            if self._generations.observer is not None:
+                tokens = self._argument("input_ids", args, kwargs)
+                self._generations.begin(
+                    cache, tokens if tokens is not None else self._argument("inputs_embeds", args, kwargs)
+                )
         return changed
 
     def land(self, failed: bool) -> None:
@@ -184,11 +195,13 @@ class EnterRoot(Hook):
         if failed:
             for layer in self._caches.layers(cache):
                 layer.rewind(lengths.get(id(layer), 0))
+        if cache is not None and self._generations.observer is not None:
+            self._generations.end(cache, failed)
 
     def _argument(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         if name in kwargs:
             return kwargs[name]
-        index = self._positions[name]
+        index = self._positions.get(name, len(args))
         return args[index] if index < len(args) else None
 
     def _with(self, name: str, value: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

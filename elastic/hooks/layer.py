@@ -46,6 +46,7 @@ class LayerWeights:
         self.form = self.full
         """While resident: how it lies in its block. Full while absent."""
         self._forms: dict[frozenset[tuple[str, str]], Form] = {frozenset(): self.full}
+        self._named: tuple[Form | None, str] = (None, "")
         self.variants: Mapping[str, LayerVariant] = {}
         self.absent = False
         """Read by the layer's hooks: whether a call must be staged."""
@@ -93,12 +94,17 @@ class LayerWeights:
     @property
     def variant(self) -> str:
         """The name of its variant; of several, where parts of it are in different ones."""
-        if self.form.full:
+        form, (named, name) = self.form, self._named
+        if form is not named:
+            name = self._name(form)
+            self._named = form, name
+        return name
+
+    def _name(self, form: Form) -> str:
+        if form.full:
             return self.dtype
-        whole = [
-            name for name, variant in self.variants.items() if self.form.variants.keys() == variant.packings.keys()
-        ]
-        used = set(self.form.variants.values())
+        whole = [name for name, variant in self.variants.items() if form.variants.keys() == variant.packings.keys()]
+        used = set(form.variants.values())
         return next((name for name in whole if used == {name}), "+".join([self.dtype, *sorted(used)]))
 
     @property

@@ -9,6 +9,8 @@ from elastic.hooks.layer import LayerWeights
 from elastic.hooks.streaming import Streamer
 from elastic.types import HOST, Residency
 
+ABSENT = "absent"
+
 
 class ModelWeights:
     """Decoder layers by index, and the stages of each place."""
@@ -42,6 +44,10 @@ class ModelWeights:
     def residencies(self) -> dict[str, tuple[Residency, ...]]:
         """Where each layer exists."""
         return {w.name: (Residency(HOST if w.absent else w.pool.name, w.variant),) for w in self.layers}
+
+    def form(self) -> tuple[str, ...]:
+        """The variant of each layer; `absent` for one that is not at its place."""
+        return tuple(ABSENT if w.absent else w.variant for w in self.layers)
 
     def find(self, layers: int | str | Iterable[int | str]) -> tuple[int, ...]:
         """Indices of decoder layers from indices (negative ones count from the end) or module names.

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "elastic_sdpa"
 _STOCK = "sdpa"
+_UNUSUAL = ("softcap", "position_bias", "s_aux")  # what the stock function refuses or adds to the scores
 
 
 def register() -> None:
@@ -38,7 +39,11 @@ def elastic_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Same contract as Hugging Face's `sdpa`: query [batch, heads, q, dim], key and value [batch, kv_heads, k, dim];
-    returns [batch, q, heads, dim]. Anything but one query token goes to the stock function."""
+    returns [batch, q, heads, dim]. Anything but one query token goes to the stock function; what an engine caches in
+    blocks, to its `cache`."""
+    attend = getattr(kwargs.get("cache"), "attend", None)
+    if attend is not None and not dropout and not any(kwargs.get(name) is not None for name in _UNUSUAL):
+        return attend(module.layer_idx, query, key, value, scaling, kwargs["write_index"]), None
     if query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs):
         out, weights = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

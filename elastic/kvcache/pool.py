@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from elastic.errors import CapacityError, ElasticError, IntegrityError, StateError
+from elastic.kvcache.holdings import Holdings, Sectors
 from elastic.kvcache.layout import Geometry
 from elastic.kvcache.limits import Limits
 from elastic.kvcache.store import Store, StoreState
@@ -53,8 +54,8 @@ class KVPool:
         self.on_settled: Callable[[Resize], None] = lambda result: None
         """Hears of a deferred shrink that is over. Called under the lock: it may take none."""
         self._pending: int | None = None  # the limit at which a deferred shrink is over
-        self._lock = pool.tenants
-        self._stores: list[Store] = []  # all that are not closed; idle ones in the order they were left
+        self.lock = pool.tenants
+        self._held = Holdings()
         self._notes: deque[tuple[Store, int]] = deque()  # (store, the lease that ended, or 0), left by finalizers
         self._untidy = False
         self._closed = False
@@ -67,11 +68,12 @@ class KVPool:
 
         `born` is how often the limit had fallen when the layer's contents were begun; None: they begin now.
         """
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
             if self._closed:
                 raise StateError("the model was unwrapped; build a new cache")
-            store = self._adopt((keys, values)) or self._new(keys, values)
+            room = self.limits.open - self._held.used
+            store = self._held.adopt((keys, values), room) or self._new(keys, values)
             store.born = self.limits.shrinks if born is None else born
             store.lease += 1
             store.start = store.stop = 0
@@ -88,7 +90,7 @@ class KVPool:
 
         Raises `CapacityError` with the store as it was.
         """
-        with self._lock:
+        with self.lock:
             if not store.holds(start, stop):
                 self._act_on_notes()
                 self._admit(store, store.missing(start, stop))
@@ -102,14 +104,44 @@ class KVPool:
 
     def views(self, store: Store, *windows: tuple[int, int]) -> list[torch.Tensor]:
         """For each window of tokens, the keys and the values of it."""
-        with self._lock:
+        with self.lock:
             return [b.view(*window) for window in windows for b in store.buffers]
+
+    # -- what the sectors of an engine do
+
+    def join(self, sectors: Sectors) -> None:
+        """Count these sectors as part of this cache."""
+        with self.lock:
+            if self._closed:
+                raise StateError("the model was unwrapped; make a new engine")
+            self._held.sectors.append(sectors)
+
+    def leave(self, sectors: Sectors) -> None:
+        """Undo `join`. Can be called twice."""
+        with self.lock:
+            if sectors in self._held.sectors:
+                self._held.sectors.remove(sectors)
+                self.pool.tell()
+
+    def room_for_sectors(self, *, growing: bool) -> int:
+        """Pages that sectors may have beside those in use: for requests that live (`growing`), or for new ones."""
+        with self.lock:
+            self._act_on_notes()
+            bound = self.limits.maximum if growing else self.limits.open
+            return max(0, min(bound - self._held.used, self._held.idle + self.pool.free_pages))
+
+    def make_way(self, pages: int) -> None:
+        """Give idle pages back where they and `pages` more would be above the limit."""
+        with self.lock:
+            excess = self._held.used + self._held.idle + pages - max(self.limits.open, self._held.used + pages)
+            if excess > 0:
+                self._held.unmap_idle(excess)
 
     # -- what the runtime does
 
     def resize(self, limit_bytes: int, revision: int | None = None) -> Resize:
         """Move the limit (docs/design.md). Raises `CapacityError` above the maximum; then nothing has changed."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
             limit = self._pages_of_limit(limit_bytes, revision)
             if limit is None:
@@ -122,39 +154,39 @@ class KVPool:
             except BaseException:
                 self.limits, self._pending = before
                 raise
-            self._pending = limit if self._used() > limit else None
+            self._pending = limit if self._held.used > limit else None
             released = max(0, created - self.pool.backend.created) * self.pool.page_bytes
             return self._result("applied" if self._pending is None else "deferred", released)
 
     def foresee(self, limit_bytes: int, revision: int | None = None) -> tuple[ResizeStatus, int, int]:
         """What `resize` would do if nothing changed until then: its answer, pages given back, pages over the limit."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
             limit = self._pages_of_limit(limit_bytes, revision)
             if limit is None:
                 return "stale", 0, 0
-            spare = sum(s.spare() for s in self._in(StoreState.LIVE) if not s.shown_outside)
-            mapped = self._used() + self._idle()
-            unmapped = max(0, min(mapped - limit, self._idle() + spare))
+            spare = self._held.spare()
+            mapped = self._held.used + self._held.idle
+            unmapped = max(0, min(mapped - limit, self._held.idle + spare))
             parked = max(0, self.pool.parked_pages + unmapped - self._ready(limit, mapped - unmapped))
-            kept = max(0, self._used() - spare)
+            kept = max(0, self._held.used - spare)
             return ("applied" if kept <= limit else "deferred"), parked, max(0, kept - limit)
 
     def lend(self, pages: int) -> None:
         """Weights gave up pages: caches may have them from now on. A limit at the maximum rises with it."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self.limits = self.limits.lent(pages)
 
     def claim(self, pages: int) -> bool:
         """Weights take pages back: whether caches can do without. If so, they do; else nothing has changed."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
             left = self.limits.maximum - pages
-            excess = self._used() - left
+            excess = self._held.used + self._held.promised - left
             if excess > 0:
-                excess -= sum(store.trim() for store in self._in(StoreState.LIVE) if store.spare())
+                excess -= self._held.trim_live()
             if excess > 0:
                 return False
             self.limits = self.limits.lent(-pages)
@@ -163,47 +195,47 @@ class KVPool:
 
     def room(self) -> int:
         """Pages that weights may claim at most: those they gave up, and those that the limit keeps from caches."""
-        with self._lock:
+        with self.lock:
             return self.limits.claimable + self.pool.pages_of(RETAINED)
 
     def reserve(self, pages: int) -> None:
         """Weights wait for pages: new caches do not get them, those that live may go on. 0: they wait no more."""
-        with self._lock:
+        with self.lock:
             self.limits = self.limits.reserved(pages)
             self._tidy(self._fit)
 
     def excess(self, pages: int) -> int:
         """By how many pages live caches exceed what they may hold without `pages`."""
-        with self._lock:
-            return max(0, self._used() + pages - self.limits.maximum)
+        with self.lock:
+            return max(0, self._held.used + self._held.promised + pages - self.limits.maximum)
 
     def reclaim(self, pages: int) -> int:
         """Free about `pages` pages: idle stores, the longest idle first, then spare pages of live ones."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
-            return self._unmap(pages)
+            return self._held.unmap(pages)
 
     def trim(self) -> int:
         """Give every page that no cache needs back to the system; returns bytes."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
             created = self.pool.backend.created
-            self._unmap(self._used() + self._idle())
+            self._held.unmap(self._held.used + self._held.idle)
             self.pool.unmap_idle()
             self.pool.trim()
             return (created - self.pool.backend.created) * self.pool.page_bytes
 
     def drain(self) -> None:
         """Act on the notes that finalizers left: caches that died, last views that went."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
 
     def status(self) -> KVStatus:
         """A snapshot."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
             size = self.pool.page_bytes
-            used, idle = self._used(), self._idle()
+            used, idle = self._held.used, self._held.idle
             return KVStatus(
                 place=self.pool.name,
                 capacity_bytes=min(self.limits.open, used + idle + self.pool.free_pages) * size,
@@ -211,26 +243,28 @@ class KVPool:
                 maximum_bytes=self.limits.maximum * size,
                 used_bytes=used * size,
                 idle_bytes=idle * size,
-                retained_bytes=self._pages(StoreState.RETAINED) * size,
+                retained_bytes=self._held.retained * size,
                 revision=self.limits.revision,
             )
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
-        with self._lock:
+        with self.lock:
             self._act_on_notes()
-            for store in self._stores:
+            for store in self._held.stores:
                 for b in store.buffers:
                     expected = b.geometry.rows * (b.stop - b.first)
                     if b.pages != expected:
                         raise IntegrityError(f"a buffer shows {b.pages} pages, its window says {expected}")
                 if store.spare() < 0:
                     raise IntegrityError(f"a store has {store.pages} pages, {-store.spare()} too few for its tokens")
+            for sectors in self._held.sectors:
+                sectors.check()
             self.pool.check()
 
     def close(self) -> None:
         """Give back what is not shown outside; the rest goes when its last view does."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             self.limits = Limits.of(0)
             self._act_on_notes()
@@ -240,40 +274,18 @@ class KVPool:
 
     # -- inside, under the lock
 
-    def _in(self, state: StoreState) -> list[Store]:
-        return [store for store in self._stores if store.state is state]
-
-    def _pages(self, state: StoreState) -> int:
-        return sum(store.pages for store in self._in(state))
-
-    def _used(self) -> int:
-        return self._pages(StoreState.LIVE)
-
-    def _idle(self) -> int:
-        return self._pages(StoreState.IDLE)
-
     def _pages_of_limit(self, limit_bytes: int, revision: int | None) -> int | None:
         """A limit in pages; None if its revision is stale. Raises `CapacityError` above the maximum."""
         if self.limits.is_stale(revision):
             return None
         limit, maximum = limit_bytes // self.pool.page_bytes, self.limits.maximum
         if limit > maximum:
-            raise self._over(limit, maximum - self._used(), maximum, "the KV limit is above the maximum")
+            raise self._over(limit, maximum - self._held.used, maximum, "the KV limit is above the maximum")
         return limit
 
     def _new(self, keys: Geometry, values: Geometry) -> Store:
         store = Store(self.pool, keys, values, lambda: self._note(store, 0))
-        self._stores.append(store)
-        return store
-
-    def _adopt(self, geometries: tuple[Geometry, Geometry]) -> Store | None:
-        room = self.limits.open - self._used()
-        fitting = [s for s in self._in(StoreState.IDLE) if s.geometries == geometries and s.adoptable]
-        fitting = [s for s in fitting if s.pages <= room]
-        if not fitting:
-            return None
-        store = max(fitting, key=lambda s: s.pages)
-        store.state = StoreState.LIVE
+        self._held.stores.append(store)
         return store
 
     def _note(self, store: Store, lease: int) -> None:
@@ -289,7 +301,7 @@ class KVPool:
                 self._retire(store)
         if acted:
             self._tidy(self._fit)
-            if self._pending is not None and self._used() <= self._pending:
+            if self._pending is not None and self._held.used <= self._pending:
                 self._pending = None
                 self.on_settled(self._result("applied", 0))
             self.pool.tell()
@@ -303,9 +315,7 @@ class KVPool:
             return
         if store.state is StoreState.RETAINED:
             self.pool.move([p for b in store.buffers for p in b.page_ids], OWNER)
-        store.state = StoreState.IDLE
-        self._stores.remove(store)
-        self._stores.append(store)
+        self._held.leave(store)
 
     def _tidy(self, work: Callable[[], object]) -> None:
         """Do what can as well be done later: a failure is logged, the caller served, and `_fit` tried again."""
@@ -318,57 +328,33 @@ class KVPool:
 
     def _admit(self, store: Store, missing: int) -> None:
         bound = self.limits.bound(store.born)
-        used = self._used()
+        used = self._held.used
         if used + missing > bound:
-            surplus = sum(s.trim() for s in self._in(StoreState.LIVE) if s is not store and s.spare())
-            used -= surplus
+            used -= self._held.trim_live(but=store)
         if used + missing > bound:
             raise self._over(missing, bound - used, bound, "the KV cache has reached its limit")
-        excess = used + self._idle() + missing - max(self.limits.open, used + missing)
-        if excess > 0:
-            self._unmap_idle(excess)
+        self.make_way(missing)
 
     def _create_ahead(self, store: Store) -> None:
         """Have one page for each row of such a store ready: what it asks for when it next grows."""
         next_growth = sum(geometry.rows for geometry in store.geometries)
-        self.pool.ready_pages = min(next_growth, int(self._used() * self.ready_share))
+        self.pool.ready_pages = min(next_growth, int(self._held.used * self.ready_share))
 
     def _fit(self) -> None:
         """Bring what is mapped under its limits, and give free pages back to the system, as far as can be done."""
         self._fit_mapped()
-        self.pool.trim(keep=self._ready(self.limits.open, self._used() + self._idle()))
+        self.pool.trim(keep=self._ready(self.limits.open, self._held.used + self._held.idle))
 
     def _fit_mapped(self) -> None:
         """Bring what is mapped under the limit, and what is idle under the watermark."""
-        for store in self._in(StoreState.IDLE):
-            if not store.adoptable:
-                store.trim()
+        self._held.trim_unadoptable()
         limit = self.limits.open
-        self._unmap(self._used() + self._idle() - limit)
-        self._unmap_idle(self._idle() - int(limit * self.idle_share))
+        self._held.unmap(self._held.used + self._held.idle - limit)
+        self._held.unmap_idle(self._held.idle - int(limit * self.idle_share))
 
     def _ready(self, limit: int, mapped: int) -> int:
         """Parked pages worth keeping for caches that grow."""
         return max(0, min(self.pool.ready_pages, limit - mapped))
-
-    def _unmap(self, pages: int) -> int:
-        freed = self._unmap_idle(pages)
-        for store in self._in(StoreState.LIVE):
-            if freed >= pages:
-                break
-            if store.spare():
-                freed += store.trim()
-        return freed
-
-    def _unmap_idle(self, pages: int) -> int:
-        freed = 0
-        for store in self._in(StoreState.IDLE):
-            if freed >= pages:
-                break
-            freed += store.trim()
-            self._stores.remove(store)
-            store.close()
-        return freed
 
     def _order_after_last_user(self, store: Store) -> None:
         stream = torch.cuda.current_stream(self.pool.backend.device).cuda_stream
@@ -378,7 +364,7 @@ class KVPool:
 
     def _result(self, status: ResizeStatus, released: int) -> Resize:
         size = self.pool.page_bytes
-        used = self._used()
+        used = self._held.used
         return Resize(
             status=status,
             limit_bytes=self.limits.limit * size,

@@ -33,12 +33,16 @@ class FakeEngine:
         self._stop: str | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
+    @property
+    def serving(self) -> bool:
+        return self._thread.is_alive() and not self._stop
+
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener) -> None:
         with self._work:
-            if self._stop or not self._thread.is_alive():
+            if not self.serving:
                 raise StateError("the engine is not serving")
             needed = len(request.prompt) + request.max_tokens
             if needed > self._capacity:

@@ -146,7 +146,7 @@ class LayerMachine(RuleBasedStateMachine):
         assert (result.status == "deferred") == (result.used_bytes > pages * PAGE)
         assert result.used_bytes <= used
         if result.status == "deferred":
-            assert all(store.spare() == 0 for store in self.kv._in(self.kv._stores[0].state.LIVE))
+            assert all(store.spare() == 0 for store in self.kv._held.live())
         self.kv.resize(self.kv.limits.maximum * PAGE)
 
     @invariant()

@@ -117,7 +117,7 @@ def test_an_idle_store_is_adopted_by_the_next_cache_of_its_shape() -> None:
     again = layer_of(memory, 3)
     assert again.keys.data_ptr() == address  # type: ignore[union-attr]
     assert kv.pool.backend.mappings == mappings
-    assert len(kv._stores) == 1
+    assert len(kv._held.stores) == 1
 
 
 def test_spare_pages_of_a_cropped_cache_serve_others() -> None:

@@ -1,0 +1,63 @@
+"""`elastic top`: a live view of a server."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from elastic.cli.asking import NoAnswer, ask, base_url
+from elastic.cli.dashboard import SPAN_S, Sample, frame, sample
+from elastic.cli.reading import Moment
+from elastic.errors import ConfigError
+
+LEAST_S = 0.1
+TIMEOUT_S = 5.0
+
+
+def top(options: Namespace) -> int:
+    """Show frames until interrupted, or one with `--once`; a server that does not answer is asked again."""
+    url, every_s = base_url(options.url), options.every
+    if not every_s >= LEAST_S:
+        raise ConfigError(f"--every {every_s:g} must be at least {LEAST_S:g} seconds")
+    console = Console()
+    if options.once:
+        seen = ask(url, TIMEOUT_S)
+        console.print(frame(seen, [sample(seen)], url))
+        return 0
+    live: Any = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
+    with suppress(KeyboardInterrupt), live:
+        for picture in frames(url):
+            live.update(picture, refresh=True) if console.is_terminal else console.print(picture)
+            time.sleep(every_s)
+    return 0
+
+
+def frames(url: str) -> Iterator[RenderableType]:
+    """A frame for each answer; where there is none, one line about it above the last frame."""
+    history: deque[Sample] = deque()
+    seen: Moment | None = None
+    for attempt in itertools.count(1):
+        try:
+            seen = ask(url, TIMEOUT_S)
+            remember(history, sample(seen))
+            yield frame(seen, history, url)
+        except NoAnswer as error:
+            yield frame(seen, history, url, str(error)) if seen else Text(f"{error}; asked {attempt} times")
+
+
+def remember(history: deque[Sample], new: Sample) -> None:
+    """Keep the last minute; a clock that went back begins anew."""
+    if history and new.at_s < history[-1].at_s:
+        history.clear()
+    history.append(new)
+    while history[0].at_s < new.at_s - SPAN_S:
+        history.popleft()

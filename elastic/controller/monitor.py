@@ -1,0 +1,50 @@
+"""The monitor: everything that a policy sees, put into one snapshot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from elastic.controller.counters import Counters
+from elastic.controller.snapshot import Device, Host, Memory, Snapshot
+
+SENSORS_S = 1.0
+"""NVML and host memory are read no more often: they are slow to ask, and slow to change."""
+
+
+class Monitor:
+    """Reads the instance at each snapshot, and the machine once a second."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        kv: Callable[[], Memory],
+        layers: Callable[[], tuple[str, ...]],
+        busy: Callable[[], bool],
+        devices: Callable[[], tuple[Device, ...]],
+        host: Callable[[], Host],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = counters
+        self.kv = kv
+        """What the KV cache has; an engine with a cache of its own may put its own count here."""
+        self._layers = layers
+        self._busy = busy
+        self._devices = devices
+        self._host = host
+        self._clock = clock
+        self._machine: tuple[tuple[Device, ...], Host] = (), Host()
+        self._machine_s: float | None = None
+        self._asking = threading.Lock()
+
+    def read(self) -> Snapshot:
+        """Now."""
+        now = self._clock()
+        with self._asking:
+            if self._machine_s is None or now - self._machine_s >= SENSORS_S:
+                self._machine = self._devices(), self._host()
+                self._machine_s = now
+        busy = self._busy()  # before the layers: if nothing is under way, they are as they stay
+        devices, host = self._machine
+        return Snapshot(now, self.counters.read(), self.kv(), self._layers(), busy, devices, host)

@@ -1,0 +1,296 @@
+"""Continuous batching of a wrapped model: requests join and leave a running batch, their cache lives in its pages."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.controller.counters import Outcome
+from elastic.engines.engine import FinishReason, Listener, Output, Request, Sampling
+from elastic.engines.fitness import require_servable
+from elastic.engines.sampling import choose
+from elastic.engines.support import require_supported
+from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
+from elastic.kvcache.pool import KVPool
+from elastic.runtime import Runtime, runtime
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.requests import GenerationOutput
+
+logger = logging.getLogger(__name__)
+GREEDY = Sampling()
+OUTCOMES: dict[FinishReason, Outcome] = {
+    "stop": "completed",
+    "length": "completed",
+    "cancelled": "cancelled",
+    "failed": "failed",
+}
+_engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
+
+
+@dataclass
+class _Live:
+    """A request that has not ended."""
+
+    request: Request
+    listener: Listener
+    generator: torch.Generator | None
+    sent: int = 0
+    scheduled: bool = False
+
+
+class ContinuousEngine:
+    """The embedded engine: transformers' continuous batching, its cache in blocks on the pages of the wrapped model.
+
+    What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
+    A request that does not fit now waits; none is evicted, restarted or computed twice. `max_queue` bounds how many
+    may wait (None: any number). `max_batch_tokens` bounds the tokens of one forward pass: a longer prompt is computed
+    in parts. `block_tokens` is the size of a block, `share_prefixes` has requests share the blocks of a common
+    beginning. Raises `BackendUnavailable` for a version of transformers that it does not know, `StateError` for a model
+    that is not wrapped, `ConfigError` for one that it cannot serve.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_queue: int | None = None,
+        max_requests: int = 256,
+        max_batch_tokens: int = 512,
+        block_tokens: int = 32,
+        share_prefixes: bool = True,
+    ) -> None:
+        require_supported()
+        self.runtime: Runtime = runtime(model)
+        self.counters = self.runtime.counters
+        self._model = model
+        self._kv = _one_pool(model)
+        self._config = model.config.get_text_config(decoder=True)
+        self._max_queue = max_queue
+        self._live: dict[str, _Live] = {}
+        self._forms: dict[tuple[str, ...], int] = {}
+        self._form = 0
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._state = "new"
+        with ExitStack() as stack:
+            from elastic.engines.manager import ElasticManager
+            from elastic.engines.paged_cache import ElasticPagedCache
+
+            stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
+            self._cache = ElasticPagedCache(
+                self._config,
+                self._kv,
+                device=model.device,
+                dtype=model.dtype,
+                block_tokens=block_tokens,
+                max_batch_tokens=min(max_batch_tokens, _window(self._config) or max_batch_tokens),
+                share_prefixes=share_prefixes,
+            )
+            stack.callback(self._cache.close)
+            self._manager = ElasticManager(model, self._cache, self, self._deliver, self._choose, max_requests)
+            stack.callback(model.register_forward_pre_hook(self._note_form).remove)
+            self._kv.pool.listeners.append(self._manager.wake)
+            stack.callback(self._kv.pool.listeners.remove, self._manager.wake)
+            self._stack = stack.pop_all()
+
+    # -- what its users do
+
+    @property
+    def weights(self) -> tuple[tuple[str, ...], ...]:
+        """The forms that the layers have had: for each, the layers' variants. `Output.weights` is an index into it."""
+        return tuple(self._forms)
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
+        return self._state == "serving" and self._manager.background_thread_status.fatal_error is None
+
+    @property
+    def waiting_s(self) -> dict[str, float]:
+        """Seconds that requests have waited in all: for KV blocks (`kv`), and for their turn (`compute`)."""
+        return dict(self._manager.scheduler.waiting_s)
+
+    def start(self) -> None:
+        """Begin to serve. Raises `StateError` if it was started before."""
+        if self._state != "new":
+            raise StateError(f"the engine is {self._state}; make a new one")
+        self._state = "serving"
+        _engines.add(self)
+        self._manager.start()
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queue a request; see `Engine`."""
+        self._check(request)
+        if not self.serving:
+            raise StateError("the engine is not serving; start it, or make a new one")
+        rule = request.sampling
+        generator = torch.Generator(self._model.device) if rule.temperature > 0 else None
+        if generator is not None and rule.seed is not None:
+            generator.manual_seed(rule.seed)
+        with self._lock:
+            if request.id in self._live:
+                raise ConfigError(f"request id {request.id!r} is in use; choose another")
+            self.counters.arrived(request.id, len(request.prompt), request.arrived_s)
+            self._require_place_in_queue(request)
+            self._live[request.id] = _Live(request, listener, generator)
+        accepted = self._manager.add_request(
+            list(request.prompt),
+            request_id=request.id,
+            max_new_tokens=request.max_tokens,
+            streaming=True,
+            eos_token_id=list(request.stop_tokens),
+        )
+        if accepted is None:
+            self._forget(request.id, "failed")
+            raise StateError("the engine has stopped")
+
+    def cancel(self, request: str) -> None:
+        """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
+        if request in self._live:
+            self._manager.cancel_request(request)
+
+    def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them."""
+        with self._lock:
+            was, self._state = self._state, "stopped"
+        if was == "serving":
+            self._manager.stop(timeout=timeout_s, hard_stop=not drain)
+            if self._manager.is_running():
+                self._manager.stop(hard_stop=True)
+            for name in list(self._live):
+                self.cancelled(name)
+        if was != "stopped":
+            self._stack.close()
+
+    # -- what its thread tells
+
+    def scheduled(self, request: str) -> None:
+        live = self._live.get(request)
+        if live is not None and not live.scheduled:
+            live.scheduled = True
+            self.counters.scheduled(request)
+
+    def stalled(self, requests: int) -> None:
+        self.counters.stalled(requests)
+
+    def cancelled(self, request: str) -> None:
+        live = self._forget(request, "cancelled")
+        if live is not None:
+            self._tell(live, Output(request, (), "cancelled", weights=self._form))
+
+    def _deliver(self, output: GenerationOutput) -> None:
+        """New tokens of a request, or its end."""
+        live = self._live.get(output.request_id)
+        if live is None:
+            return
+        tokens = tuple(output.generated_tokens[live.sent :])
+        live.sent += len(tokens)
+        self.counters.produced(output.request_id, len(tokens))
+        finish = self._finish(live.request, output, tokens)
+        if finish is not None:
+            self._forget(output.request_id, OUTCOMES[finish])
+        error = output.error if finish == "failed" else None
+        self._tell(live, Output(output.request_id, tokens, finish, error, time.perf_counter(), self._form))
+
+    def _finish(self, request: Request, output: GenerationOutput, tokens: tuple[int, ...]) -> FinishReason | None:
+        if not output.is_finished():
+            return None
+        if output.error is not None:
+            return "failed" if self._state == "serving" else "cancelled"
+        return "stop" if tokens and tokens[-1] in request.stop_tokens else "length"
+
+    def _choose(self, names: list[str], logits: torch.Tensor) -> torch.Tensor:
+        live = [self._live.get(name) for name in names]
+        rules = [x.request.sampling if x else GREEDY for x in live]
+        return choose(logits, rules, [x.generator if x else None for x in live])
+
+    def _note_form(self, module: torch.nn.Module, args: Any) -> None:
+        """A forward hook, behind the gate: no layer changes until this pass has ended."""
+        if threading.current_thread() is self._manager.thread:
+            form = self.runtime.form()
+            self._form = self._forms.setdefault(form, len(self._forms))
+
+    # -- inside
+
+    def _check(self, request: Request) -> None:
+        vocabulary, longest = self._config.vocab_size, getattr(self._config, "max_position_embeddings", None)
+        total = len(request.prompt) + request.max_tokens
+        if not request.prompt:
+            raise ConfigError("prompt: it has no token; give at least one")
+        if request.max_tokens < 1:
+            raise ConfigError(f"max_tokens={request.max_tokens} must be at least 1")
+        wrong = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
+        if longest and total > longest:
+            raise ConfigError(
+                f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
+                f"the {longest} that the model was made for"
+            )
+        self._require_room(total)
+
+    def _require_room(self, tokens: int) -> None:
+        """Raises `CapacityError` for a request that could never run, alone."""
+        memory = self._cache.memory
+        needed, maximum = self._cache.sectors_for(tokens), self._kv.status().maximum_bytes
+        if needed * memory.sector_bytes > maximum:
+            raise CapacityError(
+                f"a request of {tokens} tokens never fits the KV cache on {self._kv.pool.name}; shorten it, or give "
+                "the place a larger budget",
+                requested_bytes=needed * memory.sector_bytes,
+                free_bytes=maximum,
+                total_bytes=maximum,
+            )
+
+    def _require_place_in_queue(self, request: Request) -> None:
+        waiting = sum(not live.scheduled for live in self._live.values()) if self._max_queue is not None else 0
+        if self._max_queue is not None and waiting >= self._max_queue:
+            self.counters.ended(request.id, "rejected")
+            wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
+            raise Overloaded(
+                f"{waiting} requests wait, max_queue={self._max_queue} allows no more", retry_after_s=wait_s
+            )
+
+    def _forget(self, request: str, outcome: Outcome) -> _Live | None:
+        live = self._live.pop(request, None)
+        if live is not None:
+            self.counters.ended(request, outcome)
+        return live
+
+    def _tell(self, live: _Live, output: Output) -> None:
+        try:
+            live.listener(output)
+        except Exception:  # a listener's fault is not its engine's: the others are served on
+            logger.exception("the listener of request %s failed", output.request)
+
+
+def _one_pool(model: Any) -> KVPool:
+    """The KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
+    pools = runtime(model).kv.memory.pools
+    if len(pools) != 1:
+        raise ConfigError(f"its layers lie on {len(pools)} devices; continuous batching needs all on one")
+    require_servable(model)
+    return pools[0]
+
+
+def _window(config: Any) -> int | None:
+    """A part of a prompt longer than a sliding window would overwrite itself."""
+    return getattr(config, "sliding_window", None)
+
+
+def _stop_all() -> None:
+    """At exit: a thread that is in torch when the interpreter ends would abort it."""
+    for engine in list(_engines):
+        engine.stop(drain=False, timeout_s=10)
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,287 @@
+"""transformers' paged cache on elastic pages: its capacity is what the ledger says at any moment.
+
+The stock cache is one tensor of a fixed size; where it has no block left, requests are thrown out and computed anew,
+and where one request alone does not fit, all are failed. Here a request is admitted, and a block given, only while all
+that live can still end one after another (`kvcache/promises.py`); the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import find_num_key_value_heads
+
+from elastic.engines.allocators import ALLOCATORS
+from elastic.engines.attention import attend
+from elastic.engines.batch import Batch, Part, make_batch
+from elastic.engines.sectors import SectorPool
+from elastic.errors import CapacityError, ConfigError
+from elastic.kvcache.blocks import BlockMemory
+from elastic.kvcache.pool import KVPool
+from elastic.kvcache.promises import Claim, promised_sectors
+
+
+class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
+    """Used by one engine's thread; the runtime's worker takes idle sectors. Both hold the lock of its memory."""
+
+    def __init__(
+        self,
+        config: Any,
+        kv: KVPool,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_tokens: int,
+        max_batch_tokens: int,
+        share_prefixes: bool = True,
+    ) -> None:
+        # Not the stock __init__, which allocates: what the other parts of continuous batching read is set here.
+        self.config, self.dtype, self.device = config, dtype, device
+        self.max_batch_tokens = max_batch_tokens
+        self.cache_allocators = _allocators(config, dtype, block_tokens, share_prefixes)
+        self.layer_to_allocator = {i: a for a in self.cache_allocators.values() for i in a.layer_indices}
+        self.memory = BlockMemory(kv, [a.group() for a in self.cache_allocators.values()])
+        self.memory.give_up_reusable = self._evict_all
+        self.memory.reusable = self._count_reusable
+        self.pool = SectorPool(self.memory)
+        for ranges, allocator in zip(self.memory.groups, self.cache_allocators.values(), strict=True):
+            allocator.use(ranges, self.pool)
+        self.bytes_per_sector, self.num_sectors = self.memory.sector_bytes, self.memory.sectors
+        self.num_blocks = max(a.num_blocks for a in self.cache_allocators.values())
+        self.allow_block_sharing = share_prefixes
+        self.use_prefix_sharing = all(a.use_block_sharing for a in self.cache_allocators.values())
+        self.max_blocks_per_request = self.max_decode_fast_path_length = 0  # of a kernel that flash attention has
+        self.max_tokens_read = 0  # of index tensors that are not used here
+        self.read_cache_limit = None
+        self._most: dict[str, int] = {}  # request -> the most tokens that it will hold
+        self._known: dict[str, Claim] = {}  # request -> its claim, until its blocks change
+        self._known_at = 0
+        self._reusable: list[int] | None = None  # by allocator, until blocks change
+        self._parts: list[Part] = []
+        self._batches: dict[int, Batch] = {}
+        self.refused = False
+        """Whether a request found no room in this step. New ones wait then: they would only take the room of those
+        that live, and of those before them in the queue."""
+
+    # -- admission
+
+    def sectors_for(self, tokens: int) -> int:
+        """The sectors that one request of so many tokens needs for itself."""
+        claim = Claim(self._none, self._blocks(tokens))
+        return promised_sectors([claim], self._none, self._sizes)
+
+    def expect(self, request: str, tokens: int) -> None:
+        """A request will hold so many tokens at the most."""
+        self._most[request] = tokens
+
+    def begin_step(self) -> None:
+        """The next batch is put together."""
+        self._parts, self._batches, self.refused = [], {}, False
+
+    def keep_promises(self, waiting: int) -> None:
+        """Have the pages kept that live requests were promised, and `waiting` sectors for the largest that waits."""
+        with self.memory.lock:
+            promised = promised_sectors(self._claims(), self._free_blocks(), self._sizes)
+            used = self.memory.used_pages // self.memory.sector_pages
+            self.memory.promised_pages = max(promised, waiting - used) * self.memory.sector_pages
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        """Whether a request may have the blocks for its next tokens; it has them then."""
+        with self.memory.lock:
+            name, allocators = state.request_id, self.cache_allocators.values()
+            needed = [a.needs_new_blocks(name, state.current_len(), request_len) for a in allocators]
+            new = not any(name in a.block_table for a in allocators)
+            if new and self.refused:
+                return False
+            if not any(needed):
+                return True
+            if not self._safe(name, needed, new=new) or not self._provide(needed):
+                self.refused = True
+                return False
+            for allocator in allocators:
+                allocator.allocate_cache_to_request(name, state.current_len(), request_len)
+            self._changed(name)
+            return True
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Tokens at the beginning that the cache holds; they are the request's too, if it can be admitted."""
+        with self.memory.lock:
+            if self.refused:
+                return 0
+            length: int = super().search_prefix_match(request_id, prompt_ids)
+            self._changed(request_id)
+            if length and not self._safe(request_id, self._none, new=True):
+                super().free_blocks(request_id)
+                self._changed(request_id)
+                self.refused, length = True, 0
+            return length
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        with self.memory.lock:
+            super().free_blocks(request_id, no_cache)
+            self._most.pop(request_id, None)
+            self.pool.try_to_free_sectors()
+            self._changed(request_id)
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        with self.memory.lock:
+            super().mark_complete_blocks(state, complete_blocks)
+            self._changed(state.request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        with self.memory.lock:
+            super().free_all_requests(clear_ledgers)
+            self._evict_all()
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """What is free, in bytes or as a share."""
+        with self.memory.lock:
+            free = self.memory.room(growing=False) * self.memory.sector_bytes
+            return free / (self.num_sectors * self.memory.sector_bytes) if relative else free
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with self.memory.lock:
+            for allocator in self.cache_allocators.values():
+                allocator.drop()
+            self.memory.close()
+
+    # -- the forward pass
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: list[list[int]]
+    ) -> None:
+        """One more request of the batch. What it reads is told to attention in another way."""
+        start = self._parts[-1].start + self._parts[-1].count if self._parts else 0
+        self._parts.append(Part(request_id, past_length, start, query_length))
+        super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Asked by other attention functions, for keys and values that they could not tell apart."""
+        raise ConfigError("this model's attention adds to its scores (softcap, sinks, biases); use generate instead")
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        write_index: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention of one layer. Query [1, heads, new, dim], key and value [1, kv_heads, new, dim].
+
+        Returns [1, new, heads, dim].
+        """
+        allocator = self.layer_to_allocator[layer]
+        batch = self._batches.get(allocator.index)
+        if batch is None:
+            batch = self._batches[allocator.index] = make_batch(self._parts, allocator, self.device, self.dtype)
+        where = write_index[allocator.index]
+        return attend(query[0], key[0], value[0], allocator.layers[layer], batch, where, scaling)[None]
+
+    # -- inside, under the lock
+
+    def _safe(self, request: str, needed: Sequence[int], *, new: bool) -> bool:
+        """Whether all that live could still end one after another if a request got some blocks."""
+        claims = [*self._claims(but=request), self._claim(request, needed)]
+        free = [f - n for f, n in zip(self._free_blocks(), needed, strict=True)]
+        return promised_sectors(claims, free, self._sizes) <= self.memory.room(growing=not new)
+
+    def _provide(self, needed: Sequence[int]) -> bool:
+        """Have so many free blocks of each kind, from blocks kept for reuse or from new sectors."""
+        for count, allocator in zip(needed, self.cache_allocators.values(), strict=True):
+            self._evict(allocator, count - self.pool.count_free_blocks(allocator.index))
+            missing = count - self.pool.count_free_blocks(allocator.index)
+            try:
+                for _ in range(-(-missing // allocator.blocks_per_sector)):
+                    self.pool.allocate_sector(allocator.index)
+            except CapacityError:  # others were faster: the request waits
+                return False
+        return True
+
+    def _claims(self, but: str = "") -> list[Claim]:
+        version = sum(a.ledger.version for a in self.cache_allocators.values())
+        if version != self._known_at:
+            self._known, self._known_at = {}, version
+        names = {name for a in self.cache_allocators.values() for name in a.block_table}
+        for name in names - self._known.keys():
+            self._known[name] = self._claim(name, self._none)
+        return [claim for name, claim in self._known.items() if name != but]
+
+    def _claim(self, request: str, more: Sequence[int]) -> Claim:
+        """Of a request that gets `more` blocks. Blocks that it shares do not come free when it ends."""
+        owned, left = [], []
+        most = self._blocks(self._most[request])
+        for a, extra, total in zip(self.cache_allocators.values(), more, most, strict=True):
+            table = a.block_table.get(request, ())
+            owned.append(sum(block not in a.ledger.shared_ref_counts for block in table) + extra)
+            left.append(max(0, total - len(table) - extra))
+        return Claim(tuple(owned), tuple(left))
+
+    def _changed(self, request: str) -> None:
+        """The blocks of a request are not what they were."""
+        self._known.pop(request, None)
+        self._reusable = None
+
+    def _reusable_sectors(self) -> list[int]:
+        if self._reusable is None:
+            self._reusable = [a.reusable_sectors() for a in self.cache_allocators.values()]
+        return self._reusable
+
+    def _count_reusable(self) -> int:
+        return sum(self._reusable_sectors())
+
+    def _blocks(self, tokens: int) -> tuple[int, ...]:
+        return tuple(a._compute_blocks_needed(0, tokens, 0) for a in self.cache_allocators.values())
+
+    def _free_blocks(self) -> list[int]:
+        """In sectors that live requests need, blocks kept for reuse included."""
+        return [
+            self.pool.count_free_blocks(a.index) + len(a.ledger.cached_blocks) - reusable * a.blocks_per_sector
+            for a, reusable in zip(self.cache_allocators.values(), self._reusable_sectors(), strict=True)
+        ]
+
+    def _evict(self, allocator: Any, count: int) -> None:
+        """Give up blocks kept for reuse, the oldest first."""
+        ledger = allocator.ledger
+        victims = list(ledger.cached_blocks)[: max(0, count)]
+        for block in victims:
+            del ledger.cached_blocks[block]
+            del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+        self.pool.free_blocks(allocator.index, victims)
+        self._reusable = None
+
+    def _evict_all(self) -> None:
+        for allocator in self.cache_allocators.values():
+            self._evict(allocator, len(allocator.ledger.cached_blocks))
+        self.pool.try_to_free_sectors()
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [a.blocks_per_sector for a in self.cache_allocators.values()]
+
+    @property
+    def _none(self) -> tuple[int, ...]:
+        return (0,) * len(self.cache_allocators)
+
+
+def _allocators(config: Any, dtype: torch.dtype, block_tokens: int, share_prefixes: bool) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    build: Callable[..., Any]
+    for index, (kind, layers) in enumerate(group_layers_by_attn_type(config).items()):
+        build = ALLOCATORS[kind]
+        made[kind] = build(
+            index=index,
+            config=config,
+            num_key_value_heads=find_num_key_value_heads(config),
+            cache_dtype=dtype,
+            page_size=block_tokens,
+            layer_indices=layers,
+            allow_block_sharing=share_prefixes,
+        )
+    return made

@@ -1,0 +1,162 @@
+"""`/elastic/actions`: what can be done to a running model, what it would do, and doing it.
+
+`GET` lists the kinds. `POST {"actions": [{"kind": "swap", "layers": [3, 4], "variant": "int4"}], "dry_run": true}`
+answers with the steps of a plan; without `dry_run`, with the results, once the actions are committed: all, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from elastic.config import parse_bytes
+from elastic.engines.engine import Engine
+from elastic.errors import CapacityError, ConfigError
+from elastic.runtime import Runtime
+from elastic.server.errors import APIError
+from elastic.server.status import action as as_json
+from elastic.server.status import plain
+from elastic.types import Action, Release, ResizeKV, Restore, Swap
+
+WHY = "by HTTP"
+Layers = Annotated[list[int], Field(min_length=1, max_length=10_000)]
+Names = Annotated[list[str], Field(max_length=100)]
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class AskedSwap(_Asked):
+    """Decoder layers, or parts of them, in another variant."""
+
+    kind: Literal["swap"]
+    layers: Layers
+    variant: str
+    parts: Names = []
+
+
+class AskedRestore(_Asked):
+    """The full weights; without `layers`, of all that were at their place when the model was wrapped."""
+
+    kind: Literal["restore"]
+    layers: Layers | None = None
+    parts: Names = []
+
+
+class AskedRelease(_Asked):
+    """The weights of layers leave for host memory."""
+
+    kind: Literal["release"]
+    layers: Layers
+
+
+class AskedResize(_Asked):
+    """The most bytes that new KV caches may hold: `limit` is bytes, or text such as "4GiB"."""
+
+    kind: Literal["resize_kv"]
+    limit: Annotated[int, Field(ge=0, le=2**62)] | str
+    place: str | None = None
+    """None: the only place there is."""
+
+
+Asked = Annotated[AskedSwap | AskedRestore | AskedRelease | AskedResize, Field(discriminator="kind")]
+
+
+class ActionsBody(_Asked):
+    """`POST /elastic/actions`."""
+
+    actions: Annotated[list[Asked], Field(min_length=1, max_length=100)]
+    dry_run: bool = False
+
+
+def closed() -> APIRouter:
+    """What stands there while actions are off: how to open them."""
+    router = APIRouter()
+
+    @router.api_route("/elastic/actions", methods=["GET", "POST"])
+    async def off() -> None:
+        raise APIError(404, "actions are off; start the server with --enable-actions and a token", code="not_found")
+
+    return router
+
+
+def routes(engine: Engine) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter()
+
+    @router.get("/elastic/actions")
+    async def kinds() -> dict[str, Any]:
+        return {"kinds": {_kind(model): _what_it_takes(model) for model in _MODELS}}
+
+    @router.post("/elastic/actions")
+    async def act(body: ActionsBody) -> dict[str, Any]:
+        runtime = _runtime(engine)
+        try:
+            return await asyncio.to_thread(_act, runtime, body)
+        except CapacityError as error:
+            raise APIError(409, str(error), code="capacity_exceeded") from error
+
+    return router
+
+
+_MODELS: tuple[type[_Asked], ...] = (AskedSwap, AskedRestore, AskedRelease, AskedResize)
+
+
+def _runtime(engine: Engine) -> Runtime:
+    if engine.runtime is None:
+        raise APIError(404, "the model of this server is not wrapped: there is nothing to act on", code="not_found")
+    return engine.runtime
+
+
+def _act(runtime: Runtime, body: ActionsBody) -> dict[str, Any]:
+    actions = [_action(asked, runtime) for asked in body.actions]
+    if body.dry_run:
+        steps = runtime.plan(actions)
+        return {"dry_run": True, "steps": [{**plain(step), "action": as_json(step.action)} for step in steps]}
+    results = runtime.apply(actions, why=WHY)
+    pairs = zip(actions, results, strict=True)
+    return {"dry_run": False, "results": [{**plain(result), "action": as_json(action)} for action, result in pairs]}
+
+
+def _action(asked: Asked, runtime: Runtime) -> Action:
+    """The runtime's action. Raises `ConfigError`."""
+    if isinstance(asked, AskedResize):
+        return ResizeKV(_place(asked.place, runtime), parse_bytes(asked.limit, option="limit"))
+    layers = tuple(runtime.at_home if asked.layers is None else asked.layers)
+    count = runtime.status().layers
+    wrong = [layer for layer in layers if not 0 <= layer < count]
+    if wrong:
+        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {count - 1}")
+    if isinstance(asked, AskedRelease):
+        return Release(layers)
+    parts = tuple(asked.parts)
+    return Swap(layers, asked.variant, parts) if isinstance(asked, AskedSwap) else Restore(layers, parts)
+
+
+def _place(name: str | None, runtime: Runtime) -> str:
+    places = [kv.place for kv in runtime.status().kv]
+    if name is None and len(places) == 1:
+        return places[0]
+    if name not in places:
+        raise ConfigError(f"place={name!r}: choose one of {places}")
+    return str(name)
+
+
+def _kind(model: type[_Asked]) -> str:
+    kind: str = model.model_json_schema()["properties"]["kind"]["const"]
+    return kind
+
+
+def _what_it_takes(model: type[_Asked]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    fields = {name: _of_field(field) for name, field in schema["properties"].items() if name != "kind"}
+    required = [name for name in schema["required"] if name != "kind"]
+    return {"what": " ".join(str(model.__doc__).split()), "fields": fields, "required": required}
+
+
+def _of_field(field: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in field.items() if key != "title"}

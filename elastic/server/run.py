@@ -1,0 +1,108 @@
+"""Running an app with uvicorn, and ending it without losing a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from elastic.errors import ConfigError
+from elastic.server.serving import Serving
+
+DRAIN_S = 30.0
+_CLOSE_S = 2
+"""How long connections may take to close at the end."""
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server whose first signal drains and whose second one ends it at once.
+
+    While it drains it answers new requests with 503, and finishes those it has: after `drain_s` they are cancelled.
+    """
+
+    def __init__(self, app: FastAPI, *, drain_s: float = DRAIN_S, log_level: str = "info") -> None:
+        config = uvicorn.Config(
+            app, lifespan="on", log_level=log_level, server_header=False, timeout_graceful_shutdown=_CLOSE_S
+        )
+        super().__init__(config)
+        self._drain_s = drain_s
+        self._serving: Serving = app.state.serving
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._signals = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
+        """A signal, or a call from any thread."""
+        self._signals += 1
+        self._serving.drain()
+        if self._loop is None:
+            self.should_exit = True
+        elif self._signals == 1:
+            self._loop.call_soon_threadsafe(self._begin_to_drain)
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close connections and the engine; at once after a second signal."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self._stop_engine()
+
+    def _begin_to_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        if not await self._idle_within(self._drain_s):
+            await self._stop_engine()
+            await self._idle_within(_CLOSE_S)
+        self.should_exit = True
+
+    async def _idle_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._serving.idle()
+        return not self._serving.answering
+
+    async def _stop_engine(self) -> None:
+        """End what still runs, as cancelled."""
+        await asyncio.to_thread(self._serving.engine.stop, drain=False, timeout_s=_CLOSE_S)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises `ConfigError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"--host {host} --port {port}: {error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}") from error
+    return bound
+
+
+def run(app: FastAPI, *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = DRAIN_S) -> int:
+    """Serve an app of `create_app` until SIGTERM or SIGINT. Returns an exit code: 0, or 1 after a second signal."""
+    with listen(host, port) as bound:
+        where = bound.getsockname()[:2]
+        print(f"serving {app.state.serving.name} on http://{_in_url(where[0])}:{where[1]}", flush=True)
+        server = Server(app, drain_s=drain_s)
+        server.run([bound])
+    return int(server.force_exit)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,89 @@
+"""`GET /elastic/status`: everything of this moment in one JSON document, for `elastic top` and for other programs.
+
+The keys are stable; new ones may be added, and `version` grows when one changes its meaning:
+
+- `version`: 1
+- `model`: the name that it is served under
+- `state`: `"serving"`, `"draining"` (running requests are finished, new ones refused) or `"stopped"`
+- `at_s`: seconds since the epoch; `uptime_s`: seconds since the server was made
+- `traffic`: the fields of `elastic.controller.snapshot.Traffic`; its quantiles are objects of `count`, `mean`, `p50`,
+  `p95`, `p99`, in seconds, null while there are none
+- `layers`: for each decoder layer the variant it is in, such as `"float32"` or `"int4"`, `"absent"` for a released one;
+  empty for a model that is not wrapped
+- `status`: the fields of `elastic.Status` (places with their owners, KV caches, residencies, host memory), or null
+- `events`: the last actions, oldest first, at most 100: the fields of `elastic.Event`, where `action` is
+  `{"kind": "swap", ...}` with the fields of the action; `kind` is `swap`, `restore`, `release` or `resize_kv`
+- `controller`: what `health()` of the runtime says, or null where there is no controller
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from elastic.engines.engine import Engine
+from elastic.runtime import Runtime
+from elastic.types import HOST, Event, Release, ResizeKV, Restore, Status, Swap
+
+VERSION = 1
+EVENTS_SHOWN = 100
+ABSENT = "absent"
+KINDS: dict[type, str] = {Swap: "swap", Restore: "restore", Release: "release", ResizeKV: "resize_kv"}
+
+
+def document(engine: Engine, name: str, state: str, since_s: float) -> dict[str, Any]:
+    """The document; `since_s` is when the server was made, in seconds since the epoch."""
+    runtime = engine.runtime
+    status = runtime.status() if runtime else None
+    now = time.time()
+    return {
+        "version": VERSION,
+        "model": name,
+        "state": state,
+        "at_s": now,
+        "uptime_s": now - since_s,
+        "traffic": plain(engine.counters.read()),
+        "layers": variants(status) if status else [],
+        "status": plain(status),
+        "events": [event(e) for e in (runtime.events() if runtime else ())[-EVENTS_SHOWN:]],
+        "controller": _health(runtime),
+    }
+
+
+def variants(status: Status) -> list[str]:
+    """For each decoder layer the variant it is in, or "absent"."""
+    here = ([r.variant for r in residencies if r.place != HOST] for residencies in status.residencies.values())
+    return [found[0] if found else ABSENT for found in here]
+
+
+def event(happened: Event) -> dict[str, Any]:
+    """One event as JSON."""
+    return {**plain(happened), "action": action(happened.action)}
+
+
+def action(asked: Any) -> dict[str, Any]:
+    """One action as JSON, with its kind."""
+    return {"kind": KINDS.get(type(asked), type(asked).__name__.lower()), **plain(asked)}
+
+
+def plain(value: Any) -> Any:
+    """What JSON can say of records, enums and containers; what is no number is null, what is unknown its text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _health(runtime: Runtime | None) -> Any:
+    health = getattr(runtime, "health", None)
+    return plain(health() if callable(health) else health)

@@ -1,0 +1,104 @@
+"""A server to test: a real one on a free port, or an app in process; in front of an engine whose answers are known."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engines.fake import FakeEngine, token_after
+from fastapi import FastAPI
+from transformers import AutoTokenizer
+
+from elastic.assets import MODEL_DIR
+from elastic.server.app import create_app
+from elastic.server.run import Server, listen
+
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
+NAME = "small"
+CONTEXT = 9_000
+PATIENCE_S = 30
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of engine, and the tokens that it is known to generate: `tokens(prompt, most)`, up to `eos` with it."""
+
+    make: Callable[..., Any]
+    tokens: Callable[[tuple[int, ...], int], list[int]]
+
+
+def fake_tokens(prompt: tuple[int, ...], most: int) -> list[int]:
+    tokens = [token_after(prompt, k) for k in range(most)]
+    end = TOKENIZER.eos_token_id
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+FAKE = Kind(FakeEngine, fake_tokens)
+
+
+def text_of(tokens: list[int]) -> str:
+    """The text of an answer of these tokens."""
+    return str(TOKENIZER.decode(tokens, skip_special_tokens=True))
+
+
+def answer(kind: Kind, prompt: str, most: int) -> tuple[str, str, int]:
+    """Text, finish reason and number of tokens of the answer to a prompt."""
+    tokens = kind.tokens(tuple(TOKENIZER.encode(prompt)), most)
+    return text_of(tokens), "stop" if tokens[-1] == TOKENIZER.eos_token_id else "length", len(tokens)
+
+
+def app_for(engine: Any, **options: Any) -> FastAPI:
+    return create_app(engine, TOKENIZER, NAME, **{"max_model_len": CONTEXT, **options})
+
+
+@dataclass
+class Live:
+    """A server that runs in a thread of this process."""
+
+    engine: Any
+    server: Server
+    port: int
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ended(self) -> None:
+        """Return when the server has."""
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def live(engine: Any, *, drain_s: float = PATIENCE_S, **options: Any) -> Iterator[Live]:
+    """Serve an engine; at the end, drain."""
+    app = app_for(engine, **options)
+    bound = listen("127.0.0.1", 0)
+    server = Server(app, drain_s=drain_s, log_level="critical")
+    thread = threading.Thread(target=server.run, args=([bound],))
+    running = Live(engine, server, bound.getsockname()[1], thread)
+    thread.start()
+    try:
+        yield running
+    finally:
+        server.handle_exit(15)
+        running.ended()
+        bound.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.002)
+
+
+def empty(engine: Any) -> bool:
+    """Whether an engine holds no request."""
+    return not engine._waiting and not engine._running

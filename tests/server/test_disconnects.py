@@ -1,0 +1,134 @@
+"""Clients that go away, do not read, or come all at once: nothing lost, nothing repeated, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from engines.fake import FakeEngine, token_after
+from server.live import NAME, TOKENIZER, Live, empty, live, text_of, until
+
+CLIENTS = 64
+LONG = 8_000
+STEP_S = 0.0005
+
+
+def body(prompt: str, most: int, *, stream: bool) -> dict[str, Any]:
+    asked = {"model": NAME, "prompt": prompt, "max_tokens": most, "temperature": 0}
+    return {**asked, "ignore_eos": True, "stream": stream}
+
+
+def known(prompt: str, most: int) -> str:
+    ids = tuple(TOKENIZER.encode(prompt))
+    return text_of([token_after(ids, k) for k in range(most)])
+
+
+async def texts(response: httpx.Response) -> AsyncIterator[str]:
+    """The pieces of a stream; it must end as it should."""
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    raise AssertionError("the stream broke off")
+
+
+async def read(client: httpx.AsyncClient, i: int, leave_after: int | None) -> str:
+    """Read one stream, all of it or until so many pieces were read."""
+    got = ""
+    asked = body(f"client {i}", LONG if leave_after is not None else 40, stream=True)
+    async with client.stream("POST", "/v1/completions", json=asked) as response:
+        assert response.status_code == 200
+        if leave_after == 0:
+            return got
+        pieces = 0
+        async for text in texts(response):
+            got += text
+            pieces += 1
+            if pieces == leave_after:
+                break
+    return got
+
+
+def test_64_streams_with_random_disconnects() -> None:
+    rng = random.Random(5)
+    leaving = [rng.randrange(6) if rng.random() < 0.5 else None for _ in range(CLIENTS)]
+
+    async def everyone(url: str) -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=30) as client:
+            return await asyncio.gather(*(read(client, i, leave) for i, leave in enumerate(leaving)))
+
+    engine = FakeEngine(step_s=STEP_S, batch=16)
+    with live(engine) as server:
+        got = asyncio.run(everyone(server.url))
+        until(lambda: len(engine.cancelled) == sum(leave is not None for leave in leaving))
+        until(lambda: empty(engine))
+    for i, leave in enumerate(leaving):
+        expected = known(f"client {i}", 40)
+        assert got[i] == expected if leave is None else expected.startswith(got[i])
+    assert len(set(engine.cancelled)) == len(engine.cancelled)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("state", ["running", "queued"])
+def test_a_client_that_goes_away_is_cancelled(state: str, stream: bool) -> None:
+    engine = FakeEngine(step_s=0.005, batch=1)
+    with live(engine) as server:
+        first = send(server, body("first", LONG, stream=True))
+        until(lambda: len(engine._running) == 1)
+        second = send(server, body("second", LONG, stream=stream)) if state == "queued" else first
+        until(lambda: len(engine._waiting) == int(state == "queued"))
+        waiting = [request.id for request, _ in engine._waiting] or list(engine._running)
+        second.close()
+        until(lambda: engine.cancelled == waiting)
+        first.close()
+        until(lambda: empty(engine))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_while_its_answer_is_computed(stream: bool) -> None:
+    engine = FakeEngine(step_s=0.005)
+    with live(engine) as server:
+        client = send(server, body("x", LONG, stream=stream))
+        until(lambda: len(engine._running) == 1)
+        client.close()
+        until(lambda: len(engine.cancelled) == 1 and empty(engine))
+
+
+def test_a_client_that_does_not_read_holds_up_nobody() -> None:
+    engine = FakeEngine(batch=4)
+    with live(engine) as server:
+        lazy = send(server, body("lazy", LONG, stream=True), small_buffer=True)
+        until(lambda: len(engine._running) == 1)
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            got = client.post("/v1/completions", json=body("eager", 40, stream=False)).json()
+        assert got["choices"][0]["text"] == known("eager", 40)
+        until(lambda: empty(engine))  # the lazy one's request ran to its end
+        received = b""
+        while b"[DONE]" not in received[-64:]:
+            received += lazy.recv(65536)
+        lazy.close()
+        events = [line for line in received.decode().split("\r\n") if line.startswith("data: {")]
+        assert "".join(json.loads(e[6:])["choices"][0]["text"] for e in events) == known("lazy", LONG)
+        assert engine.cancelled == []
+
+
+def send(server: Live, asked: dict[str, Any], *, small_buffer: bool = False) -> socket.socket:
+    """A client that sends a request and reads nothing."""
+    client = socket.socket()
+    if small_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", server.port))
+    content = json.dumps(asked).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    client.sendall(head.encode() + b"\r\n\r\n" + content)
+    return client
