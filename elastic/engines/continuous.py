@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +43,16 @@ class _Live:
     request: Request
     listener: Listener
     generator: torch.Generator | None
+    blocked_s: float
+    """What the scheduler's `blocked_s` was when it was submitted."""
+    submitted_s: float = field(default_factory=time.perf_counter)
     sent: int = 0
-    scheduled: bool = False
+    scheduled_s: float | None = None
+    waited_for_kv_s: float | None = None
+
+    @property
+    def scheduled(self) -> bool:
+        return self.scheduled_s is not None
 
 
 class ContinuousEngine:
@@ -141,7 +149,7 @@ class ContinuousEngine:
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             self.counters.arrived(request.id, len(request.prompt), request.arrived_s)
             self._require_place_in_queue(request)
-            self._live[request.id] = _Live(request, listener, generator)
+            self._live[request.id] = _Live(request, listener, generator, self._manager.scheduler.blocked_s)
         accepted = self._manager.add_request(
             list(request.prompt),
             request_id=request.id,
@@ -176,8 +184,10 @@ class ContinuousEngine:
     def scheduled(self, request: str) -> None:
         live = self._live.get(request)
         if live is not None and not live.scheduled:
-            live.scheduled = True
-            self.counters.scheduled(request)
+            live.scheduled_s = time.perf_counter()
+            blocked_s = self._manager.scheduler.blocked_s - live.blocked_s  # it may have begun before the request came
+            live.waited_for_kv_s = min(blocked_s, live.scheduled_s - live.submitted_s)
+            self.counters.scheduled(request, live.scheduled_s)
 
     def stalled(self, requests: int) -> None:
         self.counters.stalled(requests)
@@ -193,13 +203,14 @@ class ContinuousEngine:
         if live is None:
             return
         tokens = tuple(output.generated_tokens[live.sent :])
+        wait = (None, None) if live.sent else (live.scheduled_s, live.waited_for_kv_s)
         live.sent += len(tokens)
         self.counters.produced(output.request_id, len(tokens))
         finish = self._finish(live.request, output, tokens)
         if finish is not None:
             self._forget(output.request_id, OUTCOMES[finish])
         error = output.error if finish == "failed" else None
-        self._tell(live, Output(output.request_id, tokens, finish, error, time.perf_counter(), self._form))
+        self._tell(live, Output(output.request_id, tokens, finish, error, time.perf_counter(), self._form, *wait))
 
     def _finish(self, request: Request, output: GenerationOutput, tokens: tuple[int, ...]) -> FinishReason | None:
         if not output.is_finished():

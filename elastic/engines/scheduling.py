@@ -32,6 +32,7 @@ class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]
     """Runs on the engine's thread.
 
     `waiting_s` sums up, over all requests, how long they waited for KV blocks, and for their turn to be computed.
+    `blocked_s` is for how long in all no block was to be had for the one whose turn it was.
     """
 
     cache: ElasticPagedCache
@@ -40,6 +41,7 @@ class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]
     def __init__(self, cache: ElasticPagedCache, max_requests: int, watcher: Watcher) -> None:
         self._watcher = watcher
         self.waiting_s = {"kv": 0.0, "compute": 0.0}
+        self.blocked_s = 0.0
         self._last_s = time.perf_counter()
         self._reason = "compute"
         self._queue: tuple[object, ...] = ()  # by which a change of the queue is noticed
@@ -88,6 +90,7 @@ class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]
     def _account(self) -> None:
         now = time.perf_counter()
         self.waiting_s[self._reason] += (now - self._last_s) * len(self.waiting_requests)
+        self.blocked_s += now - self._last_s if self._reason == "kv" else 0.0
         self._last_s = now
 
 

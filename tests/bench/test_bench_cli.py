@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bench.stub import stub
-from engines.fake import FakeEngine
 
 import elastic.cli.bench
 from elastic.assets import MODEL_DIR
@@ -72,35 +70,25 @@ def test_generated_arrivals_are_named_in_the_result(source: list[str], words: st
     assert "ttfts" not in summary
 
 
-@pytest.fixture
-def fake_continuous(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """`elastic.engines.continuous`, with a fake engine in the place of the real one."""
-    made: list[Any] = []
-
-    class ContinuousEngine(FakeEngine):
-        def __init__(self, model: Any, *, max_queue: int | None = None) -> None:
-            super().__init__(queue=max_queue)
-            made.append((model, self))
-
-    module = SimpleNamespace(ContinuousEngine=ContinuousEngine)
-    monkeypatch.setitem(sys.modules, "elastic.engines.continuous", module)  # type: ignore[arg-type]
-    return made
-
-
-def test_a_model_is_wrapped_served_and_left_as_it_was(fake_continuous: list[Any], tmp_path: Path) -> None:
+def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 40)
-    out = tmp_path / "out.json"
+    out, records = tmp_path / "out.json", tmp_path / "records.jsonl"
     arguments = ["--model", str(MODEL_DIR), "--place", "cpu#bench=256MiB", "--prompts", str(text)]
-    arguments += ["--poisson", "60", "--duration", "0.2", "--lengths", "2000:9", "--out", str(out)]
-    assert main(["bench", "run", *arguments]) == 0
+    arguments += ["--poisson", "20", "--duration", "0.3", "--lengths", "2000:9", "--slo-ttft", "60"]
+    assert main(["bench", "run", *arguments, "--out", str(out), "--records", str(records)]) == 0
     summary = json.loads(out.read_text())
     described = summary["elastic"]["trace"]
     assert described["most_tokens"] == 1024, "the model's context"
     assert described["clipped_requests"] == described["requests"] == summary["completed"]
-    model, engine = fake_continuous[0]
-    assert getattr(model, "elastic", None) is None
-    assert not engine._thread.is_alive()
+    assert summary["elastic"]["token_share_by_variant"] == {"float32": 1.0}
+    assert 0 <= summary["elastic"]["queueing_kv_share"] <= 1
+    assert summary["elastic"]["kv_use"]["max"] > 0
+    for record in read_records(records):
+        assert record.scheduled_s is not None
+        assert record.submitted_s is not None
+        assert record.arrival_s <= record.submitted_s <= record.scheduled_s <= record.token_times_s[0]
+        assert len(record.tokens) == record.asked_tokens
 
 
 @pytest.mark.parametrize(
