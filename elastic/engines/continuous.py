@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,16 +43,10 @@ class _Live:
     request: Request
     listener: Listener
     generator: torch.Generator | None
-    blocked_s: float
-    """What the scheduler's `blocked_s` was when it was submitted."""
-    submitted_s: float = field(default_factory=time.perf_counter)
+    short_of_kv_s: float
+    """On the scheduler's clock, when it came; once it is scheduled, how long it has waited for blocks."""
     sent: int = 0
     scheduled_s: float | None = None
-    waited_for_kv_s: float | None = None
-
-    @property
-    def scheduled(self) -> bool:
-        return self.scheduled_s is not None
 
 
 class ContinuousEngine:
@@ -122,11 +116,6 @@ class ContinuousEngine:
         """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
         return self._state == "serving" and self._manager.background_thread_status.fatal_error is None
 
-    @property
-    def waiting_s(self) -> dict[str, float]:
-        """Seconds that requests have waited in all: for KV blocks (`kv`), and for their turn (`compute`)."""
-        return dict(self._manager.scheduler.waiting_s)
-
     def start(self) -> None:
         """Begin to serve. Raises `StateError` if it was started before."""
         if self._state != "new":
@@ -148,8 +137,13 @@ class ContinuousEngine:
             if request.id in self._live:
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             self.counters.arrived(request.id, len(request.prompt), request.arrived_s)
-            self._require_place_in_queue(request)
-            self._live[request.id] = _Live(request, listener, generator, self._manager.scheduler.blocked_s)
+            try:
+                self._require_place_in_queue()
+                self._cache.expect(request.id, len(request.prompt) + request.max_tokens)
+            except (Overloaded, CapacityError):
+                self.counters.ended(request.id, "rejected")
+                raise
+            self._live[request.id] = _Live(request, listener, generator, self._manager.scheduler.short_of_kv_s)
         accepted = self._manager.add_request(
             list(request.prompt),
             request_id=request.id,
@@ -159,6 +153,7 @@ class ContinuousEngine:
         )
         if accepted is None:
             self._forget(request.id, "failed")
+            self._cache.free_blocks(request.id)
             raise StateError("the engine has stopped")
 
     def cancel(self, request: str) -> None:
@@ -183,10 +178,9 @@ class ContinuousEngine:
 
     def scheduled(self, request: str) -> None:
         live = self._live.get(request)
-        if live is not None and not live.scheduled:
+        if live is not None and live.scheduled_s is None:
             live.scheduled_s = time.perf_counter()
-            blocked_s = self._manager.scheduler.blocked_s - live.blocked_s  # it may have begun before the request came
-            live.waited_for_kv_s = min(blocked_s, live.scheduled_s - live.submitted_s)
+            live.short_of_kv_s = self._manager.scheduler.short_of_kv_s - live.short_of_kv_s
             self.counters.scheduled(request, live.scheduled_s)
 
     def stalled(self, requests: int) -> None:
@@ -203,14 +197,17 @@ class ContinuousEngine:
         if live is None:
             return
         tokens = tuple(output.generated_tokens[live.sent :])
-        wait = (None, None) if live.sent else (live.scheduled_s, live.waited_for_kv_s)
+        first = live.scheduled_s is not None and not live.sent
         live.sent += len(tokens)
         self.counters.produced(output.request_id, len(tokens))
         finish = self._finish(live.request, output, tokens)
         if finish is not None:
             self._forget(output.request_id, OUTCOMES[finish])
         error = output.error if finish == "failed" else None
-        self._tell(live, Output(output.request_id, tokens, finish, error, time.perf_counter(), self._form, *wait))
+        news = Output(output.request_id, tokens, finish, error, time.perf_counter(), self._form)
+        if first:
+            news = replace(news, scheduled_s=live.scheduled_s, waited_for_kv_s=live.short_of_kv_s)
+        self._tell(live, news)
 
     def _finish(self, request: Request, output: GenerationOutput, tokens: tuple[int, ...]) -> FinishReason | None:
         if not output.is_finished():
@@ -247,29 +244,14 @@ class ContinuousEngine:
                 f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
                 f"the {longest} that the model was made for"
             )
-        self._require_room(total)
 
-    def _require_room(self, tokens: int) -> None:
-        """Raises `CapacityError` for a request that could never run, alone."""
-        memory = self._cache.memory
-        needed, maximum = self._cache.sectors_for(tokens), self._kv.status().maximum_bytes
-        if needed * memory.sector_bytes > maximum:
-            raise CapacityError(
-                f"a request of {tokens} tokens never fits the KV cache on {self._kv.pool.name}; shorten it, or give "
-                "the place a larger budget",
-                requested_bytes=needed * memory.sector_bytes,
-                free_bytes=maximum,
-                total_bytes=maximum,
-            )
-
-    def _require_place_in_queue(self, request: Request) -> None:
-        waiting = sum(not live.scheduled for live in self._live.values()) if self._max_queue is not None else 0
-        if self._max_queue is not None and waiting >= self._max_queue:
-            self.counters.ended(request.id, "rejected")
+    def _require_place_in_queue(self) -> None:
+        if self._max_queue is None:
+            return
+        waiting = sum(live.scheduled_s is None for live in self._live.values())
+        if waiting >= self._max_queue:
             wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
-            raise Overloaded(
-                f"{waiting} requests wait, max_queue={self._max_queue} allows no more", retry_after_s=wait_s
-            )
+            raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
 
     def _forget(self, request: str, outcome: Outcome) -> _Live | None:
         live = self._live.pop(request, None)

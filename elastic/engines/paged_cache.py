@@ -58,6 +58,8 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.max_tokens_read = 0  # of index tensors that are not used here
         self.read_cache_limit = None
         self._most: dict[str, int] = {}  # request -> the most tokens that it will hold
+        self._waiting: set[str] = set()  # those of them that hold nothing yet
+        self._largest: int | None = 0  # tokens of the largest of these; None: to be found again
         self._known: dict[str, Claim] = {}  # request -> its claim, until its blocks change
         self._known_at = 0
         self._reusable: list[int] | None = None  # by allocator, until blocks change
@@ -75,19 +77,39 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         return promised_sectors([claim], self._none, self._sizes)
 
     def expect(self, request: str, tokens: int) -> None:
-        """A request will hold so many tokens at the most."""
-        self._most[request] = tokens
+        """A request will hold so many tokens at the most: from now on weights leave the room that it needs alone.
+
+        Raises `CapacityError` for one that never fits.
+        """
+        with self.memory.lock:
+            if request in self._most:
+                return
+            kv, needed = self.memory.kv, self.sectors_for(tokens) * self.memory.sector_pages
+            size, maximum = kv.pool.page_bytes, kv.limits.maximum
+            if needed > maximum:
+                raise CapacityError(
+                    f"a request of {tokens} tokens never fits the KV cache on {kv.pool.name}; shorten it, or give the "
+                    "place a larger budget",
+                    requested_bytes=needed * size,
+                    free_bytes=maximum * size,
+                    total_bytes=maximum * size,
+                )
+            self._most[request] = tokens
+            self._waiting.add(request)
+            self._largest = None
+            self.memory.promised_pages = max(self.memory.promised_pages, needed - self.memory.used_pages)
 
     def begin_step(self) -> None:
         """The next batch is put together."""
         self._parts, self._batches, self.refused = [], {}, False
 
-    def keep_promises(self, waiting: int) -> None:
-        """Have the pages kept that live requests were promised, and `waiting` sectors for the largest that waits."""
+    def keep_promises(self) -> None:
+        """Have the pages kept that requests which live were promised, and those that the largest waiting one needs."""
         with self.memory.lock:
             promised = promised_sectors(self._claims(), self._free_blocks(), self._sizes)
-            used = self.memory.used_pages // self.memory.sector_pages
-            self.memory.promised_pages = max(promised, waiting - used) * self.memory.sector_pages
+            alone = self.sectors_for(self._largest_waiting()) * self.memory.sector_pages
+            most = max(promised * self.memory.sector_pages, alone - self.memory.used_pages)
+            self.memory.promised_pages = most
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether a request may have the blocks for its next tokens; it has them then."""
@@ -113,11 +135,13 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
             if self.refused:
                 return 0
             length: int = super().search_prefix_match(request_id, prompt_ids)
-            self._changed(request_id)
+            self._reusable = None
             if length and not self._safe(request_id, self._none, new=True):
                 super().free_blocks(request_id)
-                self._changed(request_id)
+                self._reusable = None
                 self.refused, length = True, 0
+            if length:
+                self._changed(request_id)
             return length
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -223,8 +247,16 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
             left.append(max(0, total - len(table) - extra))
         return Claim(tuple(owned), tuple(left))
 
+    def _largest_waiting(self) -> int:
+        if self._largest is None:
+            self._largest = max((self._most[name] for name in self._waiting), default=0)
+        return self._largest
+
     def _changed(self, request: str) -> None:
         """The blocks of a request are not what they were."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._largest = None
         self._known.pop(request, None)
         self._reusable = None
 

@@ -18,11 +18,13 @@ class Collector:
         self.tokens: dict[str, list[int]] = {}
         self.weights: dict[str, list[int]] = {}
         self.ends: dict[str, Output] = {}
+        self.first: dict[str, Output] = {}
         self._news = threading.Condition()
 
     def __call__(self, output: Output) -> None:
         with self._news:
             assert output.request not in self.ends, "news after the end"
+            self.first.setdefault(output.request, output)
             self.tokens.setdefault(output.request, []).extend(output.tokens)
             self.weights.setdefault(output.request, []).extend([output.weights] * len(output.tokens))
             if output.finish is not None:

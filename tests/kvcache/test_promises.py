@@ -1,0 +1,55 @@
+"""The banker's sum: enough that all can end, and no less than that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.kvcache.promises import Claim, promised_sectors
+
+CLAIMS = st.lists(st.builds(Claim, st.tuples(st.integers(0, 6)), st.tuples(st.integers(0, 6))), max_size=5)
+
+
+def least(claims: Sequence[Claim]) -> int:
+    """Blocks that the best of all orders needs."""
+
+    def peak(order: Sequence[Claim]) -> int:
+        returned, most = 0, 0
+        for claim in order:
+            most = max(most, claim.needed[0] - returned)
+            returned += claim.held[0]
+        return most
+
+    return min(map(peak, permutations(claims)))
+
+
+@given(CLAIMS, st.integers(0, 12), st.integers(1, 4))
+def test_for_one_group_it_is_the_least_of_all_orders(claims: list[Claim], free: int, size: int) -> None:
+    assert promised_sectors(claims, [free], [size]) == -(-max(0, least(claims) - free) // size)
+
+
+PAIRS = st.lists(
+    st.builds(Claim, st.tuples(st.integers(0, 4), st.integers(0, 4)), st.tuples(st.integers(0, 4), st.integers(0, 4))),
+    max_size=5,
+)
+
+
+@given(PAIRS, st.tuples(st.integers(0, 4), st.integers(0, 4)), st.tuples(st.integers(1, 3), st.integers(1, 3)))
+def test_with_so_many_sectors_all_end_one_after_another(
+    claims: list[Claim], free: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    blocks, sectors = list(free), promised_sectors(claims, free, sizes)
+    left = list(claims)
+    while left:
+        for claim in left:
+            taken = [-(-max(0, n - b) // s) for n, b, s in zip(claim.needed, blocks, sizes, strict=True)]
+            if sum(taken) <= sectors:
+                break
+        else:
+            raise AssertionError(f"none of {left} can end with {blocks} blocks and {sectors} sectors")
+        sectors -= sum(taken)
+        blocks = [b + t * s + h for b, t, s, h in zip(blocks, taken, sizes, claim.held, strict=True)]
+        left.remove(claim)
