@@ -14,6 +14,9 @@ from elastic.errors import BackendUnavailable, ConfigError
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, which people with any colour vision can tell apart; lines differ in style too."""
 STYLES = ("-", "--", "-.", ":")
+MARKERS = ("o", "x", "^", "s", "+", "v", "d")
+FULL = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""What layers in full precision are called; all else is packed or absent."""
 BINS = 72
 NEEDED = ("ttfts", "itls", "start_times", "output_lens")
 Style = dict[str, Any]
@@ -78,9 +81,9 @@ def cdf(sample: Sequence[float]) -> tuple[list[float], list[float]]:
     return ordered, [(i + 1) / len(ordered) for i in range(len(ordered))]
 
 
-def swapped_layers(state: dict[str, Any], full: set[str]) -> int:
-    """Decoder layers in another variant than any of `full`."""
-    return sum(count for variant, count in state["layers"].items() if variant not in full)
+def swapped_layers(state: dict[str, Any]) -> int:
+    """Decoder layers that are not in full precision."""
+    return sum(count for variant, count in state["layers"].items() if variant not in FULL)
 
 
 def _arrivals(axes: Any, results: Sequence[Result]) -> None:
@@ -108,17 +111,19 @@ def _kv(axes: Any, results: Sequence[Result]) -> None:
 def _layers(axes: Any, results: Sequence[Result]) -> None:
     for style, result in _styled(results):
         states = result.elastic["state_timeline"]
-        full = set(states[0]["layers"]) if states else set()
-        axes.step([s["t_s"] for s in states], [swapped_layers(s, full) for s in states], where="post", **style)
-    axes.set(xlabel="time (s)", ylabel="layers", title="Layers not in the variant they began in", ylim=(0, None))
+        axes.step([s["t_s"] for s in states], [swapped_layers(s) for s in states], where="post", **style)
+    axes.set(xlabel="time (s)", ylabel="layers", title="Layers not in full precision")
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
 
 
 def _ttft_over_time(axes: Any, results: Sequence[Result]) -> None:
-    for style, result in _styled(results):
-        points = sorted(ttfts(result))
-        axes.plot([t for t, _ in points], [v for _, v in points], **style | {"linewidth": 0.8, "marker": ".", "ms": 4})
+    for i, (style, result) in enumerate(_styled(results)):
+        points = ttfts(result)
+        marks = {"color": style["color"], "linestyle": "", "marker": MARKERS[i % len(MARKERS)], "markersize": 3}
+        axes.plot([t for t, _ in points], [v for _, v in points], **marks)
     _slo(axes.axhline, results, "ttft_s", 1)
     axes.set(xlabel="arrival (s)", ylabel="TTFT (s)", title="Time to first token, by arrival", yscale="log")
+    _label_logarithms(axes.yaxis)
 
 
 def _ttft_cdf(axes: Any, results: Sequence[Result]) -> None:
@@ -126,6 +131,7 @@ def _ttft_cdf(axes: Any, results: Sequence[Result]) -> None:
         axes.step(*cdf([ttft for _, ttft in ttfts(result)]), where="post", **style)
     _slo(axes.axvline, results, "ttft_s", 1)
     axes.set(xlabel="TTFT (s)", ylabel="share of requests", title="TTFT", xscale="log", ylim=(0, 1))
+    _label_logarithms(axes.xaxis)
 
 
 def _tpot_cdf(axes: Any, results: Sequence[Result]) -> None:
@@ -133,6 +139,16 @@ def _tpot_cdf(axes: Any, results: Sequence[Result]) -> None:
         axes.step(*cdf(tpots(result)), where="post", **style)
     _slo(axes.axvline, results, "tpot_s", 1000)
     axes.set(xlabel="TPOT (ms)", ylabel="share of requests", title="TPOT", xscale="log", ylim=(0, 1))
+    _label_logarithms(axes.xaxis)
+
+
+def _label_logarithms(axis: Any) -> None:
+    """Plain numbers at 1, 2 and 5: a range is often shorter than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _slo(line: Callable[..., Any], results: Sequence[Result], key: str, factor: float) -> None:

@@ -53,7 +53,9 @@ class Recorder:
             at_s = (output.at_s or time.perf_counter()) - self._start_s
             if output.scheduled_s is not None:
                 self._scheduled_s = output.scheduled_s - self._start_s
-                self._waited_for_kv_s = output.waited_for_kv_s
+                queued_s = self._scheduled_s - self._wanted.arrival_s
+                waited_s = output.waited_for_kv_s  # to a step: the shortage may have begun before the request came
+                self._waited_for_kv_s = None if waited_s is None else min(waited_s, queued_s)
             self._times += [at_s] * len(output.tokens)
             self._tokens += output.tokens
             self._weights += [output.weights] * len(output.tokens)

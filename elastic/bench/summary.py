@@ -52,8 +52,8 @@ def meets(record: Record, slo: SLO) -> bool:
     """Whether a request was completed within every bound; one of a single token meets any bound on TPOT."""
     if not record.completed or record.ttft_s is None:
         return False
-    in_time = slo.ttft_s is None or record.ttft_s <= slo.ttft_s
-    return in_time and (slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s)
+    bounds = ((record.ttft_s, slo.ttft_s), (record.tpot_s, slo.tpot_s), (record.e2el_s, slo.e2e_s))
+    return all(took is None or most is None or took <= most for took, most in bounds)
 
 
 def busiest_second(completed: Sequence[Record]) -> float:

@@ -20,7 +20,7 @@ from elastic.bench.records import write_records
 from elastic.bench.replay import Options, replay
 from elastic.cli.bench_options import make_trace
 from elastic.config import SLO
-from elastic.errors import BackendUnavailable, ConfigError
+from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
     from elastic.bench.targets import Target
@@ -50,7 +50,8 @@ def compare(options: Namespace) -> int:
 def run(options: Namespace) -> int:
     """Replay, show the figures, write the files; after Ctrl-C too, with what there is."""
     _require_folders(options)
-    slo = SLO(options.slo_ttft, options.slo_tpot) if options.slo_ttft or options.slo_tpot else None
+    bounds = (options.slo_ttft, options.slo_tpot, options.slo_e2el)
+    slo = None if bounds == (None, None, None) else SLO(*bounds)
     trace = make_trace(options, _context(options.model))
     prompts = make_prompts(options, trace)
     limits = Options(warmup=options.warmup, timeout_s=options.timeout)
@@ -110,14 +111,14 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
     import elastic
     from elastic.cli.loading import load_model
     from elastic.config import Place
+    from elastic.engines.continuous import ContinuousEngine
 
     place = Place.parse(options.place or "cpu")
     model, _ = load_model(options.model, place.device, option="--model")
     variants = tuple(name for name in options.variants.split(",") if name)
-    extra: dict[str, Any] = {} if slo is None or options.policy == "manual" else {"slo": slo}
-    elastic.wrap(model.to(place.device), policy=options.policy, places=[place], variants=variants, **extra)
+    elastic.wrap(model.to(place.device), policy=options.policy, slo=slo, places=[place], variants=variants)
     try:
-        engine = _engine_class()(model, max_queue=options.max_queue)
+        engine = ContinuousEngine(model, max_queue=options.max_queue)
         engine.start()
         try:
             yield engine
@@ -125,13 +126,6 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
             engine.stop(drain=False, timeout_s=60)
     finally:
         elastic.unwrap(model)
-
-
-def _engine_class() -> Any:
-    try:
-        return importlib.import_module("elastic.engines.continuous").ContinuousEngine
-    except ModuleNotFoundError as error:
-        raise BackendUnavailable(f"--model needs an engine that is not there ({error}); use --url") from error
 
 
 def _context(model: str | None) -> int | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from elastic.bench.generator import Arrivals, Lengths
     from elastic.bench.traces import Trace
 
-POLICIES = ("manual", "accuracy", "balanced", "performance")
+POLICIES = "manual (the default: nothing is swapped), accuracy, balanced, performance"
 
 
 def add_bench(command: ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def _add_target(run: ArgumentParser) -> None:
     target.add_argument("--url", default=None, metavar="URL", help="a server with /v1/completions")
     run.add_argument("--served-model-name", default=None, metavar="NAME", help="with --url (its first model)")
     run.add_argument("--place", default=None, metavar="PLACE", help="with --model: memory to use, such as cuda:0=20GiB")
-    run.add_argument("--policy", default="manual", choices=POLICIES, help="with --model (manual: nothing is swapped)")
+    run.add_argument("--policy", default="manual", metavar="POLICY", help=f"with --model: {POLICIES}, or a file")
     run.add_argument("--variants", default="", metavar="NAMES", help="with --model: what to swap to, such as int8,int4")
     run.add_argument("--max-queue", type=int, default=None, metavar="N", help="with --model: refuse more that wait")
 
@@ -101,6 +101,7 @@ def _add_prompts(run: ArgumentParser) -> None:
 def _add_measuring(run: ArgumentParser) -> None:
     run.add_argument("--slo-ttft", type=float, default=None, metavar="S", help="bound on TTFT in seconds")
     run.add_argument("--slo-tpot", type=float, default=None, metavar="S", help="bound on TPOT in seconds")
+    run.add_argument("--slo-e2el", type=float, default=None, metavar="S", help="bound on arrival to last token")
     run.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the run (1)")
     run.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request, from its arrival (600)")
     run.add_argument("--out", default=None, metavar="FILE", help="the result, JSON with the keys of `vllm bench serve`")

@@ -145,6 +145,8 @@ def test_an_slo_counts_every_bound_and_every_offered_request() -> None:
     assert meets(good, SLO(ttft_s=1.0, tpot_s=0.5))
     assert not meets(good, SLO(ttft_s=0.99))
     assert not meets(good, SLO(tpot_s=0.49))
+    assert meets(good, SLO(e2e_s=1.5))
+    assert not meets(good, SLO(e2e_s=1.49))
     assert meets(good, SLO())
     assert meets(record(0.0, (1.0,)), SLO(tpot_s=0.001)), "one token has no TPOT"
     for finish in ("cancelled", "failed", "rejected", "timeout", "unfinished"):
