@@ -138,6 +138,8 @@ def controller(health: ControllerHealth | None) -> Text:
     """Whether it runs, what it decided last and why, and what went wrong."""
     if health is None:
         return Text("controller: none; actions are called by hand")
+    if not health.running and not health.ticks:
+        return Text(f"controller: not started; {health.last_reason}")
     text = Text("controller: " + ("running" if health.running else "not running"))
     text.append(f", {health.ticks:,} ticks, {health.actions:,} actions, {health.cost:.2%} of the time")
     if health.last_reason:
