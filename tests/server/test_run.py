@@ -150,7 +150,7 @@ def test_the_command_and_the_example_serve_until_sigterm(children: tuple[Child, 
         headers = {"Authorization": "Bearer sesame"}
         step = {"actions": [{"kind": "release", "layers": [3]}]}
         assert client.post("/elastic/actions", json=step, headers=headers).status_code == 200
-        with client.stream("POST", "/v1/completions", json={**ASKED, "stream": True}) as running:
+        with client.stream("POST", "/v1/completions", json={**ASKED, "max_tokens": 60, "stream": True}) as running:
             lines = running.iter_lines()
             events = [next(lines)]
             command.end()
