@@ -35,6 +35,7 @@ class Options:
     variant_cache: str | Path | None
     pace: Pace
     slo: SLO | None
+    start_controller: bool
     make_policy: MakePolicy | None
 
 

@@ -105,13 +105,11 @@ def wrap(
         variant_cache=variant_cache,
         pace=parse_rate(copy_rate),
         slo=slo,
+        start_controller=controller,
         make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),
     )
     _installed[model] = installed = _build(model, wanted)
     weakref.finalize(model, janitor.put, installed.abandon).atexit = False
-    control = runtime(model).controller
-    if control and controller:
-        control.start()
     return model
 
 
@@ -137,6 +135,8 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
         run.controller = make_controller(run, wanted.make_policy(weights)) if wanted.make_policy else None
         _install(model, decoder, gate, memory, run, weights, model_stack)
         run.start()
+        if run.controller and wanted.start_controller:
+            run.controller.start()
         return _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
 
 
