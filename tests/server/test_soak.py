@@ -26,6 +26,7 @@ from elastic.engines.engine import Listener, Output, Request
 
 CLIENTS = 64
 MOST = 48
+LINES = ("import os\n", "x = 1\n", "def f(a):\n")
 PROMPTS = [f"# {name}\n" + line * 6 for name in ("one", "two", "three") for line in LINES]
 
 
