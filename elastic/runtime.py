@@ -214,11 +214,13 @@ class Runtime:
         if self.state is RuntimeState.RUNNING:
             self._worker.retry()
 
-    def start(self) -> None:
-        """Start the worker."""
+    def start(self, *, controlled: bool = True) -> None:
+        """Start the worker, and with `controlled` the controller, if there is one."""
         self.state = RuntimeState.RUNNING
         _runtimes.add(self)
         self._worker.start()
+        if self.controller and controlled:
+            self.controller.start()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the actions that were asked for and take no more. Can be called twice."""

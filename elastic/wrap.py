@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.config import SLO, Place, Policy, parse_bytes
-from elastic.control import choose_policy, make_controller, make_monitor
+from elastic.control import choose_policy, set_up_control
 from elastic.controller.plan import Decides
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.actions import Waiting
@@ -70,28 +70,24 @@ def wrap(
     From then on the weights of its decoder layers and its KV cache live in pages of the same budget, under
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
     may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
-    free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
-    are kept in host memory and streamed when they are called.
+    free); a place's budget covers everything of the model there. Layers for which it is too small are kept in host
+    memory and streamed when they are called.
 
-    `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
-    (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
-    `order` that is a `Profile`, its file, "front_to_back", "last_first" or "contiguous", and with an eye on `slo`. Any
-    object with `decide(snapshot, state)`: it does what that says. With `controller=False` the thread is not started;
-    `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
+    `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now and kept in
+    host memory beside the full weights; in the directory `variant_cache`, such as the model's, on disk too, for the
+    next start and for other processes. `copy_rate`, such as "2GB", bounds the bytes a second of swaps and restores
+    where they would slow down what computes beside them (on a CPU); None: as fast as they can.
 
-    `kv_layout` is "head_major", "batch_major" or
-    "token_major"; None takes the best for the device. `checkpoint` is the safetensors file, or the directory of them,
-    that the model was loaded from: released weights are then read from there by mmap, and not held in memory. It must
-    not be changed while the model is wrapped.
+    `policy` says who calls actions (docs/controller.md). "manual": you. "accuracy", "balanced", "performance", a
+    `Policy` or a file of one (*.toml, *.json): a controller, on a thread of its own, swaps layers under pressure and
+    restores them after it, with an eye on `slo`, in an `order`: a `Profile`, its file, "front_to_back", "last_first" or
+    "contiguous". An object with `decide(snapshot, state)`: it does what that says. `controller=False`: no thread.
 
-    `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
-    layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where
-    they are kept on disk too: the second start reads them from there, and processes of a host share them. `copy_rate`,
-    such as "2GB", bounds the bytes a second of swaps and restores, where they would slow down what computes beside them
-    (on a CPU); None: as fast as they can.
-
-    Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
-    budget too small for the model; in each case the model is as it was.
+    `kv_layout` is "head_major", "batch_major", "token_major", or None, the best for the device. `checkpoint` is the
+    safetensors file, or directory of them, that the model was loaded from: released weights are then read from there by
+    mmap, and not held in memory; it must not be changed while the model is wrapped. Raises `ConfigError` for a model or
+    option that cannot work, `StateError` for a wrapped model, `CapacityError` for a budget too small for the model; in
+    each case the model is as it was.
     """
     decoder = _check_model(model)
     chosen = _choose_places(decoder, places)
@@ -109,21 +105,11 @@ def wrap(
         reserves = _reserves(layers, memory_stack)
         weights = _weights(layers, homes, memory_stack, model_stack)
         memory = _kv_memory(decoder, pools, layouts, memory_stack)
-        gate = Gate()
-        lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, pace))
-        _connect(run, memory, weights, lender, pools, memory_stack)
-        run.monitor, nvml = make_monitor(run, memory, weights, pools)
-        memory_stack.callback(nvml.close)
-        run.slo = slo
-        run.controller = make_controller(run, make_policy(weights)) if make_policy else None
+        run, gate = _runtime(memory, weights, pools, reserves, pace, memory_stack)
+        set_up_control(run, memory, weights, pools, make_policy, slo, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
-        run.start()
-        if run.controller and controller:
-            run.controller.start()
-        installed = _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
-    _installed[model] = installed
-    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
+        run.start(controlled=controller)
+        _remember(model, _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all()))
     return model
 
 
@@ -169,6 +155,11 @@ class _Installed:
 
 
 _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
+
+
+def _remember(model: nn.Module, installed: _Installed) -> None:
+    _installed[model] = installed
+    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
 
 
 def _check_model(model: nn.Module) -> Decoder:
@@ -304,6 +295,21 @@ def _weights(
         if layer.variants:
             layer.keep()
     return ModelWeights(layers, streamers)
+
+
+def _runtime(
+    memory: KVMemory,
+    weights: ModelWeights,
+    pools: list[PagePool],
+    reserves: dict[str, Reserve],
+    pace: Pace,
+    stack: ExitStack,
+) -> tuple[Runtime, Gate]:
+    gate = Gate()
+    lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
+    run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, pace))
+    _connect(run, memory, weights, lender, pools, stack)
+    return run, gate
 
 
 def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: ReservingLender, pace: Pace) -> dict[type, Mechanism]:
