@@ -27,6 +27,7 @@ BENCHMARKS = (
     "swap",
     "sensitivity",
     "controller",
+    "continuous",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,22 @@ def choose_policy(
     if unknown:
         raise ConfigError(f"levels={parsed.levels} has {unknown[0]!r}; the model has the variants {tuple(variants)}")
     return lambda weights: _swap_policy(parsed, slo, indices, weights)
+
+
+def set_up_control(
+    run: Runtime,
+    memory: KVMemory,
+    weights: ModelWeights,
+    pools: Sequence[PagePool],
+    policy: MakePolicy | None,
+    slo: SLO | None,
+    stack: ExitStack,
+) -> None:
+    """Give a runtime its monitor and, with a policy, its controller, which is not started yet."""
+    run.monitor, nvml = make_monitor(run, memory, weights, pools)
+    stack.callback(nvml.close)
+    run.slo = slo
+    run.controller = make_controller(run, policy(weights)) if policy else None
 
 
 def make_controller(run: Runtime, policy: Decides) -> Controller:

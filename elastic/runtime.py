@@ -230,11 +230,13 @@ class Runtime:
         self._occupied.append(by)
         return partial(self._occupied.remove, by)
 
-    def start(self) -> None:
-        """Start the worker."""
+    def start(self, *, controlled: bool = True) -> None:
+        """Start the worker, and with `controlled` the controller, if there is one."""
         self.state = RuntimeState.RUNNING
         _runtimes.add(self)
         self._worker.start()
+        if self.controller and controlled:
+            self.controller.start()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the actions that were asked for and take no more. Can be called twice."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.config import SLO, Place, Policy
-from elastic.control import choose_policy, make_controller, make_monitor
+from elastic.control import choose_policy, set_up_control
 from elastic.controller.plan import Decides
 from elastic.errors import StateError
 from elastic.hooks.actions import Waiting
@@ -129,14 +129,9 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
         run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, wanted.pace))
         _connect(run, memory, weights, lender, pools, memory_stack)
-        run.monitor, nvml = make_monitor(run, memory, weights, pools)
-        memory_stack.callback(nvml.close)
-        run.slo = wanted.slo
-        run.controller = make_controller(run, wanted.make_policy(weights)) if wanted.make_policy else None
+        set_up_control(run, memory, weights, pools, wanted.make_policy, wanted.slo, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
-        run.start()
-        if run.controller and wanted.start_controller:
-            run.controller.start()
+        run.start(controlled=wanted.start_controller)
         return _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as t
 from architectures import build, prompt
 from children import in_child, wait_for_the_janitor
@@ -19,6 +20,7 @@ from helpers import tight
 
 import elastic
 from elastic import SLO, ConfigError, Policy, Restore, StateError, Swap
+from elastic.controller.growth import require_agreement
 from elastic.controller.plan import Plan
 
 EAGER = Policy(
@@ -233,6 +235,19 @@ def test_a_dropped_model_ends_its_controller() -> None:
         wait_for_the_janitor()
     finally:
         gc.enable()
+
+
+@pytest.mark.cuda
+def test_nvml_agrees_with_the_ledger_and_bounds_the_capacity(wrapped: Any) -> None:
+    model = build("llama-gqa").to("cuda:0")
+    rt = by_hand(wrapped, model, places=[elastic.Place("cuda:0", torch.device("cuda:0"), 1 << 30)])
+    model(**{name: tensor.to("cuda:0") for name, tensor in prompt(1).items()})
+    snapshot, (place,) = rt.snapshot(), rt.status().places
+    require_agreement(snapshot.devices[0], sum(place.owners.values()) + place.idle_bytes + place.parked_bytes)
+    assert snapshot.kv.created_bytes is not None
+    assert snapshot.kv.used_bytes <= snapshot.kv.created_bytes <= snapshot.kv.capacity_bytes
+    rt.controller.tick()
+    assert rt.health().faults == ()
 
 
 CHILD = """

@@ -114,7 +114,7 @@ def soak(server: Live, duration_s: float) -> tuple[Counter[str], Counter[str]]:
 def test_no_request_is_lost_repeated_or_changed(duration_s: float) -> None:
     model = exact(AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval().requires_grad_(False))
     alone = {ids: continuation(model, ids, MOST) for ids in (tuple(TOKENIZER.encode(p)) for p in PROMPTS)}
-    elastic.wrap(model, places=[small(20 << 20, "cpu#soak")], variants=[HALF])
+    elastic.wrap(model, places=[small(14 << 20, "cpu#soak")], variants=[HALF])
     runtime, books = model.elastic, Books()
     engine = ContinuousEngine(model, max_batch_tokens=128, block_tokens=8)
     before = {owner: size for owner, size in runtime.status().places[0].owners.items() if size}
