@@ -186,6 +186,7 @@ def main() -> None:
         "configuration_sha256": evaluation.digest,
         "took_s": time.monotonic() - began,
         "full": options.full,
+        "device": options.device,
         "calibration": {name: {"token_scale": s, "slo_ttft_s": slo} for name, (s, slo) in chosen.items()},
         "quality": evaluation.quality(),
     }

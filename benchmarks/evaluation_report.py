@@ -46,7 +46,7 @@ def report(found: dict[str, Any], summaries: Summaries, conditions: Sequence[Any
         print(f"\n{condition.name}")
         table(*_rows(summaries, found["quality"], condition))
     (root / "docs" / "evaluation.md").write_text(document(found, summaries, conditions, results["ratios"], machine))
-    finish("evaluation", "cpu", {key: results[key] for key in ("calibration", "ratios", "quality", "took_s")})
+    finish("evaluation", found["device"], {key: results[key] for key in ("calibration", "ratios", "quality", "took_s")})
 
 
 def compact(summary: dict[str, Any]) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def document(
         "# Evaluation",
         "",
         f"Written by `{command} TRACES=...` on {machine}, from `benchmarks/evaluation.toml`, whose conditions were "
-        "fixed before any result. Full precision, static INT4, and Elastic in three modes, on the same budget and the same "
-        "requests; every run in a fresh process, systems interleaved, medians of the repeats. All figures: "
+        "fixed before any result. Full precision, static INT4, and Elastic in three modes, on the same budget and the "
+        "same requests; every run in a fresh process, systems interleaved, medians of the repeats. All figures: "
         f"`benchmarks/results/evaluation-{machine}.json`; what they mean: [benchmarking.md](benchmarking.md).",
         "",
         "| workload | token scale | TTFT SLO s |",
