@@ -26,6 +26,7 @@ BENCHMARKS = (
     "quantized_linear",
     "swap",
     "sensitivity",
+    "controller",
 )
 
 

@@ -181,9 +181,17 @@ class Policy:
 MODES: dict[str, dict[str, Any]] = {
     "accuracy": {"layers_per_action": 1, "max_layers": 4, "kv_high": 0.92, "queue_high_s": 0.2},
     "balanced": {},
-    "performance": {"layers_per_action": 4, "max_layers": 16, "kv_high": 0.75, "queue_high_s": 0.05},
+    "performance": {
+        "layers_per_action": 4,
+        "max_layers": 16,
+        "kv_high": 0.75,
+        "kv_low": 0.55,
+        "queue_high_s": 0.05,
+        "dwell_s": 10.0,
+    },
 }
-"""How the modes differ from the defaults. (MorphServe, section 3; the numbers are of a reconstruction.)"""
+"""How the modes differ from the defaults. Numbers of layers and `balanced` are those of a reconstruction of MorphServe
+(section 3); the rest was settled on simulated traces, see docs/controller.md."""
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from elastic.config import SLO, Place, Policy, parse_bytes
+from elastic.config import SLO, Place, Policy
 from elastic.control import choose_policy, make_controller, make_monitor
 from elastic.controller.plan import Decides
-from elastic.errors import ConfigError, StateError
+from elastic.errors import StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
@@ -26,7 +26,7 @@ from elastic.hooks.release import ReleaseMechanism
 from elastic.hooks.reserve import Reserve, ReservingLender
 from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
-from elastic.hooks.structure import Decoder, find_decoder
+from elastic.hooks.structure import Decoder
 from elastic.hooks.swap import MoveMechanism
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
@@ -38,6 +38,7 @@ from elastic.memory.copying import Pace, make_copier
 from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
+from elastic.options import Options, check_model, choose_places, device_of, parse_rate, parse_variants
 from elastic.runtime import Runtime, runtime
 from elastic.types import Release, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
@@ -79,10 +80,9 @@ def wrap(
     object with `decide(snapshot, state)`: it does what that says. With `controller=False` the thread is not started;
     `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
 
-    `kv_layout` is "head_major", "batch_major" or
-    "token_major"; None takes the best for the device. `checkpoint` is the safetensors file, or the directory of them,
-    that the model was loaded from: released weights are then read from there by mmap, and not held in memory. It must
-    not be changed while the model is wrapped.
+    `kv_layout` is "head_major", "batch_major" or "token_major"; None takes the best for the device. `checkpoint` is the
+    safetensors file, or the directory of them, that the model was loaded from: released weights are then read from
+    there by mmap, and not held in memory. It must not be changed while the model is wrapped.
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
     layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where
@@ -93,38 +93,51 @@ def wrap(
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
     """
-    decoder = _check_model(model)
-    chosen = _choose_places(decoder, places)
-    layouts = {place.device: choose_layout(kv_layout, place.device) for place in chosen}
-    files = Checkpoint(checkpoint) if checkpoint is not None else None
-    wanted = _parse_variants(variants)
-    make_policy = choose_policy(policy, slo, order, [variant.name for variant in wanted], decoder.layers)
-    pace = _parse_rate(copy_rate)
+    decoder = check_model(model)
+    chosen = choose_places(decoder, places)
+    parsed = parse_variants(variants)
+    wanted = Options(
+        decoder=decoder,
+        places=chosen,
+        layouts={place.device: choose_layout(kv_layout, place.device) for place in chosen},
+        files=Checkpoint(checkpoint) if checkpoint is not None else None,
+        variants=parsed,
+        variant_cache=variant_cache,
+        pace=parse_rate(copy_rate),
+        slo=slo,
+        start_controller=controller,
+        make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),
+    )
+    _installed[model] = installed = _build(model, wanted)
+    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
+    return model
+
+
+def _build(model: nn.Module, wanted: Options) -> _Installed:
+    """Move the model's memory, then put everything on it; on an error it is as it was."""
+    decoder = wanted.decoder
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
-        pools = _open_places(model, decoder, chosen, slots, memory_stack)
+        pools = _open_places(model, decoder, wanted.places, slots, memory_stack)
         homes = {pool.backend.device: pool for pool in reversed(pools)}
-        layers = make_layers(decoder, slots, homes, files)
-        _pack(model, layers, wanted, variant_cache)
+        layers = make_layers(decoder, slots, homes, wanted.files)
+        _pack(model, layers, wanted.variants, wanted.variant_cache)
         reserves = _reserves(layers, memory_stack)
         weights = _weights(layers, homes, memory_stack, model_stack)
-        memory = _kv_memory(decoder, pools, layouts, memory_stack)
+        memory = _kv_memory(decoder, pools, wanted.layouts, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, pace))
+        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, wanted.pace))
         _connect(run, memory, weights, lender, pools, memory_stack)
         run.monitor, nvml = make_monitor(run, memory, weights, pools)
         memory_stack.callback(nvml.close)
-        run.slo = slo
-        run.controller = make_controller(run, make_policy(weights)) if make_policy else None
+        run.slo = wanted.slo
+        run.controller = make_controller(run, wanted.make_policy(weights)) if wanted.make_policy else None
         _install(model, decoder, gate, memory, run, weights, model_stack)
         run.start()
-        if run.controller and controller:
+        if run.controller and wanted.start_controller:
             run.controller.start()
-        installed = _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
-    _installed[model] = installed
-    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
-    return model
+        return _Installed(run, weights, model_stack.pop_all(), memory_stack.pop_all())
 
 
 def unwrap(model: Model) -> Model:
@@ -171,39 +184,6 @@ class _Installed:
 _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
 
 
-def _check_model(model: nn.Module) -> Decoder:
-    decoder = find_decoder(model)
-    if isinstance(getattr(model, "elastic", None), Runtime):
-        raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        raise ConfigError(f"{type(model).__name__} is compiled; wrap the plain model (compiled ones are not supported)")
-    absent = [name for name, p in model.named_parameters() if p.device.type == "meta"]
-    if absent:
-        raise ConfigError(
-            f"{len(absent)} parameters have no data (such as {absent[0]}): accelerate offloaded them; load the model "
-            "with a device_map that keeps every layer on a device"
-        )
-    others = {p.device for p in model.parameters() if p.device.type not in ("cpu", "cuda")}
-    if others:
-        raise ConfigError(f"parameters lie on {sorted(map(str, others))}; Elastic has pages on 'cpu' and 'cuda' only")
-    return decoder
-
-
-def _choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> list[Place]:
-    """The places to open. The first one named for a device is where that device's KV cache goes."""
-    needed = list(dict.fromkeys(_device(layer) for layer in decoder.layers))
-    if places is None:
-        return [Place(str(device), device) for device in needed]
-    chosen = [Place.parse(place) for place in ([places] if isinstance(places, str | Place) else places)]
-    names = [place.name for place in chosen]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"places={names} names a place twice")
-    without = [str(device) for device in needed if device not in {place.device for place in chosen}]
-    if without:
-        raise ConfigError(f"places={names} has none on {without}, where decoder layers lie")
-    return chosen
-
-
 def _open_places(
     model: nn.Module, decoder: Decoder, chosen: list[Place], slots: list[dict[str, Slot]], stack: ExitStack
 ) -> list[PagePool]:
@@ -223,24 +203,6 @@ def _open_places(
             stack.callback(pool.discharge, owner, nbytes)
         pools.append(pool)
     return pools
-
-
-def _parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
-    """The variants to pack. Raises `ConfigError`."""
-    from elastic.quant.variants import Variant
-
-    wanted = [Variant.parse(v) for v in ([variants] if isinstance(variants, str | Variant) else variants)]
-    names = [variant.name for variant in wanted]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"variants={names} names a variant twice")
-    return wanted
-
-
-def _parse_rate(copy_rate: int | str | None) -> Pace:
-    rate = None if copy_rate is None else parse_bytes(copy_rate, option="copy_rate")
-    if rate == 0:
-        raise ConfigError(f"copy_rate={copy_rate!r} would never end; give bytes a second such as '2GB', or None")
-    return Pace(rate)
 
 
 def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
@@ -343,7 +305,7 @@ def _kv_memory(
     from elastic.kvcache.memory import KVMemory
 
     kv_pools: dict[torch.device, tuple[KVPool, Layout]] = {}
-    needed = {_device(layer) for layer in decoder.layers}
+    needed = {device_of(layer) for layer in decoder.layers}
     for pool in pools:
         device = pool.backend.device
         if device in needed and device not in kv_pools:
@@ -382,7 +344,3 @@ def _forget(model: weakref.ref[nn.Module]) -> None:
     alive = model()
     if alive is not None:
         del alive.elastic
-
-
-def _device(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device

@@ -20,6 +20,11 @@ from elastic.memory import places  # noqa: E402
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collection after each test need not look through it again."""
+    gc.freeze()
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return "cuda:0" if request.param == "cuda" else "cpu"

@@ -20,6 +20,11 @@ PROMISES = {
         r"went on to its end: 12\d pieces",
         r"Restore\(.*\): applied; prepared in \d",
     ),
+    "own_policy": (
+        r"Swap\(layers=\(6, 7, 8, 9, 10, 11\), variant='int8', parts=\(\)\): applied, because the KV cache is in use",
+        r"Restore\(layers=\(6, 7, 8, 9, 10, 11\), parts=\(\)\): applied, because the KV cache is empty",
+        r"Health\(running=True, ticks=[1-9].*actions=2, faults=\(\)",
+    ),
     "pipeline": (r"in full  '.+'\n  in int8  '.+'", r"[1-9]\.\d\d MiB of layers in int8; restored: True"),
     "quickstart": (
         r"^class Reader:\n    def read\(self",

@@ -20,6 +20,7 @@ from elastic.types import Status
 
 SPAN_S = 60
 SPARKS = 40
+EVENTS = 4
 LEVELS = "▁▂▃▄▅▆▇█"
 CELLS = {"int8": ("8", "green"), "int4": ("4", "yellow"), "int3": ("3", "red"), "absent": ("·", "dim")}
 FULL = ("█", "blue")
@@ -40,7 +41,7 @@ def sample(seen: Moment) -> Sample:
 
 
 def frame(seen: Moment, history: Sequence[Sample], url: str, problem: str = "") -> RenderableType:
-    """Everything, or with a problem: that, above what was seen last."""
+    """Everything, what matters most first; with a problem: that, above what was seen last."""
     side_by_side = Table.grid(expand=True, padding=(0, 1))
     side_by_side.add_row(requests(seen.traffic), latencies(seen.traffic))
     parts: list[RenderableType] = [header(seen, url, problem), side_by_side]
@@ -48,8 +49,8 @@ def frame(seen: Moment, history: Sequence[Sample], url: str, problem: str = "") 
         parts += [kv_cache(memory(seen.status), history), layers(seen.layers)]
     parts.append(controller(seen.controller))
     if seen.status is not None:
+        parts.append(actions(seen.events, last=EVENTS))
         parts += [pages_by_owner(p, kv) for p, kv in zip(seen.status.places, seen.status.kv, strict=False)]
-        parts.append(actions(seen.events))
     return Group(*parts)
 
 
@@ -138,6 +139,8 @@ def controller(health: ControllerHealth | None) -> Text:
     """Whether it runs, what it decided last and why, and what went wrong."""
     if health is None:
         return Text("controller: none; actions are called by hand")
+    if not health.running and not health.ticks:
+        return Text(f"controller: not started; {health.last_reason}")
     text = Text("controller: " + ("running" if health.running else "not running"))
     text.append(f", {health.ticks:,} ticks, {health.actions:,} actions, {health.cost:.2%} of the time")
     if health.last_reason:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from elastic import __version__
 from elastic.assets import MODEL_DIR
 from elastic.cli.bench_options import add_bench
+from elastic.cli.serve import add_options as add_serve
 from elastic.errors import BackendUnavailable, ElasticError
 
 USER_ERROR = 2
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="generate text with a wrapped model")
     _add_common(generate, prompt=None, tokens=128)
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
     add_bench(commands.add_parser("bench", help="replay a trace of requests, and compare what came of it"))
     _add_top(commands.add_parser("top", help="watch a server"))
     return root
@@ -87,6 +89,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from elastic.cli.generate import generate
 
         return generate
+    if name == "serve":
+        from elastic.cli.serve import serve
+
+        return serve
     if name == "bench":
         from elastic.cli.bench import bench
 

@@ -16,6 +16,8 @@ from elastic.controller.window import BUCKET_S, BUCKETS
 
 MOST_FAILURES = 7
 """The cooldown doubles with each action in a row that came to nothing, so many times at most."""
+MOST_REGRETS = 3
+"""The dwell doubles with each restore in a row that came too early, so many times at most."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class State:
     """What `done` was before the action whose outcome is not known yet."""
     failures: int = 0
     """Actions in a row that came to nothing."""
+    restored_s: float = -math.inf
+    regrets: int = 0
+    """Restores in a row after which there was pressure again before long."""
 
 
 class SwapPolicy:
@@ -119,7 +124,7 @@ class SwapPolicy:
         now, settings = snapshot.at_s, self.settings
         if snapshot.busy:
             return Plan((), "an action is under way", state)
-        if now - state.acted_s < settings.cooldown_s * 2**state.failures:
+        if now - state.acted_s < settings.cooldown_s * (1 << state.failures):
             return Plan((), "cooling down after an action", state)
         if state.pressed:
             if state.pressed < settings.pressure_ticks:
@@ -130,7 +135,7 @@ class SwapPolicy:
         idle = state.idle_since_s is not None and now - state.idle_since_s >= settings.idle_s
         if state.eased < (1 if idle else settings.recovery_ticks):
             return Plan((), "the load still needs the swapped layers' memory", state)
-        if not idle and now - state.pressed_s < settings.dwell_s:
+        if not idle and now - state.pressed_s < self._dwell_s(state):
             return Plan((), "pressure has gone, but not for long yet", state)
         return self._return(snapshot, kv, state, idle)
 
@@ -143,8 +148,26 @@ class SwapPolicy:
         chosen = self._budgeted(left, self.settings.layers_per_action, lambda step: step.after_bytes)
         if not chosen:
             return Plan((), f"{state.pressure}; all layers that may be swapped are", state)
-        asked = replace(state, acted_s=snapshot.at_s, pressed=0, before=state.done, done=(*state.done, *chosen))
+        asked = replace(
+            state,
+            acted_s=snapshot.at_s,
+            pressed=0,
+            before=state.done,
+            done=(*state.done, *chosen),
+            regrets=self._regrets(snapshot.at_s, state),
+            restored_s=-math.inf,
+        )
         return Plan(swaps(chosen), state.pressure, asked)
+
+    def _dwell_s(self, state: State) -> float:
+        return self.settings.dwell_s * (1 << state.regrets)
+
+    def _regrets(self, now: float, state: State) -> int:
+        """One more if layers that were restored just now must leave again; none any more after a long time."""
+        if state.restored_s == -math.inf:
+            return state.regrets
+        early = now - state.restored_s < 4 * self._dwell_s(state)
+        return min(state.regrets + 1, MOST_REGRETS) if early else 0
 
     def _return(self, snapshot: Snapshot, kv: Memory, state: State, idle: bool) -> Plan:
         """Undo the last steps: as many as may be, are possible, and leave KV use well below the entry threshold."""
@@ -154,7 +177,7 @@ class SwapPolicy:
         chosen, waits_for, figures = self._possible(kv, state, chosen)
         if not chosen:
             return Plan((), f"layers could return; waits {waits_for}", state, figures)
-        asked = replace(state, acted_s=snapshot.at_s, eased=0, before=state.done)
+        asked = replace(state, acted_s=snapshot.at_s, eased=0, before=state.done, restored_s=snapshot.at_s)
         return Plan(restores(chosen, self._sizes), "no requests" if idle else "pressure has gone", asked)
 
     def _possible(self, kv: Memory, state: State, wanted: Sequence[Step]) -> tuple[Sequence[Step], str, str]:

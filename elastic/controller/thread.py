@@ -78,6 +78,7 @@ class Controller:
         self._state: Any = None
         self._one_at_a_time = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._stop = threading.Event()
         self._pid = os.getpid()
         self._health = Health()
@@ -90,21 +91,25 @@ class Controller:
         """Tick on a thread. Starting one that runs changes nothing; one that was stopped can be started again."""
         if os.getpid() != self._pid:
             raise StateError("this controller belongs to the process that forked; wrap the model again here")
-        if self._alive:
-            return
-        self._stop = threading.Event()
-        self._spent_s, self._began_s = 0.0, time.perf_counter()
-        self._thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), self._stop, self.tick_s), name="elastic-controller", daemon=True
-        )
-        _controllers.add(self)
-        self._thread.start()
+        with self._starting:
+            if self._alive and not self._stop.is_set():
+                return
+            self._stop = threading.Event()
+            self._spent_s, self._began_s = 0.0, time.perf_counter()
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._stop, self.tick_s), name="elastic-controller", daemon=True
+            )
+            _controllers.add(self)
+            self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> None:
         """End the thread, after the tick that it is in. Can be called twice, also from within a tick."""
-        self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        with self._starting:
+            self._stop.set()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
     def tick(self) -> Plan | None:
@@ -145,8 +150,8 @@ class Controller:
         self._note(plan)
         if plan.actions:
             self._health = replace(self._health, actions=self._health.actions + 1)
-            done = self._act(plan.actions, f"{plan.reason} ({plan.figures})" if plan.figures else plan.reason)
-            self._future = done if isinstance(done, Future) else None
+            why = f"{plan.reason} ({plan.figures})" if plan.figures else plan.reason
+            self._future = _future(self._act(plan.actions, why))  # in no local: an error in it would know this frame
         return plan
 
     def _note(self, plan: Plan) -> None:
@@ -185,6 +190,10 @@ def _run(controller: weakref.ref[Controller], stop: threading.Event, tick_s: flo
         alive.tick()
         del alive
         wait_s = max(0.0, tick_s - (time.monotonic() - start))
+
+
+def _future(done: object) -> Future[Any] | None:
+    return done if isinstance(done, Future) else None
 
 
 def _checked(plan: object) -> Plan:

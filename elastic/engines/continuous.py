@@ -74,7 +74,6 @@ class ContinuousEngine:
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
         self._model = model
-        self._kv = _one_pool(model)
         self._config = model.config.get_text_config(decoder=True)
         self._max_queue = max_queue
         self._live: dict[str, _Live] = {}
@@ -88,6 +87,9 @@ class ContinuousEngine:
             from elastic.engines.paged_cache import ElasticPagedCache
 
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
+            self.runtime.observe(False)  # it counts its requests itself
+            stack.callback(self.runtime.observe, True)
+            self._kv = _one_pool(model)
             self._cache = ElasticPagedCache(
                 self._config,
                 self._kv,

@@ -47,7 +47,9 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.memory = BlockMemory(kv, [a.group() for a in self.cache_allocators.values()])
         self.memory.give_up_reusable = self._evict_all
         self.memory.reusable = self._count_reusable
+        self.memory.promised = self._promised_sectors
         self.pool = SectorPool(self.memory)
+        self.pool.on_change = self._sectors_changed
         for ranges, allocator in zip(self.memory.groups, self.cache_allocators.values(), strict=True):
             allocator.use(ranges, self.pool)
         self.bytes_per_sector, self.num_sectors = self.memory.sector_bytes, self.memory.sectors
@@ -63,6 +65,8 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._known: dict[str, Claim] = {}  # request -> its claim, until its blocks change
         self._known_at = 0
         self._reusable: list[int] | None = None  # by allocator, until blocks change
+        self._promised: int | None = 0  # sectors, until blocks or sectors change
+        self._providing = False
         self._parts: list[Part] = []
         self._batches: dict[int, Batch] = {}
         self.refused = False
@@ -96,20 +100,11 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 )
             self._most[request] = tokens
             self._waiting.add(request)
-            self._largest = None
-            self.memory.promised_pages = max(self.memory.promised_pages, needed - self.memory.used_pages)
+            self._largest = self._promised = None
 
     def begin_step(self) -> None:
         """The next batch is put together."""
         self._parts, self._batches, self.refused = [], {}, False
-
-    def keep_promises(self) -> None:
-        """Have the pages kept that requests which live were promised, and those that the largest waiting one needs."""
-        with self.memory.lock:
-            promised = promised_sectors(self._claims(), self._free_blocks(), self._sizes)
-            alone = self.sectors_for(self._largest_waiting()) * self.memory.sector_pages
-            most = max(promised * self.memory.sector_pages, alone - self.memory.used_pages)
-            self.memory.promised_pages = most
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether a request may have the blocks for its next tokens; it has them then."""
@@ -138,10 +133,11 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
             self._reusable = None
             if length and not self._safe(request_id, self._none, new=True):
                 super().free_blocks(request_id)
-                self._reusable = None
                 self.refused, length = True, 0
             if length:
                 self._changed(request_id)
+            self._known.pop(request_id, None)
+            self._reusable = self._promised = None
             return length
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -218,14 +214,17 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     def _provide(self, needed: Sequence[int]) -> bool:
         """Have so many free blocks of each kind, from blocks kept for reuse or from new sectors."""
-        for count, allocator in zip(needed, self.cache_allocators.values(), strict=True):
-            self._evict(allocator, count - self.pool.count_free_blocks(allocator.index))
-            missing = count - self.pool.count_free_blocks(allocator.index)
-            try:
+        self._providing = True  # what is free for this request now is not for another kind of layers
+        try:
+            for count, allocator in zip(needed, self.cache_allocators.values(), strict=True):
+                self._evict(allocator, count - self.pool.count_free_blocks(allocator.index))
+                missing = count - self.pool.count_free_blocks(allocator.index)
                 for _ in range(-(-missing // allocator.blocks_per_sector)):
                     self.pool.allocate_sector(allocator.index)
-            except CapacityError:  # others were faster: the request waits
-                return False
+        except CapacityError:  # others were faster: the request waits
+            return False
+        finally:
+            self._providing = False
         return True
 
     def _claims(self, but: str = "") -> list[Claim]:
@@ -235,17 +234,18 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         names = {name for a in self.cache_allocators.values() for name in a.block_table}
         for name in names - self._known.keys():
             self._known[name] = self._claim(name, self._none)
-        return [claim for name, claim in self._known.items() if name != but]
+        return [self._known[name] for name in names if name != but]
 
     def _claim(self, request: str, more: Sequence[int]) -> Claim:
-        """Of a request that gets `more` blocks. Blocks that it shares do not come free when it ends."""
-        owned, left = [], []
+        """Of a request that gets `more` blocks."""
+        held, needed, shared = [], [], []
         most = self._blocks(self._most[request])
         for a, extra, total in zip(self.cache_allocators.values(), more, most, strict=True):
             table = a.block_table.get(request, ())
-            owned.append(sum(block not in a.ledger.shared_ref_counts for block in table) + extra)
-            left.append(max(0, total - len(table) - extra))
-        return Claim(tuple(owned), tuple(left))
+            shared.append(frozenset(block for block in table if block in a.ledger.shared_ref_counts))
+            held.append(len(table) - len(shared[-1]) + extra)
+            needed.append(max(0, total - len(table) - extra))
+        return Claim(tuple(held), tuple(needed), tuple(shared))
 
     def _largest_waiting(self) -> int:
         if self._largest is None:
@@ -258,7 +258,18 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
             self._waiting.remove(request)
             self._largest = None
         self._known.pop(request, None)
-        self._reusable = None
+        self._reusable = self._promised = None
+
+    def _sectors_changed(self) -> None:
+        self._promised = None
+
+    def _promised_sectors(self) -> int:
+        """That live requests must still get, or the largest waiting one, alone."""
+        if self._promised is None:
+            promised = promised_sectors(self._claims(), self._free_blocks(), self._sizes)
+            used = self.memory.used_pages // self.memory.sector_pages
+            self._promised = max(promised, self.sectors_for(self._largest_waiting()) - used)
+        return self._promised
 
     def _reusable_sectors(self) -> list[int]:
         if self._reusable is None:
@@ -286,12 +297,13 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
             del ledger.cached_blocks[block]
             del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
         self.pool.free_blocks(allocator.index, victims)
-        self._reusable = None
+        self._reusable = self._promised = None
 
     def _evict_all(self) -> None:
         for allocator in self.cache_allocators.values():
             self._evict(allocator, len(allocator.ledger.cached_blocks))
-        self.pool.try_to_free_sectors()
+        if not self._providing:
+            self.pool.try_to_free_sectors()
 
     @property
     def _sizes(self) -> list[int]:

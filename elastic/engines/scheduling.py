@@ -61,7 +61,6 @@ class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]
         fresh = {state.request_id for state in self._get_waiting_candidates()}
         batch, fast_path, new_tokens, read = super().schedule_batch(token_budget, _NO_LIMIT)
         stalled, self.starved_requests = len(self.starved_requests), []
-        self.cache.keep_promises()
         for entry in batch or ():
             if entry.state.request_id in fresh:
                 self._watcher.scheduled(entry.state.request_id)

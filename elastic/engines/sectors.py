@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.cache_allocators.cache_pool import RegularTrees
 
@@ -13,6 +15,8 @@ class SectorPool(CachePool):  # type: ignore[misc]
 
     def __init__(self, memory: BlockMemory) -> None:
         self.memory = memory
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when sectors were allocated or given back."""
         self._allocated: list[set[int]] = [set() for _ in memory.groups]
         super().__init__(memory.sectors, len(memory.groups), num_reserved_sectors=0)
 
@@ -28,6 +32,7 @@ class SectorPool(CachePool):  # type: ignore[misc]
         sector = self.memory.allocate(index)
         self._allocated[index].add(sector)
         self._free_blocks[index].add_tree(sector)
+        self.on_change()
 
     @property
     def num_free_sectors(self) -> int:
@@ -48,3 +53,5 @@ class SectorPool(CachePool):  # type: ignore[misc]
         for sector in sectors:
             self._allocated[index].discard(sector)
             self.memory.free(index, sector)
+        if sectors:
+            self.on_change()

@@ -92,8 +92,8 @@ class GroupRanges:
 class BlockMemory:
     """Sectors of one engine on one place. Guarded by the lock of its KV pool, `lock`.
 
-    Its owner sets `promised_pages`, what live requests must still get, one after another, for all to end; and answers
-    `reusable`, how many allocated sectors hold only blocks kept for reuse, and `give_up_reusable`, which frees them.
+    Its owner answers, under the lock, `promised`: how many more sectors live requests must get, one after another, for
+    all to end; `reusable`: how many allocated ones hold only blocks kept for reuse; `give_up_reusable` frees them.
     """
 
     def __init__(self, kv: KVPool, groups: Sequence[BlockGroup]) -> None:
@@ -101,7 +101,7 @@ class BlockMemory:
         self.lock = kv.lock
         self.sector_pages = _sector_pages(groups, kv.pool.page_bytes)
         self.sectors = kv.pool.budget_pages // self.sector_pages
-        self.promised_pages = 0
+        self.promised: Callable[[], int] = lambda: 0
         self.reusable: Callable[[], int] = lambda: 0
         self.give_up_reusable: Callable[[], object] = lambda: None
         self.groups = [GroupRanges(kv, g, self.sectors, self.sector_pages // len(g.layers)) for g in groups]
@@ -123,6 +123,11 @@ class BlockMemory:
     def idle_pages(self) -> int:
         """Mapped in sectors that no live request needs."""
         return (sum(map(len, self._idle)) + self.reusable()) * self.sector_pages
+
+    @property
+    def promised_pages(self) -> int:
+        """That must remain to be had beside those in use."""
+        return self.promised() * self.sector_pages
 
     def blocks_per_sector(self, group: int) -> int:
         ranges = self.groups[group]
@@ -188,7 +193,6 @@ class BlockMemory:
             for group, idle in zip(self.groups, self._idle, strict=True):
                 group.close()
                 idle.clear()
-            self.promised_pages = 0
             self.kv.leave(self)
 
     def _settle(self) -> None:

@@ -7,8 +7,10 @@ given theirs back. With one resource, the order by what is still needed finds on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,11 @@ class Claim:
     """One request: blocks by group."""
 
     held: tuple[int, ...]
-    """That come free when it ends (those shared with others do not)."""
+    """That it alone has: they come free when it ends."""
     needed: tuple[int, ...]
     """That it may still ask for."""
+    shared: tuple[frozenset[int], ...] = ()
+    """Ids of those that it has together with others: they come free when the last of these ends."""
 
 
 def promised_sectors(claims: Sequence[Claim], free_blocks: Sequence[int], blocks_per_sector: Sequence[int]) -> int:
@@ -30,9 +34,13 @@ def promised_sectors(claims: Sequence[Claim], free_blocks: Sequence[int], blocks
     order = sorted(claims, key=lambda claim: _sectors(claim.needed, blocks_per_sector))
     for group, (free, size) in enumerate(zip(free_blocks, blocks_per_sector, strict=True)):
         returned, most = 0, 0
+        sharers = Counter(chain.from_iterable(claim.shared[group] for claim in order if claim.shared))
         for claim in order:
             most = max(most, claim.needed[group] - returned)
             returned += claim.held[group]
+            for block in claim.shared[group] if claim.shared else ():
+                sharers[block] -= 1
+                returned += not sharers[block]
         total += -(-max(0, most - free) // size)
     return total
 

@@ -77,7 +77,7 @@ def closed() -> APIRouter:
     """What stands there while actions are off: how to open them."""
     router = APIRouter()
 
-    @router.api_route("/elastic/actions", methods=["GET", "POST"])
+    @router.api_route("/elastic/actions", methods=["GET", "POST"], include_in_schema=False)
     async def off() -> None:
         raise APIError(404, "actions are off; start the server with --enable-actions and a token", code="not_found")
 
@@ -90,6 +90,7 @@ def routes(engine: Engine) -> APIRouter:
 
     @router.get("/elastic/actions")
     async def kinds() -> dict[str, Any]:
+        _runtime(engine)
         return {"kinds": {_kind(model): _what_it_takes(model) for model in _MODELS}}
 
     @router.post("/elastic/actions")

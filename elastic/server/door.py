@@ -70,7 +70,8 @@ class Door:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._limit:
-                await _discard(receive, _DISCARDED * self._limit)
+                if message.get("more_body"):
+                    await _discard(receive, _DISCARDED * self._limit)
                 raise HTTPException(413, self._too_large())
             return message
 

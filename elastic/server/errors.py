@@ -100,10 +100,10 @@ def install(app: FastAPI) -> None:
         return APIError(500, "an error in the server; its log has more", code="internal_error").response()
 
 
-_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
+_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _HINTS = {
-    "prompt": "must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
-    "stop": "must be a text or a list of texts",
+    "prompt": "must be a text (of Unicode characters), a list of texts, a list of token ids, or a list of such lists",
+    "stop": "must be a text of 1 to 256 characters, or a list of at most 16 of them",
 }
 
 
@@ -116,7 +116,7 @@ def _of_validation(error: RequestValidationError) -> APIError:
     if not path:
         return invalid(None, "the body must be a JSON object", "invalid_json")
     param = ".".join(path)
-    if path[0] in _HINTS:
+    if path[0] in _HINTS and first["type"] != "missing":
         return invalid(path[0], _HINTS[path[0]])
     return invalid(param, first["msg"], "missing" if first["type"] == "missing" else "invalid_value")
 

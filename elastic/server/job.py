@@ -22,6 +22,8 @@ from elastic.server.errors import APIError, unavailable
 from elastic.server.text import Detokenizer, Stops
 
 Ended = Literal["stop", "length"]
+_AT_ONCE = 256
+"""Tokens made text before the event loop has another turn."""
 
 
 class Mailbox:
@@ -75,6 +77,11 @@ class Answer:
         self.read_to_end = False
 
     @property
+    def waiting(self) -> bool:
+        """Whether there are tokens to read."""
+        return bool(self._waiting)
+
+    @property
     def complete(self) -> bool:
         """Whether the client got all that it asked for."""
         return self._stops.found or (self.last is not None and self.last.finish in ("stop", "length"))
@@ -106,20 +113,20 @@ class Answer:
 
     def _take_text(self) -> str:
         """Text of the tokens that wait, up to a stop string."""
-        waiting, self._waiting = self._waiting, []
+        now, self._waiting = self._waiting[:_AT_ONCE], self._waiting[_AT_ONCE:]
         text = ""
-        for i, token in enumerate(waiting):
+        for token in now:
             self.tokens += 1
-            if self._is_end(i, len(waiting)):
+            if self._is_end(token):
                 break
             text += self._stops.push(self._text.push((token,)))
             if self._stops.found:
                 break
         return text
 
-    def _is_end(self, i: int, of: int) -> bool:
+    def _is_end(self, token: int) -> bool:
         """Whether a token only says that the answer is over: it is none of its text."""
-        return self.last is not None and self.last.finish == "stop" and i == of - 1
+        return token in self.request.stop_tokens
 
 
 def _how_it_ended(last: Output) -> Ended:
@@ -131,13 +138,23 @@ def _how_it_ended(last: Output) -> Ended:
 
 
 class Job:
-    """All answers to one HTTP request. Made on the event loop; `close` it in any case."""
+    """All answers to one HTTP request. Made on the event loop; `close` it in any case.
+
+    An eager one has pieces as tokens come, others at the end of each answer: enough where nobody reads before that.
+    """
 
     def __init__(
-        self, engine: Engine, answers: Sequence[Answer], box: Mailbox, on_end: Callable[[Answer], None]
+        self,
+        engine: Engine,
+        answers: Sequence[Answer],
+        box: Mailbox,
+        on_end: Callable[[Answer], None],
+        *,
+        eager: bool,
     ) -> None:
         self.answers = tuple(answers)
         self._engine, self._box, self._on_end = engine, box, on_end
+        self._eager = eager
         self._news = asyncio.Event()
         self._closed = False
 
@@ -163,6 +180,9 @@ class Job:
                     if piece.finish:
                         self._finish(answer)
                     yield piece
+            if any(answer.waiting for answer in self.answers):
+                self._news.set()
+                await asyncio.sleep(0)  # others have their turn
 
     def close(self) -> None:
         """Cancel what still runs. Can be called twice."""
@@ -202,7 +222,8 @@ class Job:
             answer.take(output)
             if output.finish:
                 self._on_end(answer)
-            self._news.set()
+            if self._eager or output.finish:
+                self._news.set()
 
         box = self._box
         return lambda output: box.put(take, output)

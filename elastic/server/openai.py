@@ -122,7 +122,7 @@ def _check_model(name: str, serving: Serving) -> None:
 async def _answer(
     serving: Serving, shapes: Shapes, body: Sampled, requests: Sequence[Request], http: HTTPRequest
 ) -> Response:
-    job = serving.job(requests, body.stops, shapes.operation)
+    job = serving.job(requests, body.stops, shapes.operation, stream=bool(body.stream))
     job.submit()
     envelope = {"id": f"{shapes.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.name}
     if body.stream:

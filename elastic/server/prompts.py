@@ -101,7 +101,7 @@ class Prompts:
         if body.greedy:
             return Sampling()
         top_k = min(body.top_k, self._vocabulary) if body.top_k and body.top_k > 0 else None
-        return Sampling(1.0 if body.temperature is None else body.temperature, top_k, body.top_p or 1.0)
+        return Sampling(1.0 if body.temperature is None else body.temperature, top_k, body.top_p or 1.0, body.seed)
 
     def _stop_tokens(self, body: Sampled) -> tuple[int, ...]:
         end = self._tokenizer.eos_token_id

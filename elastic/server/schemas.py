@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from elastic.server.errors import invalid, unsupported
 
@@ -47,9 +47,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _GREEDY = 1e-5
 """A temperature below this is 0: dividing by it could overflow."""
 
+
+def _check_unicode(text: str) -> str:
+    """JSON can say half of a surrogate pair, which is no character and cannot be tokenized."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("must be of Unicode characters; it has half of a surrogate pair")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 class Body(BaseModel):
@@ -82,8 +91,8 @@ class Sampled(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = None
-    """Only with `temperature` 0, where it changes nothing."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """For the same tokens again, from the same logits."""
 
     @property
     def greedy(self) -> bool:
@@ -100,8 +109,6 @@ class Sampled(Body):
     def check(self) -> None:
         """Raises `APIError` for what is not supported."""
         _check_extra(self)
-        if self.seed is not None and not self.greedy:
-            raise unsupported("seed", "sampling is not seeded here; it is taken with temperature=0 only")
         if self.stream_options is not None:
             if not self.stream:
                 raise invalid("stream_options", "goes with stream=true only")
@@ -111,7 +118,7 @@ class Sampled(Body):
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: Text | list[Token] | list[Text] | list[list[Token]]
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -128,12 +135,12 @@ class CompletionBody(Sampled):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: str | None = None
 
     @property

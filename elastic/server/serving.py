@@ -67,10 +67,11 @@ class Serving:
         while self._answering:
             await asyncio.sleep(0.05)
 
-    def job(self, requests: Sequence[Request], stops: Sequence[str], operation: Operation) -> Job:
+    def job(self, requests: Sequence[Request], stops: Sequence[str], operation: Operation, *, stream: bool) -> Job:
         """The answers to requests; called on the event loop."""
         loop = asyncio.get_running_loop()
         if self._box is None or self._box.loop is not loop:
             self._box = Mailbox(loop)
         answers = [Answer(i, request, self._tokenizer, stops) for i, request in enumerate(requests)]
-        return Job(self.engine, answers, self._box, partial(self.metrics.observe, operation))
+        observe = partial(self.metrics.observe, operation)
+        return Job(self.engine, answers, self._box, observe, eager=stream or bool(stops))

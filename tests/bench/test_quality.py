@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import cache
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 import transformers as t
 from architectures import build, prompt
 from helpers import tight
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic.bench.quality import Quality, Replayed, Replayer, RequestQuality, replay_quality, share_of_loss
 from elastic.errors import ConfigError, StateError
@@ -29,28 +33,31 @@ def eager() -> Any:
     return model
 
 
+@cache
 def packed(form: tuple[str, ...]) -> Any:
+    """A statically quantized model."""
     model = eager()
     for layer, variant in zip(model.model.layers, form, strict=True):
-        if variant != "float32":
+        if variant not in ("float32", "absent"):
             pack_static(layer, variant)
     return model
 
 
-def by_hand(forms: list[tuple[str, ...]], reference: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-    """The greedy text, and the reference's mean nats, when a model of its own computes each token.
-
-    `forms` are those of the last token of the prompt and of what follows; the first computes all of the prompt.
-    """
-    models = {form: packed(form) for form in forms}
-    ids = torch.tensor([PROMPT, PROMPT])
+def by_hand(request: Replayed, reference: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+    """The greedy text, and the reference's mean nats, when a model of its own computes each token."""
+    before = request.prompt_weights or request.weights[:1] * len(PROMPT)
     cache, text, nats = t.DynamicCache(config=eager().config), [], []
-    for form, wanted in zip(forms, reference, strict=True):
-        last = models[form](ids, past_key_values=cache).logits[:, -1]
+    begin, ids = 0, torch.tensor([PROMPT, PROMPT])
+    for form, run in groupby([*before, *request.weights[1:]][: len(PROMPT)], key=FORMS.__getitem__):
+        end = begin + len(list(run))
+        last = packed(form)(ids[:, begin:end], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        begin = end
+    for index, wanted in zip((*request.weights[1:], None), reference, strict=True):
         text.append(int(last[0].argmax()))
         goes_on = torch.tensor([text[-1], wanted])
         nats.append(torch.nn.functional.cross_entropy(last, goes_on, reduction="none")[1].double())
-        ids = torch.tensor([[text[-1]], [wanted]])
+        if index is not None:
+            last = packed(FORMS[index])(goes_on[:, None], past_key_values=cache).logits[:, -1]
     return tuple(text), float(torch.stack(nats).mean())
 
 
@@ -71,8 +78,10 @@ def test_full_precision_loses_nothing_released_or_not(wrapped: Any) -> None:
 
 def test_static_int4_is_the_statically_quantized_model_bit_for_bit(wrapped: Any) -> None:
     model = wrapped(eager(), variants=("int4", "int8"))
-    found = replay_quality(model, [Replayed(PROMPT, (1,) * NEW)], FORMS).requests[0]
-    assert (found.text, found.nats) == by_hand([INT4] * NEW, found.reference)
+    request = Replayed(PROMPT, (1,) * NEW)
+    found = replay_quality(model, [request], FORMS).requests[0]
+    assert (found.text, found.nats) == by_hand(request, found.reference)
+    assert found.text == greedy(packed(INT4))
     assert found.text != found.reference
     assert 0 < found.rouge_l < 1
     assert 0 < found.agreement < 1
@@ -83,26 +92,31 @@ def test_static_int4_is_the_statically_quantized_model_bit_for_bit(wrapped: Any)
 def test_changes_in_the_middle_are_those_of_a_run_by_hand(wrapped: Any) -> None:
     """The cache goes on: entries of one precision are attended in another."""
     model = wrapped(eager(), variants=("int4", "int8"))
-    weights = (1,) * 3 + (0,) * 5 + (2,) * 4
-    found = replay_quality(model, [Replayed(PROMPT, weights)], FORMS).requests[0]
-    assert (found.text, found.nats) == by_hand([FORMS[index] for index in weights], found.reference)
+    request = Replayed(PROMPT, (1,) * 3 + (0,) * 5 + (2,) * 4)
+    found = replay_quality(model, [request], FORMS).requests[0]
+    assert (found.text, found.nats) == by_hand(request, found.reference)
     assert found.text[:3] == greedy(packed(INT4))[:3]
     assert found.text not in (found.reference, greedy(packed(INT4)))
 
 
-def test_a_prompt_may_be_computed_by_several_weights(wrapped: Any) -> None:
-    model = wrapped(eager(), variants=("int4", "int8"))
-    cut = 10
-    request = Replayed(PROMPT, (0,) * NEW, prompt_weights=(1,) * cut + (0,) * (len(PROMPT) - cut))
-    found = replay_quality(model, [request], FORMS).requests[0]
-    cache = t.DynamicCache(config=model.config)
-    packed(INT4)(torch.tensor([PROMPT[:cut]]), past_key_values=cache)
-    fed, text = torch.tensor([PROMPT[cut:]]), []
-    for _ in range(NEW):
-        fed = eager()(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
-        text.append(int(fed))
-    assert found.text == tuple(text)
-    assert found.loss != 0
+def test_any_record_is_replayed_as_by_hand(wrapped: Any) -> None:
+    """Whatever computed the prompt, a part at a time, and each token after it."""
+    replayer = Replayer(wrapped(eager(), variants=("int4", "int8")))
+    indices = st.integers(0, len(FORMS) - 1)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(indices, min_size=1, max_size=6), st.lists(st.tuples(indices, st.integers(1, 11)), max_size=2))
+    def check(weights: list[int], runs: list[tuple[int, int]]) -> None:
+        before = [index for index, count in runs for _ in range(count)]
+        before += weights[:1] * (len(PROMPT) - len(before))
+        request = Replayed(PROMPT, tuple(weights), tuple(before))
+        found = replayer.replay([request], FORMS).requests[0]
+        if found.text != found.reference or found.loss:
+            assert (found.text, found.nats) == by_hand(request, found.reference)
+        else:
+            assert {FORMS[index] for index in (*before, *weights)} <= {FULL, FORMS[3]}
+
+    check()
 
 
 def test_the_likelihood_of_the_text_is_that_of_the_full_model(wrapped: Any) -> None:

@@ -93,6 +93,7 @@ def test_a_model_that_is_not_wrapped_has_requests_only() -> None:
     assert "running    17" in text
     assert "actions are called by hand" in text
     assert "KV cache" not in text
+    assert "controller: not started; by hand" in shown(controller={"last_reason": "by hand"})
 
 
 def test_layers_are_cells() -> None:

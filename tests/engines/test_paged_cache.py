@@ -77,7 +77,7 @@ class Serving(RuleBasedStateMachine):
             self.kv.resize(self.kv.limits.maximum * PAGE)
         steps = 0
         while self.scheduler.has_pending_requests():
-            assert self.step(), "nothing goes on, and requests wait"
+            assert self.step(), f"nothing goes on: {self.state_of_affairs()}"
             steps += 1
             assert steps < 5000
         assert self.ended == self.asked.keys()
@@ -86,6 +86,12 @@ class Serving(RuleBasedStateMachine):
         self.cache.close()
         self.kv.trim()
         assert self.pool.free_pages + sum(self.weights) == PAGES
+
+    def state_of_affairs(self) -> str:
+        claims = {name: self.cache._claim(name, self.cache._none) for name in self.cache._most}
+        limits, memory = self.kv.limits, self.cache.memory
+        live = {n: len(t) for a in self.cache.cache_allocators.values() for n, t in a.block_table.items()}
+        return f"{limits}, used {memory.used_pages}, idle {memory.idle_pages}, live {live}, claims {claims}"
 
     @rule(prompt=st.integers(1, 40), tokens=st.integers(1, 30), alphabet=st.integers(1, 3))
     def arrive(self, prompt: int, tokens: int, alphabet: int) -> None:

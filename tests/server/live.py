@@ -6,38 +6,73 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from engines.fake import FakeEngine, token_after
+from engines.serving import continuation
 from fastapi import FastAPI
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import elastic
 from elastic.assets import MODEL_DIR
 from elastic.server.app import create_app
-from elastic.server.run import Server, listen
+from elastic.server.server import Server, listen
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 NAME = "small"
-CONTEXT = 9_000
+CONTEXT = 1_000
 PATIENCE_S = 30
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of engine, and the tokens that it is known to generate: `tokens(prompt, most)`, up to `eos` with it."""
+    """A kind of engine, and the tokens that it is known to generate, `eos` ignored: `tokens(prompt, most)`."""
 
-    make: Callable[..., Any]
+    made: Callable[[], AbstractContextManager[Any]]
     tokens: Callable[[tuple[int, ...], int], list[int]]
 
 
 def fake_tokens(prompt: tuple[int, ...], most: int) -> list[int]:
-    tokens = [token_after(prompt, k) for k in range(most)]
-    end = TOKENIZER.eos_token_id
-    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+    return [token_after(prompt, k) for k in range(most)]
 
 
-FAKE = Kind(FakeEngine, fake_tokens)
+@contextlib.contextmanager
+def fake() -> Iterator[FakeEngine]:
+    yield FakeEngine(step_s=0.0005, batch=16)
+
+
+@cache
+def model() -> Any:
+    found = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    return found.eval().requires_grad_(False)
+
+
+@cache
+def model_tokens(prompt: tuple[int, ...], most: int) -> list[int]:
+    return continuation(model(), prompt, most)
+
+
+@contextlib.contextmanager
+def embedded() -> Iterator[Any]:
+    """The small model behind the embedded engine."""
+    from elastic.engines.continuous import ContinuousEngine
+
+    elastic.wrap(model(), places=[elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)])
+    engine = ContinuousEngine(model())
+    try:
+        yield engine
+        model().elastic.check()
+    finally:
+        engine.stop(drain=False)
+        elastic.unwrap(model())
+
+
+FAKE = Kind(fake, fake_tokens)
+EMBEDDED = Kind(embedded, model_tokens)
 
 
 def text_of(tokens: list[int]) -> str:
@@ -47,8 +82,9 @@ def text_of(tokens: list[int]) -> str:
 
 def answer(kind: Kind, prompt: str, most: int) -> tuple[str, str, int]:
     """Text, finish reason and number of tokens of the answer to a prompt."""
-    tokens = kind.tokens(tuple(TOKENIZER.encode(prompt)), most)
-    return text_of(tokens), "stop" if tokens[-1] == TOKENIZER.eos_token_id else "length", len(tokens)
+    tokens, end = kind.tokens(tuple(TOKENIZER.encode(prompt)), most), TOKENIZER.eos_token_id
+    tokens = tokens[: tokens.index(end) + 1] if end in tokens else tokens
+    return text_of(tokens), "stop" if tokens[-1] == end else "length", len(tokens)
 
 
 def app_for(engine: Any, **options: Any) -> FastAPI:
@@ -101,4 +137,5 @@ def until(condition: Callable[[], bool]) -> None:
 
 def empty(engine: Any) -> bool:
     """Whether an engine holds no request."""
-    return not engine._waiting and not engine._running
+    now = engine.counters.read()
+    return not now.waiting and not now.running

@@ -8,11 +8,12 @@ from typing import Any
 
 import openai
 import pytest
-from server.live import CONTEXT, FAKE, NAME, TOKENIZER, Kind, Live, answer, live
+from engines.fake import FakeEngine
+from server.live import CONTEXT, EMBEDDED, FAKE, NAME, TOKENIZER, Kind, Live, answer, empty, live, until
 
 from elastic.server.prompts import without_template
 
-KINDS = [pytest.param(FAKE, id="fake")]
+KINDS = [pytest.param(FAKE, id="fake"), pytest.param(EMBEDDED, id="embedded")]
 PROMPT = "def read(path):"
 MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},
@@ -21,15 +22,15 @@ MESSAGES: Any = [
 CHAT = without_template([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello"}])
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
     found: Kind = request.param
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(kind: Kind) -> Iterator[Live]:
-    with live(kind.make()) as running:
+    with kind.made() as engine, live(engine) as running:
         yield running
 
 
@@ -100,10 +101,19 @@ def test_a_chat_in_a_stream(client: openai.OpenAI, kind: Kind) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_a_chat_may_use_all_of_the_context(client: openai.OpenAI, kind: Kind) -> None:
-    room = CONTEXT - len(TOKENIZER.encode(CHAT))
-    got = client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=0)
-    assert got.choices[0].message.content == answer(kind, CHAT, room)[0]
+def test_a_chat_may_use_all_of_the_context_and_go_on_after_the_end_of_text() -> None:
+    read = len(TOKENIZER.encode(CHAT))
+    options: Any = {"model": NAME, "messages": MESSAGES, "temperature": 0}
+    with live(FakeEngine()) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        to_the_end = client.chat.completions.create(**options)
+        beyond = client.chat.completions.create(**options, extra_body={"ignore_eos": True})
+    text, finish, tokens = answer(FAKE, CHAT, CONTEXT - read)
+    assert finish == "stop"
+    assert (to_the_end.choices[0].message.content, to_the_end.choices[0].finish_reason) == (text, "stop")
+    assert to_the_end.usage is not None
+    assert to_the_end.usage.completion_tokens == tokens
+    assert beyond.usage is not None
+    assert (beyond.usage.completion_tokens, beyond.choices[0].finish_reason) == (CONTEXT - read, "length")
 
 
 def test_several_prompts_of_both_kinds(client: openai.OpenAI, kind: Kind) -> None:
@@ -118,28 +128,19 @@ def test_several_prompts_of_both_kinds(client: openai.OpenAI, kind: Kind) -> Non
         assert got == expected
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, kind: Kind, stream: bool) -> None:
+def test_a_stop_string_ends_the_text_before_it(server: Live, client: openai.OpenAI, kind: Kind) -> None:
     text, _, _ = answer(kind, PROMPT, 40)
-    stop = text[9:13]  # spread over several tokens
-    expected = text[: text.index(stop)]
-    options: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": ["not there", stop]}
-    if stream:
-        chunks = list(client.completions.create(**options, stream=True))
-        got = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason
-    else:
-        choice = client.completions.create(**options).choices[0]
-        got = choice.text, choice.finish_reason
-    assert got == (expected, "stop")
-
-
-def test_the_end_of_text_can_be_ignored(client: openai.OpenAI) -> None:
-    prompt = next(p for p in ("a" * n for n in range(1, 300)) if answer(FAKE, p, 64)[1] == "stop")
-    got = client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=64, temperature=0, extra_body={"ignore_eos": True}
-    )
-    assert got.usage is not None
-    assert (got.choices[0].finish_reason, got.usage.completion_tokens) == ("length", 64)
+    stop = text[9:15]  # spread over tokens
+    expected = text[: text.index(stop)], "stop"
+    before = server.engine.counters.read()
+    options: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 900, "temperature": 0, "stop": ["not there", stop]}
+    choice = client.completions.create(**options).choices[0]
+    assert (choice.text, choice.finish_reason) == expected
+    chunks = list(client.completions.create(**options, stream=True))
+    assert ("".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason) == expected
+    until(lambda: empty(server.engine))
+    after = server.engine.counters.read()
+    assert (after.completed - before.completed, after.cancelled - before.cancelled) == (2, 0)
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -177,9 +178,9 @@ def test_many_at_once_through_the_asynchronous_client(server: Live, kind: Kind) 
     assert asyncio.run(all_of_them()) == [answer(kind, f"x{i}", 20)[0] for i in range(24)]
 
 
-def test_too_many_waiting_is_a_429_with_the_time_to_come_back(kind: Kind) -> None:
+def test_too_many_waiting_is_a_429_with_the_time_to_come_back() -> None:
     with (
-        live(kind.make(batch=1, queue=0)) as full,
+        live(FakeEngine(queue=0)) as full,
         openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.RateLimitError) as error,
     ):
@@ -188,9 +189,9 @@ def test_too_many_waiting_is_a_429_with_the_time_to_come_back(kind: Kind) -> Non
     assert error.value.response.headers["retry-after"] == "1"
 
 
-def test_a_request_that_never_fits_says_so_in_numbers(kind: Kind) -> None:
+def test_a_request_that_never_fits_says_so_in_numbers() -> None:
     with (
-        live(kind.make(capacity=50)) as small,
+        live(FakeEngine(capacity=50)) as small,
         openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=0) as client,
         pytest.raises(openai.BadRequestError, match="requested 101 bytes"),
     ):

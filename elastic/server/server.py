@@ -26,7 +26,12 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, *, drain_s: float = DRAIN_S, log_level: str = "info") -> None:
         config = uvicorn.Config(
-            app, lifespan="on", log_level=log_level, server_header=False, timeout_graceful_shutdown=_CLOSE_S
+            app,
+            lifespan="on",
+            log_level=log_level,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSE_S,
         )
         super().__init__(config)
         self._drain_s = drain_s

@@ -1,0 +1,125 @@
+"""`elastic serve`: a model behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from elastic.config import SLO
+from elastic.engines.engine import Engine
+from elastic.errors import ConfigError
+
+TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
+
+
+def add_options(command: ArgumentParser) -> None:
+    """What can be set on the command line."""
+    command.add_argument("model", metavar="MODEL", help="model directory")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on (8000; 0: a free one)")
+    command.add_argument("--served-model-name", metavar="NAME", help="name of the model (its directory's)")
+    command.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (the model's)")
+    command.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (not bounded)")
+    command.add_argument("--max-body", default="4MiB", metavar="SIZE", help="bound on the body of a request (4MiB)")
+    command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
+    _add_memory(command)
+    command.add_argument("--enable-actions", action="store_true", help="open /elastic/actions to holders of the token")
+    command.add_argument("--token-file", metavar="FILE", help=f"file with the token for actions (else ${TOKEN})")
+    command.add_argument("--api-key-file", metavar="FILE", help=f"file with a key that /v1 asks for (else ${API_KEY})")
+
+
+def _add_memory(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
+    )
+    command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4")
+    command.add_argument(
+        "--policy", metavar="NAME", help="accuracy, balanced, performance or manual (balanced where there are variants)"
+    )
+    command.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
+    command.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
+    command.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")
+
+
+def serve(options: Namespace) -> int:
+    """Load, wrap, serve until a signal, unwrap; returns the exit code."""
+    import elastic
+    from elastic.cli.loading import load_model
+    from elastic.config import Place
+    from elastic.server import create_app, run
+
+    token = _secret("--token-file", options.token_file, TOKEN)
+    api_key = _secret("--api-key-file", options.api_key_file, API_KEY)
+    _check(options, token)
+    device = Place.parse((options.place or ["cpu"])[0]).device
+    model, tokenizer = load_model(options.model, device, option="MODEL")
+    max_model_len = _max_model_len(model, options)
+    with ExitStack() as stack:
+        elastic.wrap(model.to(device), **wrap_options(options))
+        stack.callback(elastic.unwrap, model)
+        engine = make_engine(model, options)
+        stack.callback(engine.stop, drain=False)
+        app = create_app(
+            engine,
+            tokenizer,
+            options.served_model_name or Path(options.model).resolve().name,
+            max_model_len=max_model_len,
+            api_key=api_key,
+            token=token,
+            actions=options.enable_actions,
+            max_body=options.max_body,
+        )
+        return run(app, host=options.host, port=options.port, drain_s=options.drain_seconds)
+
+
+def make_engine(model: Any, options: Namespace) -> Engine:
+    """The engine that serves the model, not started yet."""
+    from elastic.engines.continuous import ContinuousEngine
+
+    return ContinuousEngine(model, max_queue=options.max_queue)
+
+
+def wrap_options(options: Namespace) -> dict[str, Any]:
+    """What `elastic.wrap` gets."""
+    policy = options.policy or ("balanced" if options.variants else "manual")
+    chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
+    if options.order is not None:
+        chosen["order"] = options.order
+    if options.slo_ttft is not None or options.slo_tpot is not None:
+        chosen["slo"] = SLO(ttft_s=options.slo_ttft, tpot_s=options.slo_tpot)
+    return chosen
+
+
+def _check(options: Namespace, token: str | None) -> None:
+    """What is wrong with the options is said before a model is loaded."""
+    if options.enable_actions and not token:
+        raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
+    if not 0 <= options.port < 65536:
+        raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
+    if not options.drain_seconds >= 0:
+        raise ConfigError(f"--drain-seconds {options.drain_seconds} must be at least 0")
+    if options.max_queue is not None and options.max_queue < 0:
+        raise ConfigError(f"--max-queue {options.max_queue} must be at least 0")
+
+
+def _secret(option: str, path: str | None, variable: str) -> str | None:
+    if path is None:
+        return os.environ.get(variable) or None
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
+    if not secret:
+        raise ConfigError(f"{option} {path} is empty")
+    return secret
+
+
+def _max_model_len(model: Any, options: Namespace) -> int | None:
+    own = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    wanted: int | None = options.max_model_len
+    if own and wanted and wanted > own:
+        raise ConfigError(f"--max-model-len {wanted} is more than the {own} tokens that the model was made for")
+    return wanted or own
