@@ -2,14 +2,16 @@
 # make test    set up and check everything (what CI runs)
 # make long    the checks that take minutes
 # make bench   the benchmarks, into benchmarks/results/
+# make evaluate TRACES=folder   the comparison under a burst, into docs/evaluation.md; evaluate-full takes hours
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MACHINE ?= cpu-2core
+TRACES ?= traces
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test long bench clean
+.PHONY: demo test long bench evaluate evaluate-full clean
 
 demo: $(VENV)/installed
 	$(BIN)/elastic demo
@@ -25,6 +27,12 @@ long: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/run_all.py --machine $(MACHINE)
+
+evaluate: $(VENV)/installed
+	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE)
+
+evaluate-full: $(VENV)/installed
+	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE) --full
 
 $(VENV)/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

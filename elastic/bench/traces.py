@@ -26,9 +26,10 @@ class TraceRequest:
 class Scaling:
     """What was done to a trace after it was read."""
 
-    rate: float = 1.0
-    """Requests per second, relative to the source's."""
-    rate_method: RateMethod | None = None
+    kept: float = 1.0
+    """The share of the requests that thinning kept."""
+    pace: float = 1.0
+    """How many seconds of the source go by in one."""
     tokens: float = 1.0
     """Prompt and output lengths, relative to the source's."""
     most_tokens: int | None = None
@@ -61,12 +62,11 @@ class Trace:
         """How long requests are offered: the window, as it is replayed; without one, until the last arrival."""
         if self.window is None:
             return self.requests[-1].arrival_s if self.requests else 0.0
-        stretched = self.scaling.rate if self.scaling.rate_method == "stretch" else 1.0
-        return (self.window[1] - self.window[0]) / stretched
+        return (self.window[1] - self.window[0]) / self.scaling.pace
 
     def cut(self, start_s: float, stop_s: float) -> Trace:
         """The requests that arrive in [start, stop), with `start` as their new zero."""
-        if self.window is not None or self.scaling.rate_method:
+        if self.window is not None or self.scaling != Scaling():
             raise ConfigError("a trace is cut once, before it is scaled")
         if not 0 <= start_s < stop_s:
             raise ConfigError(f"window [{start_s:g}, {stop_s:g}) is empty or begins before the trace does")
@@ -83,17 +83,18 @@ class Trace:
         """The same trace with `scale` times as many requests a second.
 
         `thin` keeps `scale` of the requests, a seeded choice without replacement, at their times: bursts stay as steep
-        as they were. `stretch` keeps all and divides the times by `scale`: everything gets slower or faster.
+        as they were. `stretch` keeps all and divides the times by `scale`: everything gets slower or faster. One
+        may follow the other.
         """
         _require_positive("rate scale", scale)
-        if self.scaling.rate_method is not None:
-            raise ConfigError("the rate of this trace was scaled already")
         if method not in RATE_METHODS:
             raise ConfigError(f"rate method {method!r} is not known; choose one of {RATE_METHODS}")
-        scaling = replace(self.scaling, rate=scale, rate_method=method, seed=seed)
         if method == "stretch":
             requests = tuple(replace(r, arrival_s=r.arrival_s / scale) for r in self.requests)
-            return replace(self, requests=requests, scaling=scaling)
+            return replace(self, requests=requests, scaling=replace(self.scaling, pace=self.scaling.pace * scale))
+        if self.scaling.kept != 1:
+            raise ConfigError("this trace was thinned already")
+        scaling = replace(self.scaling, kept=scale, seed=seed)
         return replace(self, requests=_thin(self.requests, scale, seed), scaling=scaling)
 
     def with_tokens(self, scale: float = 1.0, *, most: int | None = None) -> Trace:
@@ -130,8 +131,9 @@ class Trace:
             "file": self.source,
             "sha256": self.sha256,
             "window": list(self.window) if self.window else None,
-            "rate_scale": self.scaling.rate,
-            "rate_method": self.scaling.rate_method,
+            "rate_scale": self.scaling.kept * self.scaling.pace,
+            "kept": self.scaling.kept,
+            "pace": self.scaling.pace,
             "token_scale": self.scaling.tokens,
             "most_tokens": self.scaling.most_tokens,
             "clipped_requests": self.scaling.clipped,

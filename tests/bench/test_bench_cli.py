@@ -38,7 +38,8 @@ def test_a_trace_is_replayed_to_a_server_and_compared(tmp_path: Path, capsys: py
     assert summary["input_lens"] == [10, 10, 10, 10, 11, 11]
     described = summary["elastic"]["trace"]
     assert (described["file"], described["window"]) == ("azure.csv", [2.0, 8.0])
-    assert (described["rate_scale"], described["rate_method"], described["token_scale"]) == (40.0, "stretch", 0.1)
+    assert (described["rate_scale"], described["pace"], described["kept"]) == (40.0, 40.0, 1.0)
+    assert described["token_scale"] == 0.1
     assert described["seed"] == 3
     assert [r.arrival_s for r in read_records(tmp_path / "records.jsonl")] == [i / 40 for i in range(6)]
     picture = tmp_path / "x.png"

@@ -49,6 +49,9 @@ def test_stretching_keeps_every_request_and_divides_the_time(trace: Trace, scale
     assert [r.arrival_s for r in stretched.requests] == [r.arrival_s / scale for r in cut.requests]
     assert stretched.duration_s == pytest.approx(1001 / scale)
     assert stretched.described()["rate_scale"] == scale
+    both = cut.with_rate(0.5, "thin").with_rate(scale, "stretch")
+    assert both.described()["rate_scale"] == 0.5 * scale
+    assert both.duration_s == stretched.duration_s
 
 
 @given(traces, st.floats(0.001, 3), st.integers(2, 1024))
@@ -88,7 +91,7 @@ def test_what_makes_no_sense_is_refused_in_words() -> None:
         trace.cut(3, 2)
     with pytest.raises(ConfigError, match="cut once, before it is scaled"):
         trace.with_rate(0.5).cut(0, 2)
-    with pytest.raises(ConfigError, match="rate of this trace was scaled already"):
+    with pytest.raises(ConfigError, match="this trace was thinned already"):
         trace.with_rate(0.5).with_rate(0.5)
     with pytest.raises(ConfigError, match="thinning only takes requests away; use the method 'stretch'"):
         trace.with_rate(2.0)

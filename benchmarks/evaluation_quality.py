@@ -1,0 +1,59 @@
+"""What the precision of runs cost in quality: their requests replayed under the weights that were recorded.
+
+    python benchmarks/evaluation_quality.py SPEC.json OUT.json
+
+SPEC has `runs` (name -> file of a run), `requests` (how many of each), and the settings of the evaluation. OUT has the
+figures of `elastic.bench.quality` for each run, and for the same requests with all layers packed (`static_int4`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import elastic
+from elastic.bench.quality import Quality, Replayed, Replayer, share_of_loss
+from elastic.cli.loading import load_model
+from elastic.config import Place
+
+
+def load(spec: dict[str, Any], path: str) -> tuple[list[Replayed], list[list[str]]]:
+    """A seeded choice of the requests of a run that had two tokens or more, and the forms that they name."""
+    run = json.loads(Path(path).read_text())
+    able = [r for r in run["requests"] if len(r["weights"]) > 1] or run["requests"]
+    chosen = random.Random(spec["seed"]).sample(able, min(spec["requests"], len(able)))
+    requests = [Replayed(tuple(r["prompt"]), tuple(r["weights"])) for r in chosen]
+    return requests, run["summary"]["elastic"]["weights"]
+
+
+def figures(quality: Quality, static: Quality) -> dict[str, Any]:
+    return quality.summary() | {"share_of_static_loss": share_of_loss(quality, static)}
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    device = torch.device(spec["device"])
+    model, _ = load_model(spec["model"], device, option="model")
+    page_bytes = spec["page_bytes"] if device.type == "cpu" else None
+    place = Place(spec["device"], device, spec["budget_bytes"], page_bytes)
+    elastic.wrap(model.to(device), places=[place], variants=(spec["variant"],))
+    replayer = Replayer(model)
+    layers = model.elastic.status().layers
+    found = {}
+    for name, path in spec["runs"].items():
+        requests, forms = load(spec, path)
+        packed = [Replayed(r.prompt, (0,) * len(r.weights)) for r in requests]
+        static = replayer.replay(packed, [(spec["variant"],) * layers])
+        quality = replayer.replay(requests, forms)
+        found[name] = {"run": figures(quality, static), "static_int4": figures(static, static)}
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
