@@ -23,15 +23,16 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from elastic.quant.codes import Integers
 from elastic.quant.cpu_parts import kernel_group, pack, required, unpack, whole_rows
 from elastic.quant.cpu_pieces import bytes_and_steps, floats, nibbles
-from elastic.quant.formats import Matrix, Parts, Path, Target
+from elastic.quant.formats import Bound, Matrix, Parts, Path, Target
 from elastic.quant.nibbles import kernel_agrees
-from elastic.quant.parts import checked
+from elastic.quant.parts import Checked
 from elastic.quant.scratch import scratch
 
 __all__ = ["pack", "paths", "unpack"]
@@ -50,7 +51,10 @@ def paths(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Map
     if isinstance(made, Rows) or _int4_kernel_takes(kernel_group(config, matrix), target):
         kernels = {"packed": made.packed, **kernels}
     shapes = required(config, matrix)
-    return {name: checked(matrix, shapes, kernel) for name, kernel in kernels.items()}
+    return {
+        name: Checked(matrix, shapes, kernel, made.bind_packed if name == "packed" and made.binds else None)
+        for name, kernel in kernels.items()
+    }
 
 
 def _int4_kernel_takes(group: int, target: Target) -> bool:
@@ -67,6 +71,11 @@ class Rows:
     """int8 with one scale for each output."""
 
     matrix: Matrix
+    binds: ClassVar[bool] = True
+
+    def bind_packed(self, parts: Parts) -> Bound:
+        kernel, packed, scales = torch.ops.aten._weight_int8pack_mm.default, parts["packed"], parts["scales"][0]
+        return lambda x: _with_offsets(kernel(x.to(torch.bfloat16), packed, scales), x, parts)
 
     def packed(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
         y = torch.ops.aten._weight_int8pack_mm(x.to(torch.bfloat16), parts["packed"], parts["scales"][0])
@@ -96,6 +105,25 @@ class Nibbles:
     config: Integers
     matrix: Matrix
     target: Target
+
+    @property
+    def binds(self) -> bool:
+        """The three bits of int3 are expanded in every product."""
+        return self.config.bits != 3
+
+    def bind_packed(self, parts: Parts) -> Bound:
+        kernel, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, kernel_group(self.config, self.matrix)
+        scales = parts["scales"].contiguous()
+        ((_, planes),) = nibbles(self.config, parts, self.matrix)
+        upper, *lower = [plane.view(self.matrix.outputs, self.matrix.inputs // 2) for plane in planes]
+        if not lower:
+            return lambda x: kernel(x.to(torch.bfloat16), upper, group, scales)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            values = x.to(torch.bfloat16)
+            return torch.add(kernel(values, lower[0], group, scales), kernel(values, upper, group, scales), alpha=16)
+
+        return product
 
     def packed(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
         values, group = x.to(torch.bfloat16), kernel_group(self.config, self.matrix)

@@ -21,7 +21,7 @@ import torch
 from elastic.quant.codes import Integers
 from elastic.quant.cuda_parts import CODINGS, codes_of, group_of, pack, required, tiled, unpack
 from elastic.quant.formats import Matrix, Parts, Path, Target
-from elastic.quant.parts import checked
+from elastic.quant.parts import Checked
 
 __all__ = ["pack", "paths", "unpack"]
 
@@ -39,7 +39,7 @@ def paths(config: Integers, parts: Parts, matrix: Matrix, target: Target) -> Map
     elif _has_triton():
         made["triton"] = product.triton
     shapes = required(config, matrix)
-    return {name: checked(matrix, shapes, kernel) for name, kernel in made.items()}
+    return {name: Checked(matrix, shapes, kernel) for name, kernel in made.items()}
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from elastic.errors import ConfigError
 Parts = Mapping[str, torch.Tensor]
 """The tensors that a packed matrix consists of, by name; contiguous."""
 Path = Callable[[torch.Tensor, Parts], torch.Tensor]
+Bound = Callable[[torch.Tensor], torch.Tensor]
 """x [tokens, inputs] in any float dtype, contiguous -> x @ matrix.T, [tokens, outputs] in the dtype of x."""
 
 
@@ -64,6 +65,12 @@ class Format(Protocol):
     def repack(self, config: Any, parts: Parts, matrix: Matrix, packed_for: Target, target: Target) -> Parts:
         """The same matrix for another target, with the very same codes."""
         ...
+
+
+def bind(path: Path, parts: Parts) -> Bound:
+    """A path for parts that stay as they are: what can be looked at once is, not in every product."""
+    own: Callable[[Parts], Bound] | None = getattr(path, "bind", None)
+    return own(parts) if own is not None else lambda x: path(x, parts)
 
 
 _formats: dict[type, Format] = {}

@@ -22,7 +22,7 @@ import torch
 from elastic.errors import BackendUnavailable, ConfigError
 from elastic.quant.codes import Codes, Integers, round_to_nearest
 from elastic.quant.formats import Matrix, Parts, Path, Target, register
-from elastic.quant.parts import Required, checked, extras, read_extras
+from elastic.quant.parts import Checked, Required, extras, read_extras
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MarlinFormat:
         def reference(x: torch.Tensor, parts: Parts) -> torch.Tensor:
             return (x.float() @ self.value(config, parts, matrix, target).t()).to(x.dtype)
 
-        return {"marlin": checked(matrix, required(config, matrix), marlin), "reference": reference}
+        return {"marlin": Checked(matrix, required(config, matrix), marlin), "reference": reference}
 
     def repack(self, config: Marlin, parts: Parts, matrix: Matrix, packed_for: Target, target: Target) -> Parts:
         """The layout is the same for all devices."""

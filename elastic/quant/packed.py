@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic.quant.formats import Matrix, Parts, Path, Target, format_of
-from elastic.quant.paths import Product, paths
+from elastic.quant.formats import Bound, Matrix, Parts, Path, Target, bind, format_of
+from elastic.quant.paths import Product, bucket_of, paths
 from elastic.weights import FORWARD_FUNCTIONS, Function, Source, Weight, on_values, register
 
 
@@ -32,6 +32,8 @@ class Packed:
     transposed: bool = False
     """The parameter is [inputs, outputs]."""
     experts: int | None = None
+    of_experts: bool = False
+    """It is one of them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,9 +43,16 @@ class Packed:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., inputs] times the matrix: [..., outputs], in the dtype of x."""
-        rows = x.reshape(-1, self.matrix.inputs).contiguous()
-        path = paths.path(self._kernels.product(x.dtype), rows.shape[0], self._kernels.paths)
-        return path(rows, self.parts).view(*x.shape[:-1], self.matrix.outputs)
+        rows = x.reshape(-1, self.matrix.inputs)
+        tokens = rows.shape[0]
+        bucket, version = bucket_of(tokens), paths.version
+        bound = self._bound.get((x.dtype, bucket, version))
+        if bound is None:
+            path = paths.path(self._kernels.product(x.dtype), tokens, self._kernels.paths)
+            if self.of_experts:  # seen once, for this product
+                return path(rows, self.parts).view(*x.shape[:-1], self.matrix.outputs)
+            bound = self._bound[x.dtype, bucket, version] = bind(path, self.parts)
+        return bound(rows).view(*x.shape[:-1], self.matrix.outputs)
 
     def value(self) -> torch.Tensor:
         """The parameter that the parts stand for, in its shape and dtype."""
@@ -54,7 +63,9 @@ class Packed:
 
     def expert(self, index: int) -> Packed:
         """One expert's."""
-        one = replace(self, parts={name: part[index] for name, part in self.parts.items()}, experts=None)
+        one = replace(
+            self, parts={name: part[index] for name, part in self.parts.items()}, experts=None, of_experts=True
+        )
         one.__dict__["_kernels"] = self._kernels  # they take the parts as an argument
         return one
 
@@ -77,6 +88,11 @@ class Packed:
     def product_of(self, dtype: torch.dtype) -> Product:
         """What stands for its products with activations of a dtype in the table of paths."""
         return self._kernels.product(dtype)
+
+    @cached_property
+    def _bound(self) -> dict[tuple[torch.dtype, int, int], Bound]:
+        """By dtype, bucket of tokens and version of the table: the path to take, for these parts."""
+        return {}
 
     @cached_property
     def _kernels(self) -> _Kernels:
@@ -136,7 +152,7 @@ class _ValueOf:
 
 def _linear(function: Function, args: Any, kwargs: Any) -> Any:
     """F.linear(x, weight, bias)."""
-    x, weight, bias = _bound(("input", "weight", "bias"), args, kwargs)
+    x, weight, bias = args if len(args) == 3 else _bound(("input", "weight", "bias"), args, kwargs)
     return _product(x, weight, bias) if _usable(x, weight, False) else on_values(function, args, kwargs)
 
 

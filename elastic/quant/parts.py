@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from elastic.errors import ConfigError
 from elastic.quant.codes import Codes
-from elastic.quant.formats import Matrix, Parts, Path
+from elastic.quant.formats import Bound, Matrix, Parts, Path
 
 Required = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Parts by name, with their shapes and dtypes."""
@@ -30,10 +31,8 @@ def read_extras(parts: Parts) -> dict[str, torch.Tensor | None]:
     return {"order": None if order is None else order.long(), "input_scale": parts.get("input_scale")}
 
 
-def demand(x: torch.Tensor, parts: Parts, inputs: int, required: Required) -> None:
-    """Refuse what a kernel might read beyond the end of. Raises `ConfigError`."""
-    if x.dim() != 2 or x.shape[1] != inputs:
-        raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {inputs}]")
+def demand(parts: Parts, required: Required) -> None:
+    """Refuse parts that a kernel might read beyond the end of. Raises `ConfigError`."""
     for name, (shape, dtype) in required.items():
         part = parts[name]
         if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
@@ -52,13 +51,28 @@ def on_columns(x: torch.Tensor, parts: Parts) -> torch.Tensor:
     return x.index_select(1, order)
 
 
-def checked(matrix: Matrix, required: Required, kernel: Path) -> Path:
+@dataclass(frozen=True)
+class Checked:
     """A path from a kernel that is given at least one token, the columns of `on_columns`, and parts as they must be."""
 
-    def path(x: torch.Tensor, parts: Parts) -> torch.Tensor:
-        demand(x, parts, matrix.inputs, required)
-        if not x.shape[0]:
-            return x.new_empty(0, matrix.outputs)
-        return kernel(on_columns(x.detach(), parts).contiguous(), parts).to(x.dtype)
+    matrix: Matrix
+    required: Required
+    kernel: Path
+    bind_kernel: Callable[[Parts], Bound] | None = None
+    """The kernel for parts that stay as they are, where that is faster."""
 
-    return path
+    def __call__(self, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+        demand(parts, self.required)
+        return self._product(x, parts, lambda columns: self.kernel(columns, parts))
+
+    def bind(self, parts: Parts) -> Bound:
+        demand(parts, self.required)
+        bound = self.bind_kernel(parts) if self.bind_kernel else lambda columns: self.kernel(columns, parts)
+        return lambda x: self._product(x, parts, bound)
+
+    def _product(self, x: torch.Tensor, parts: Parts, kernel: Bound) -> torch.Tensor:
+        if x.dim() != 2 or x.shape[1] != self.matrix.inputs:
+            raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {self.matrix.inputs}]")
+        if not x.shape[0]:
+            return x.new_empty(0, self.matrix.outputs)
+        return kernel(on_columns(x.detach(), parts).contiguous()).to(x.dtype)

@@ -56,7 +56,7 @@ class Product:
 
 def bucket_of(tokens: int) -> int:
     """The number of tokens that stands for this one."""
-    return BUCKETS[min(bisect_left(BUCKETS, tokens), len(BUCKETS) - 1)]
+    return _BUCKET_OF[tokens] if tokens < len(_BUCKET_OF) else BUCKETS[-1]
 
 
 def default(paths: Mapping[str, Path], bucket: int) -> str:
@@ -73,6 +73,8 @@ class PathTable:
         self._entries: dict[Product, dict[int, str]] = {}
         self._lock = threading.Lock()
         self._forced: str | None = None
+        self.version = 0
+        """Another number whenever `path` may answer otherwise."""
 
     def path(self, product: Product, tokens: int, paths: Mapping[str, Path]) -> Path:
         """The path to take, out of those of a format.
@@ -81,7 +83,7 @@ class PathTable:
         """
         name = self._forced
         if name is None:
-            bucket = _BUCKET_OF[tokens] if tokens < len(_BUCKET_OF) else BUCKETS[-1]
+            bucket = bucket_of(tokens)
             entry = self._entries.get(product)
             name = entry.get(bucket) if entry is not None else None
             if name is None:
@@ -102,6 +104,7 @@ class PathTable:
         with self._lock:
             old = self._entries.get(product, {})
             self._entries[product] = {**chosen, **old}
+            self.version += 1
         return {bucket: name for bucket, name in old.items() if chosen.get(bucket, name) != name}
 
     def merge(self, other: PathTable) -> list[Product]:
@@ -120,10 +123,12 @@ class PathTable:
         if name not in PATHS:
             raise ConfigError(f"path {name!r} does not exist; use one of: {', '.join(PATHS)}")
         before, self._forced = self._forced, name
+        self.version += 1
         try:
             yield
         finally:
             self._forced = before
+            self.version += 1
 
     def to_json(self) -> list[dict[str, Any]]:
         """For `json.dumps`."""
@@ -145,7 +150,7 @@ class PathTable:
 paths = PathTable()
 """The table of this process."""
 
-_BUCKET_OF = tuple(bucket_of(tokens) for tokens in range(BUCKETS[-1] + 1))
+_BUCKET_OF = tuple(BUCKETS[bisect_left(BUCKETS, tokens)] for tokens in range(BUCKETS[-1] + 1))
 
 
 def _to_json(product: Product, chosen: dict[int, str]) -> dict[str, Any]:
