@@ -11,6 +11,7 @@ are written, and the last line is one JSON document.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation_report import report
+from evaluation_run import CALIBRATION
 
 from elastic.assets import MODEL_DIR
 
@@ -71,6 +73,21 @@ class Evaluation:
         ]
         return main + extra
 
+    @functools.cache  # noqa: B019
+    def order(self) -> str:
+        """A profile (MorphServe, section 3.2) from text that no prompt is from; without such text, front to back."""
+        text, profile = HERE.parent / "training" / "heldout.txt", self.work / "profile.json"
+        if self.options.model != str(MODEL_DIR) or not text.is_file():
+            return "front_to_back"
+        if not profile.is_file():
+            calibration = self.work / "calibration.txt"
+            held_out = text.read_text(errors="replace")
+            calibration.write_text(held_out[: len(held_out) // CALIBRATION])
+            command = [sys.executable, "-m", "elastic.cli.main", "profile", self.options.model]
+            more = ["--calibration", str(calibration), "--variant", self.config["variant"], "--out", str(profile)]
+            subprocess.run([*command, *more], check=True, timeout=ONE_RUN_S, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return str(profile)
+
     def path(self, name: str) -> Path:
         return self.work / f"{name}.json"
 
@@ -90,6 +107,8 @@ class Evaluation:
             "model": self.options.model,
             "device": self.options.device,
             "traces": self.options.traces,
+            "order": self.order(),
+            "variant_cache": str(self.work / "variants"),
         }
         self.child("evaluation_run.py", name, spec | more)
         summary: dict[str, Any] = json.loads(self.path(name).read_text())["summary"]
@@ -148,6 +167,7 @@ class Evaluation:
             "requests": self.config["requests_for_quality"],
             "model": self.options.model,
             "device": self.options.device,
+            "variant_cache": str(self.work / "variants"),
             "budget_bytes": 2 << 30 if self.options.device == "cpu" else None,
         }
         self.child("evaluation_quality.py", "quality", spec)

@@ -42,7 +42,7 @@ def main() -> None:
     model, _ = load_model(spec["model"], device, option="model")
     page_bytes = spec["page_bytes"] if device.type == "cpu" else None
     place = Place(spec["device"], device, spec["budget_bytes"], page_bytes)
-    elastic.wrap(model.to(device), places=[place], variants=(spec["variant"],))
+    elastic.wrap(model.to(device), places=[place], variants=(spec["variant"],), variant_cache=spec["variant_cache"])
     replayer = Replayer(model)
     layers = model.elastic.status().layers
     found = {}

@@ -25,8 +25,10 @@ from elastic.cli.loading import load_model
 from elastic.config import SLO, Place, Policy
 from elastic.engines.continuous import ContinuousEngine
 
-SECONDS = ("cooldown_s", "dwell_s", "idle_s")
+SECONDS = ("tick_s", "cooldown_s", "dwell_s", "idle_s")
 """Of a policy: what is shortened when a trace is replayed faster."""
+CALIBRATION = 4
+"""The first of so many parts of the held-out text is for the order of the layers; prompts come from the others."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Spec:
     device: str
     traces: str
     unloaded: bool = False
+    order: str = "front_to_back"
+    """In which layers are swapped: a rule, or a profile's file."""
+    variant_cache: str | None = None
+    """Where packed layers are kept between runs, with the paths that were measured for them: all runs take the same."""
 
 
 def make_trace(spec: Spec) -> Trace:
@@ -85,7 +91,9 @@ def wrap(model: Any, spec: Spec) -> None:
     """
     never_moves = spec.system["policy"] == "manual"
     packs = bool(spec.system.get("all_layers")) or not never_moves
-    options: dict[str, Any] = {"variants": (spec.settings["variant"],)} if packs else {}
+    options: dict[str, Any] = {}
+    if packs:
+        options = {"variants": (spec.settings["variant"],), "variant_cache": spec.variant_cache, "order": spec.order}
     device = torch.device(spec.device)
     page_bytes = spec.settings["page_bytes"] if device.type == "cpu" else None
     elastic.wrap(model, places=[Place(f"{spec.device}#probe", device, 8 << 30, page_bytes)], **options)
@@ -113,7 +121,9 @@ def make_prompts(trace: Trace, model: Any, tokenizer: Any, seed: int) -> list[tu
     text = Path(__file__).parents[1] / "training" / "heldout.txt"
     if tokenizer is None or not text.is_file():
         return random_prompts(trace, model.config.vocab_size, seed=seed)
-    ids = tokenizer(text_of(text), add_special_tokens=False, verbose=False)["input_ids"]
+    passages = text_of(text)
+    passages = passages[len(passages) // CALIBRATION :]
+    ids = tokenizer(passages, add_special_tokens=False, verbose=False)["input_ids"]
     return text_prompts(trace, ids, seed=seed)
 
 
