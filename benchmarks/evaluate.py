@@ -14,22 +14,26 @@ import argparse
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import evaluation_quality
+import evaluation_run
 from evaluation_report import report
 from evaluation_run import CALIBRATION
 
 from elastic.assets import MODEL_DIR
 
 HERE = Path(__file__).parent
+PROCESSES = multiprocessing.get_context("forkserver")  # each from a server that has only imported what it needs
 ONE_RUN_S = 1800
 
 
@@ -110,19 +114,23 @@ class Evaluation:
             "order": self.order(),
             "variant_cache": str(self.work / "variants"),
         }
-        self.child("evaluation_run.py", name, spec | more)
+        self.child(evaluation_run.main, name, spec | more)
         summary: dict[str, Any] = json.loads(self.path(name).read_text())["summary"]
         return summary
 
-    def child(self, script: str, name: str, spec: dict[str, Any]) -> None:
-        """Run a script in a process of its own, unless its result is there."""
+    def child(self, work: Callable[[str, str], None], name: str, spec: dict[str, Any]) -> None:
+        """Do work in a process of its own, unless its result is there."""
         if self.path(name).is_file():
             return
         source = self.work / f"{name}.spec"
         source.write_text(json.dumps(spec))
         began = time.monotonic()
-        command = [sys.executable, str(HERE / script), str(source), str(self.path(name))]
-        subprocess.run(command, check=True, timeout=ONE_RUN_S, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = PROCESSES.Process(target=work, args=(str(source), str(self.path(name))))
+        process.start()
+        process.join(ONE_RUN_S)
+        if process.exitcode != 0:
+            process.kill()
+            raise RuntimeError(f"{name} ended with {process.exitcode}; its specification is {source}")
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
     # -- before the comparison
@@ -170,7 +178,7 @@ class Evaluation:
             "variant_cache": str(self.work / "variants"),
             "budget_bytes": 2 << 30 if self.options.device == "cpu" else None,
         }
-        self.child("evaluation_quality.py", "quality", spec)
+        self.child(evaluation_quality.main, "quality", spec)
         found: dict[str, Any] = json.loads(self.path("quality").read_text())
         return found
 
@@ -193,6 +201,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    PROCESSES.set_forkserver_preload(["evaluation_run", "evaluation_quality"])
     evaluation = Evaluation(options)
     began = time.monotonic()
     chosen = {name: evaluation.calibrate(name) for name in evaluation.config["workloads"]}

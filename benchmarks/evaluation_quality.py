@@ -35,8 +35,8 @@ def figures(quality: Quality, static: Quality) -> dict[str, Any]:
     return quality.summary() | {"share_of_static_loss": share_of_loss(quality, static)}
 
 
-def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
+def main(source: str, target: str) -> None:
+    spec = json.loads(Path(source).read_text())
     torch.set_num_threads(1)
     device = torch.device(spec["device"])
     model, _ = load_model(spec["model"], device, option="model")
@@ -52,8 +52,8 @@ def main() -> None:
         static = replayer.replay(packed, [(spec["variant"],) * layers])
         quality = replayer.replay(requests, forms)
         found[name] = {"run": figures(quality, static), "static_int4": figures(static, static)}
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    Path(target).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:3])

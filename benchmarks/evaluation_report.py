@@ -94,6 +94,9 @@ def document(
         lines += [_markdown(row) for row in rows]
         lines += ["", *(_sentence(system, r) for system, r in ratios_[condition.name].items()), ""]
         lines += [f"![{condition.name}](evaluation/{condition.name}.png)", ""]
+    reading = Path(__file__).with_name("evaluation_reading.md")
+    if reading.is_file():
+        lines += [reading.read_text().rstrip(), ""]
     return "\n".join(lines)
 
 

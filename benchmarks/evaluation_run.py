@@ -154,13 +154,12 @@ def run(spec: Spec) -> dict[str, Any]:
     return {"summary": done.summary(detailed=True), "requests": requests}
 
 
-def main() -> None:
-    source, target = map(Path, sys.argv[1:3])
-    found = run(Spec(**json.loads(source.read_text())))
-    partial = target.with_suffix(".part")
+def main(source: str, target: str) -> None:
+    found = run(Spec(**json.loads(Path(source).read_text())))
+    partial = Path(target).with_suffix(".part")
     partial.write_text(json.dumps(found))
     partial.rename(target)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:3])
