@@ -9,6 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MACHINE ?= cpu-2core
 TRACES ?= traces
+SHAPE ?= 100m
+DEVICE ?= cpu
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .PHONY: demo test long bench evaluate evaluate-full clean
@@ -32,7 +34,10 @@ evaluate: $(VENV)/installed
 	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE)
 
 evaluate-full: $(VENV)/installed
-	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE) --full
+	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE)-full --full
+	$(BIN)/python benchmarks/random_model.py --shape $(SHAPE) --out build/models/$(SHAPE)
+	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE)-$(SHAPE) --full \
+		--model build/models/$(SHAPE) --device $(DEVICE)
 
 $(VENV)/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

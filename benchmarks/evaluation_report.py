@@ -38,14 +38,15 @@ def report(found: dict[str, Any], summaries: Summaries, conditions: Sequence[Any
     results = found | {"runs": {name: [compact(s) for s in each] for name, each in summaries.items()}}
     results["ratios"] = {c.name: ratios(summaries, c) for c in conditions}
     (root / "benchmarks" / "results" / f"evaluation-{machine}.json").write_text(json.dumps(results, indent=1) + "\n")
-    pictures = root / "docs" / "evaluation"
+    name = f"evaluation-{machine}" if found["full"] else "evaluation"
+    pictures = root / "docs" / name
     pictures.mkdir(parents=True, exist_ok=True)
     for condition in conditions:
         first = [Result(s, summaries[f"{condition.name}/{s}"][0]) for s in condition.systems]
         draw(first, pictures / f"{condition.name}.png")
         print(f"\n{condition.name}")
         table(*_rows(summaries, found["quality"], condition))
-    (root / "docs" / "evaluation.md").write_text(document(found, summaries, conditions, results["ratios"], machine))
+    (root / "docs" / f"{name}.md").write_text(document(found, summaries, conditions, results["ratios"], machine, name))
     finish("evaluation", found["device"], {key: results[key] for key in ("calibration", "ratios", "quality", "took_s")})
 
 
@@ -71,7 +72,12 @@ def ratios(summaries: Summaries, condition: Any) -> dict[str, dict[str, Any]]:
 
 
 def document(
-    found: dict[str, Any], summaries: Summaries, conditions: Sequence[Any], ratios_: dict[str, Any], machine: str
+    found: dict[str, Any],
+    summaries: Summaries,
+    conditions: Sequence[Any],
+    ratios_: dict[str, Any],
+    machine: str,
+    name: str,
 ) -> str:
     """docs/evaluation.md."""
     command = "make evaluate-full" if found["full"] else "make evaluate"
@@ -93,7 +99,7 @@ def document(
         lines += [f"## {condition.name}", "", _markdown(header), _markdown(["---"] * len(header))]
         lines += [_markdown(row) for row in rows]
         lines += ["", *(_sentence(system, r) for system, r in ratios_[condition.name].items()), ""]
-        lines += [f"![{condition.name}](evaluation/{condition.name}.png)", ""]
+        lines += [f"![{condition.name}]({name}/{condition.name}.png)", ""]
     reading = Path(__file__).with_name("evaluation_reading.md")
     if reading.is_file():
         lines += [reading.read_text().rstrip(), ""]

@@ -34,6 +34,8 @@ from elastic.types import (
 from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
+    from elastic.engines.continuous import ContinuousEngine
+    from elastic.engines.engine import Engine, Output, Request, Sampling
     from elastic.kvcache.cache import ElasticCache
     from elastic.profiling import profile
     from elastic.quant.codes import Integers
@@ -47,13 +49,16 @@ __all__ = [
     "CapacityError",
     "Change",
     "ConfigError",
+    "ContinuousEngine",
     "ElasticCache",
     "ElasticError",
+    "Engine",
     "Event",
     "HostStatus",
     "Integers",
     "IntegrityError",
     "KVStatus",
+    "Output",
     "Overloaded",
     "Place",
     "PlaceStatus",
@@ -61,12 +66,14 @@ __all__ = [
     "Policy",
     "Profile",
     "Release",
+    "Request",
     "Residency",
     "Resize",
     "ResizeKV",
     "Restore",
     "Runtime",
     "SLO",
+    "Sampling",
     "StateError",
     "Status",
     "Swap",
@@ -79,6 +86,8 @@ __all__ = [
 
 
 _LATER = {
+    "ContinuousEngine": "elastic.engines.continuous",
+    **dict.fromkeys(("Engine", "Output", "Request", "Sampling"), "elastic.engines.engine"),
     "ElasticCache": "elastic.kvcache.cache",  # needs transformers, which `import elastic` does not
     "Integers": "elastic.quant.codes",
     "Profile": "elastic.quant.profile_file",

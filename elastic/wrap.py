@@ -123,7 +123,8 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
         layers = make_layers(decoder, slots, homes, wanted.files)
         _pack(model, layers, wanted.variants, wanted.variant_cache)
         reserves = _reserves(layers, memory_stack)
-        weights = _weights(layers, homes, memory_stack, model_stack)
+        # a policy swaps layers: memory for streaming released ones is taken from the cache if one is ever released
+        weights = _weights(layers, homes, 1 if wanted.make_policy is None else 0, memory_stack, model_stack)
         memory = _kv_memory(decoder, pools, wanted.layouts, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
@@ -238,6 +239,7 @@ def _reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve
 def _weights(
     layers: list[LayerWeights],
     homes: Mapping[torch.device, PagePool],
+    least_stages: int,
     memory_stack: ExitStack,
     model_stack: ExitStack,
 ) -> ModelWeights:
@@ -251,7 +253,9 @@ def _weights(
         streamer = Streamer(pool, [layer for layer in here if layer.slots], copier)
         memory_stack.callback(streamer.close)
         streamers[pool.name] = streamer
-        stages, elsewhere = choose_absent([w for w in here if w.slots], pool.free_pages, streamer.stage_pages)
+        streamer.least = least_stages
+        own = [w for w in here if w.slots]
+        stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
         streamer.resize(stages)
         absent += elsewhere
     for layer in layers:

@@ -133,6 +133,23 @@ def test_an_action_that_cannot_be_done_is_a_fault_and_the_model_serves_on(wrappe
     model(**prompt(1))
 
 
+def test_memory_for_streaming_is_the_caches_until_a_layer_is_released(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    options: dict[str, Any] = {"variants": ["int8"], "policy": "balanced", "controller": False}
+    expected = model.generate(**prompt(2), max_new_tokens=5, do_sample=False)
+    rt = wrapped(model, tight(model, 40, **options), **options).elastic
+    before = rt.kv.maximum_bytes
+    assert "staging" in rt.status().places[0].owners, "the reserve for swaps"
+    released = rt.release([0]).released_bytes
+    assert rt.kv.maximum_bytes == before + released
+    assert torch.equal(model.generate(**prompt(2), max_new_tokens=5, do_sample=False), expected)
+    rt.release([1, 2])
+    rt.restore()
+    assert rt.kv.maximum_bytes == before
+    rt.kv.resize(0)
+    assert rt.kv.maximum_bytes == before
+
+
 def test_manual_has_no_controller(wrapped: Any) -> None:
     threads = threading.active_count()
     rt = wrapped(build("llama-gqa"), slo=SLO(ttft_s=1)).elastic

@@ -19,6 +19,7 @@ from elastic.engines.fitness import require_servable
 from elastic.engines.sampling import choose
 from elastic.engines.support import require_supported
 from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
+from elastic.hooks.install import Hook
 from elastic.kvcache.pool import KVPool
 from elastic.runtime import Runtime, runtime
 
@@ -101,7 +102,7 @@ class ContinuousEngine:
             )
             stack.callback(self._cache.close)
             self._manager = ElasticManager(model, self._cache, self, self._deliver, self._choose, max_requests)
-            stack.callback(model.register_forward_pre_hook(self._note_form).remove)
+            stack.callback(model.register_forward_pre_hook(_NoteForm(self)).remove)
             self._kv.pool.listeners.append(self._manager.wake)
             stack.callback(self._kv.pool.listeners.remove, self._manager.wake)
             self._stack = stack.pop_all()
@@ -157,6 +158,8 @@ class ContinuousEngine:
             self._forget(request.id, "failed")
             self._cache.free_blocks(request.id)
             raise StateError("the engine has stopped")
+        if not self._manager.is_running():  # it ended meanwhile, and has not seen this one
+            self.cancelled(request.id)
 
     def cancel(self, request: str) -> None:
         """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
@@ -176,6 +179,13 @@ class ContinuousEngine:
         if was != "stopped":
             self._stack.close()
 
+    def __enter__(self) -> ContinuousEngine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     # -- what its thread tells
 
     def scheduled(self, request: str) -> None:
@@ -191,7 +201,7 @@ class ContinuousEngine:
     def cancelled(self, request: str) -> None:
         live = self._forget(request, "cancelled")
         if live is not None:
-            self._tell(live, Output(request, (), "cancelled", weights=self._form))
+            self._tell(live, Output(request, (), "cancelled", at_s=time.perf_counter(), weights=self._form))
 
     def _deliver(self, output: GenerationOutput) -> None:
         """New tokens of a request, or its end."""
@@ -223,8 +233,8 @@ class ContinuousEngine:
         rules = [x.request.sampling if x else GREEDY for x in live]
         return choose(logits, rules, [x.generator if x else None for x in live])
 
-    def _note_form(self, module: torch.nn.Module, args: Any) -> None:
-        """A forward hook, behind the gate: no layer changes until this pass has ended."""
+    def note_form(self) -> None:
+        """A forward pass has passed the gate: no layer changes until it has ended."""
         if threading.current_thread() is self._manager.thread:
             form = self.runtime.form()
             self._form = self._forms.setdefault(form, len(self._forms))
@@ -250,7 +260,7 @@ class ContinuousEngine:
     def _require_place_in_queue(self) -> None:
         if self._max_queue is None:
             return
-        waiting = sum(live.scheduled_s is None for live in self._live.values())
+        waiting = sum(live.scheduled_s is None for live in list(self._live.values()))
         if waiting >= self._max_queue:
             wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
             raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
@@ -266,6 +276,16 @@ class ContinuousEngine:
             live.listener(output)
         except Exception:  # a listener's fault is not its engine's: the others are served on
             logger.exception("the listener of request %s failed", output.request)
+
+
+class _NoteForm(Hook):
+    """A pre-hook of the model, behind those of `wrap`."""
+
+    def __init__(self, engine: ContinuousEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        self._engine.note_form()
 
 
 def _one_pool(model: Any) -> KVPool:
@@ -285,7 +305,8 @@ def _window(config: Any) -> int | None:
 def _stop_all() -> None:
     """At exit: a thread that is in torch when the interpreter ends would abort it."""
     for engine in list(_engines):
-        engine.stop(drain=False, timeout_s=10)
+        if not engine.runtime.in_forked_child:
+            engine.stop(drain=False, timeout_s=10)
 
 
 atexit.register(_stop_all)

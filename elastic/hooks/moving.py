@@ -82,14 +82,18 @@ def _as_it_lies(name: str, parameter: torch.Tensor) -> ParameterLayout:
     return ParameterLayout.like(parameter)
 
 
-def choose_absent(layers: Sequence[LayerWeights], free_pages: int, stage_pages: int) -> tuple[int, list[LayerWeights]]:
+def choose_absent(
+    layers: Sequence[LayerWeights], free_pages: int, stage_pages: int, *, least_stages: int = 1
+) -> tuple[int, list[LayerWeights]]:
     """The stages for a place with `free_pages`, and the layers that find no room there, evenly spread.
+
+    `least_stages`: where all layers find room.
 
     Raises `CapacityError` if not even one layer at a time fits.
     """
     needed = sum(layer.pages for layer in layers)
     if needed + stage_pages <= free_pages:
-        return min(1, len(layers)), []
+        return min(least_stages, len(layers)), []
     if needed <= free_pages:
         return 0, []
     for count in range(1, len(layers) + 1):

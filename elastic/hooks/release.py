@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.hooks.actions import Flip, Lender, Prepared, Waiting, by_place, resize_stages, retire
 from elastic.hooks.layer import LayerWeights
-from elastic.hooks.streaming import MOST_STAGES
+from elastic.hooks.streaming import MOST_STAGES, Streamer
 from elastic.hooks.weights import ModelWeights
 from elastic.types import Change, PlanStep, Release
+
+
+@dataclass
+class PreparedRelease(Prepared):
+    """A release that was checked; `claimed` are the pages that a first stage took from the KV cache, by place."""
+
+    claimed: dict[str, int] = field(default_factory=dict)
 
 
 class ReleaseMechanism:
@@ -24,30 +34,36 @@ class ReleaseMechanism:
         pages = sum(layer.held_pages for layer in layers) - self._stage_pages(layers)
         return PlanStep(action, "applied", sum(layer.nbytes for layer in layers), pages, 0, 0.0)
 
-    def prepare(self, action: Release) -> Prepared:
+    def prepare(self, action: Release) -> PreparedRelease:
         """Have the weights in the host store."""
-        prepared = Prepared(action)
-        for layer in self._check(action):
-            version = layer.version()
-            prepared.moved_bytes += layer.keep()
-            prepared.flips.append(Flip(layer, layer.full, layer.absent_contents(), version))
+        layers = self._check(action)
+        prepared = PreparedRelease(action, claimed=self._have_stages(layers))
+        try:
+            for layer in layers:
+                version = layer.version()
+                prepared.moved_bytes += layer.keep()
+                prepared.flips.append(Flip(layer, layer.full, layer.absent_contents(), version))
+        except BaseException:
+            self._give_stages_back(layers)
+            raise
         return prepared
 
-    def commit(self, prepared: Prepared) -> None:
+    def commit(self, prepared: PreparedRelease) -> None:
         """Flip the layers to the host store."""
         prepared.require_unwritten()
         prepared.committed = True
         for flip in prepared.flips:
             flip.layer.hide(flip.contents)
 
-    def rollback(self, prepared: Prepared) -> None:
+    def rollback(self, prepared: PreparedRelease) -> None:
         """Flip back. The block still has everything."""
         if prepared.committed:
             for flip in prepared.flips:
                 flip.undo()
+        self._give_stages_back(prepared.layers)
         prepared.let_go()
 
-    def finish(self, prepared: Prepared) -> Change:
+    def finish(self, prepared: PreparedRelease) -> Change:
         """Retire the blocks: their pages are KV capacity, but for what stages need and what tensors outside show."""
         prepared.let_go()
         released = retained = 0
@@ -57,7 +73,7 @@ class ReleaseMechanism:
             pages = sum(freed) + resize_stages(self._weights, place)
             self._lender.lend(place, pages)
             pool = layers[0].pool
-            released += pages * pool.page_bytes
+            released += (pages - prepared.claimed.get(place, 0)) * pool.page_bytes
             held = sum(flip.layer.pages_in(flip.form_before) for flip in flips)
             retained += (held - sum(freed)) * pool.page_bytes
             pool.tell()
@@ -74,17 +90,32 @@ class ReleaseMechanism:
         for layer in layers:
             if not layer.slots:
                 raise ConfigError(f"{layer.name} has no weights of its own: others use them too")
-            if not self._weights.streamer(layer).stages:
-                pool = layer.pool
-                raise CapacityError(
-                    f"place {pool.name} has no room for the stage that released layers are called in; give it a larger "
-                    "budget",
-                    requested_bytes=self._weights.streamer(layer).stage_bytes,
-                    free_bytes=pool.free_pages * pool.page_bytes,
-                    total_bytes=pool.budget_pages * pool.page_bytes,
-                )
+            streamer = self._weights.streamer(layer)
+            if not streamer.stages and not self._lender.could_claim(layer.pool.name, streamer.stage_pages):
+                raise _no_stage(streamer)
             require_no_gradients(layer)
         return [layer for layer in layers if not layer.absent]
+
+    def _have_stages(self, layers: list[LayerWeights]) -> dict[str, int]:
+        """See to it that there is a stage; the KV cache gives the pages if there was none. Returns these, by place."""
+        claimed: dict[str, int] = {}
+        for place in by_place(layers):
+            streamer = self._weights.streamers[place]
+            if streamer.stages:
+                continue
+            if not self._lender.claim(place, streamer.stage_pages):
+                raise _no_stage(streamer)
+            try:
+                streamer.resize(1)
+            except BaseException:
+                self._lender.lend(place, streamer.stage_pages)
+                raise
+            claimed[place] = streamer.stage_pages
+        return claimed
+
+    def _give_stages_back(self, layers: Sequence[LayerWeights]) -> None:
+        for place in by_place(layers):
+            self._lender.lend(place, resize_stages(self._weights, place))
 
     def _stage_pages(self, layers: list[LayerWeights]) -> int:
         """Pages that further stages would take if these layers were absent too."""
@@ -94,6 +125,16 @@ class ReleaseMechanism:
             absent = sum(w.absent or w in layers for w in self._weights.layers if w.pool.name == place)
             pages += max(0, min(MOST_STAGES, absent) - streamer.stages) * streamer.stage_pages
         return pages
+
+
+def _no_stage(streamer: Streamer) -> CapacityError:
+    pool = streamer.pool
+    return CapacityError(
+        f"place {pool.name} has no room for the stage that released layers are called in; give it a larger budget",
+        requested_bytes=streamer.stage_bytes,
+        free_bytes=pool.free_pages * pool.page_bytes,
+        total_bytes=pool.budget_pages * pool.page_bytes,
+    )
 
 
 def require_no_gradients(layer: LayerWeights) -> None:

@@ -60,6 +60,8 @@ class Streamer:
         self._count = 1 + max((layer.index for layer in layers), default=0)
         self._stages: list[Stage] = []
         self._wanted = 0
+        self.least = 1
+        """Stages that are kept while no layer is absent, so that there is one when a layer is released."""
         self._changed = threading.Condition()
         self._mine = threading.local()  # .stages: what this thread is in, outermost first
         for layer in layers:

@@ -130,7 +130,8 @@ class MoveMechanism:
 
     def _require_room(self, place: str, layers: list[LayerWeights], forms: list[Form]) -> None:
         arriving = [layer.pages_in(form) for layer, form in zip(layers, forms, strict=True)]
-        saved = self._stages_after(place, [layer for layer in layers if layer.absent])[1]
+        returning = [layer for layer in layers if layer.absent]
+        saved = self._stages_after(place, returning, least=self._weights.streamers[place].least)[1]
         growth = sum(arriving) - sum(layer.held_pages for layer in layers) - saved
         room, pool = self._lender.room(place), layers[0].pool
         if growth > room:
@@ -142,11 +143,11 @@ class MoveMechanism:
                 total_bytes=pool.budget_pages * pool.page_bytes,
             )
 
-    def _stages_after(self, place: str, returning: list[LayerWeights]) -> tuple[int, int]:
+    def _stages_after(self, place: str, returning: list[LayerWeights], least: int) -> tuple[int, int]:
         """How many stages the place needs when these layers are back, and how many pages that saves."""
         streamer = self._weights.streamers[place]
         staying = sum(w.absent for w in self._weights.layers if w.pool.name == place) - len(returning)
-        count = min(streamer.stages, max(1, staying))
+        count = min(streamer.stages, max(least, staying))
         return count, (streamer.stages - count) * streamer.stage_pages
 
     def _prepare_one(self, layer: LayerWeights, prepared: PreparedMove) -> None:
@@ -219,7 +220,8 @@ class MoveMechanism:
         """Layers that return need fewer stages, and may need their pages; returns the bytes."""
         lent = 0
         for place, layers in by_place(returning).items():
-            spare = self._weights.streamers[place].resize(self._stages_after(place, layers)[0])
+            count, _ = self._stages_after(place, layers, least=1)  # one is used until the layers are back
+            spare = self._weights.streamers[place].resize(count)
             self._lender.lend(place, spare)
             lent += spare * layers[0].pool.page_bytes
         return lent

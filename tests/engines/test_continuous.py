@@ -64,6 +64,20 @@ def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, e
         assert got == tokens or same_unless_close(model, request.prompt, got)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_requests_get_the_tokens_that_they_get_alone_on_a_gpu(name: str, engines: Any) -> None:
+    model = architectures.build(name, device="cuda:0")
+    asked = prompts([1, 9, 40, 130], architectures.VOCAB)
+    requests = [Request(p, 20) for p in asked]
+    engine = engines(model, elastic.Place("cuda:0", torch.device("cuda:0"), 1 << 30))
+    heard = serve(engine, requests)
+    engine.stop()
+    for request in requests:
+        assert len(heard.tokens[request.id]) == 20
+        assert same_unless_close(model, request.prompt, heard.tokens[request.id], close=1e-2)
+
+
 def test_a_common_beginning_is_computed_once_and_changes_nothing(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     common = prompts([64], architectures.VOCAB)[0]
