@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,15 +160,21 @@ def test_requests_that_make_no_sense_are_refused_in_words(prompt: Any, tokens: i
 
 def test_the_queue_is_bounded_if_asked(engines: Any) -> None:
     model = architectures.build("llama-gqa")
-    engine = engines(model, start=False, max_queue=2)
-    engine._state = "serving"  # nobody takes from the queue
-    for _ in range(2):
-        engine.submit(Request((3, 4), 4), Collector())
+    go_on = threading.Event()
+    engine = engines(model, max_queue=2, max_requests=1)
+    model.register_forward_pre_hook(lambda module, args: go_on.wait(60) and None)
+    heard, requests = Collector(), [Request((3, 4), 4) for _ in range(3)]
+    engine.submit(requests[0], heard)
+    while engine.counters.read().waiting:
+        time.sleep(0.001)
+    for request in requests[1:]:
+        engine.submit(request, heard)
     with pytest.raises(Overloaded) as refused:
-        engine.submit(Request((3, 4), 4), Collector())
+        engine.submit(Request((3, 4), 4), heard)
     assert refused.value.retry_after_s >= 1
     assert engine.counters.read().rejected == 1
-    engine._state = "new"
+    go_on.set()
+    heard.wait([request.id for request in requests])
 
 
 def test_requests_are_cancelled_wherever_they_are(engines: Any) -> None:
