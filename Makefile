@@ -22,7 +22,7 @@ test: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2
 
 long: $(VENV)/installed
 	$(BIN)/pytest -q -m long
