@@ -185,7 +185,8 @@ class Machine(RuleBasedStateMachine):
         try:
             result = self.rt.kv.resize(size, wait=True) if wait else self.rt.kv.resize(size, wait=False).result()[0]
         except elastic.CapacityError:
-            assert self.fault_pending, "a resize failed with no fault"
+            returned = size > self.rt.kv.maximum_bytes  # a layer that waited has taken pages meanwhile
+            assert self.fault_pending or returned, "a resize failed with no fault"
             self.settle_fault()
             return
         done["resizes"] += 1
@@ -301,7 +302,11 @@ class Machine(RuleBasedStateMachine):
     @told
     def grow_back(self) -> None:
         self.settle_fault()
-        assert self.rt.kv.resize(self.rt.kv.maximum_bytes).status == "applied"
+        maximum = self.rt.kv.maximum_bytes
+        try:
+            assert self.rt.kv.resize(maximum).status == "applied"
+        except elastic.CapacityError:  # a layer that waited has taken pages meanwhile
+            assert self.rt.kv.maximum_bytes < maximum
 
     @rule(revision=st.integers(0, 3))
     def stale(self, revision: int) -> None:
