@@ -135,7 +135,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         """One forward pass. An error fails the requests in it; the stock one fails all, and ends the loop."""
         try:
             super()._generation_step()
-        except Exception as error:
+        except Exception as error:  # whatever the model raises ends its batch: each request is told, the others go on
             logger.exception("a forward pass of continuous batching failed; the requests in it end")
             self._fail_batch(error)
 
