@@ -19,9 +19,10 @@ from children import in_child, wait_for_the_janitor
 from helpers import tight
 
 import elastic
-from elastic import SLO, ConfigError, Policy, Restore, StateError, Swap
+from elastic import SLO, CapacityError, ConfigError, Policy, Restore, StateError, Swap
 from elastic.controller.growth import require_agreement
 from elastic.controller.plan import Plan
+from elastic.hooks.layer import LayerWeights
 
 EAGER = Policy(
     pressure_ticks=1, recovery_ticks=1, cooldown_s=0.0, dwell_s=0.0, ema_alpha=1.0, idle_s=0.001, tick_s=0.005
@@ -148,6 +149,30 @@ def test_memory_for_streaming_is_the_caches_until_a_layer_is_released(wrapped: A
     assert rt.kv.maximum_bytes == before
     rt.kv.resize(0)
     assert rt.kv.maximum_bytes == before
+
+
+def test_a_release_that_fails_gives_the_stage_back_to_the_cache(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama-gqa")
+    options: dict[str, Any] = {"variants": ["int8"], "policy": "balanced", "controller": False}
+    rt = wrapped(model, tight(model, 40, **options), **options).elastic
+    before, owners = rt.kv.maximum_bytes, rt.status().places[0].owners
+
+    def fail(*_: Any) -> Any:
+        raise CapacityError("no host memory", requested_bytes=1, free_bytes=0, total_bytes=0)
+
+    for method in ("keep", "hide"):  # while it prepares, and in its commit
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerWeights, method, fail)
+            with pytest.raises(CapacityError, match="no host memory"):
+                rt.release([1])
+        rt.check()
+        assert rt.kv.maximum_bytes == before
+        assert rt.status().places[0].owners == owners
+    cache = model(torch.ones(1, 300, dtype=torch.long)).past_key_values
+    with pytest.raises(CapacityError, match="no room for the stage"):
+        rt.release([1])
+    del cache
+    assert rt.release([1]).status == "applied"
 
 
 def test_manual_has_no_controller(wrapped: Any) -> None:
@@ -295,6 +320,7 @@ def test_unwrap_while_it_ticks_and_acts() -> None:
                 action = elastic.Restore((0,)) if snapshot.layers[0] != "float32" else elastic.Swap((0,), "int4")
                 return Plan(() if snapshot.busy else (action,), "restless")
         from elastic.controller.plan import Plan
+from elastic.hooks.layer import LayerWeights
         for i in range(8):
             model = wrapped(policy=Restless())
             rt = model.elastic

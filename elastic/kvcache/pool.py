@@ -207,6 +207,7 @@ class KVPool:
     def excess(self, pages: int) -> int:
         """By how many pages live caches exceed what they may hold without `pages`."""
         with self.lock:
+            self._act_on_notes()
             return max(0, self._held.used + self._held.promised + pages - self.limits.maximum)
 
     def reclaim(self, pages: int) -> int:
