@@ -320,7 +320,6 @@ def test_unwrap_while_it_ticks_and_acts() -> None:
                 action = elastic.Restore((0,)) if snapshot.layers[0] != "float32" else elastic.Swap((0,), "int4")
                 return Plan(() if snapshot.busy else (action,), "restless")
         from elastic.controller.plan import Plan
-from elastic.hooks.layer import LayerWeights
         for i in range(8):
             model = wrapped(policy=Restless())
             rt = model.elastic
