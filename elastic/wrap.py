@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,24 @@ from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
 from elastic.hooks.layer import LayerWeights
-from elastic.hooks.moving import choose_absent, give_back, held_outside, layer_slots, make_layers, move_in, move_out
+from elastic.hooks.migrate import MigrateMechanism
+from elastic.hooks.moving import (
+    choose_absent,
+    give_back,
+    held_outside,
+    layer_slots,
+    make_layers,
+    move_in,
+    move_out,
+    spread,
+)
 from elastic.hooks.release import ReleaseMechanism
 from elastic.hooks.reserve import Reserve, ReservingLender
 from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder
 from elastic.hooks.swap import MoveMechanism
+from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.kvcache.layout import Layout, choose_layout
@@ -38,9 +49,9 @@ from elastic.memory.copying import Pace, make_copier
 from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
-from elastic.options import Options, check_model, choose_places, device_of, parse_rate, parse_variants
+from elastic.options import Options, check_model, check_placement, choose_places, device_of, parse_rate, parse_variants
 from elastic.runtime import Runtime, runtime
-from elastic.types import Release, ResizeKV, Restore, Swap
+from elastic.types import Migrate, Release, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
@@ -60,6 +71,7 @@ def wrap(
     order: str | Path | Profile = "front_to_back",
     controller: bool = True,
     places: Sequence[str | Place] | None = None,
+    placement: str = "as_loaded",
     variants: Sequence[str | Variant] = (),
     variant_cache: str | Path | None = None,
     copy_rate: int | str | None = None,
@@ -72,7 +84,9 @@ def wrap(
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
     may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
     free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
-    are kept in host memory and streamed when they are called.
+    are kept in host memory and streamed when they are called. Several places may share a device. With `placement`
+    "as_loaded" a layer begins at the first place of the device that it is on; with "auto" the layers are spread over
+    all places in their order, as many on each as leave room for a KV cache there.
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
     (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
@@ -99,6 +113,7 @@ def wrap(
     wanted = Options(
         decoder=decoder,
         places=chosen,
+        placement=check_placement(placement),
         layouts={place.device: choose_layout(kv_layout, place.device) for place in chosen},
         files=Checkpoint(checkpoint) if checkpoint is not None else None,
         variants=parsed,
@@ -119,16 +134,17 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
         pools = _open_places(model, decoder, wanted.places, slots, memory_stack)
-        homes = {pool.backend.device: pool for pool in reversed(pools)}
-        layers = make_layers(decoder, slots, homes, wanted.files)
+        layers = make_layers(decoder, slots, _homes(decoder, slots, pools, wanted.placement), wanted.files)
         _pack(model, layers, wanted.variants, wanted.variant_cache)
         reserves = _reserves(layers, memory_stack)
         # a policy swaps layers: memory for streaming released ones is taken from the cache if one is ever released
-        weights = _weights(layers, homes, 1 if wanted.make_policy is None else 0, memory_stack, model_stack)
-        memory = _kv_memory(decoder, pools, wanted.layouts, memory_stack)
+        least_stages = 1 if wanted.make_policy is None else 0
+        weights = _weights(layers, pools, least_stages, memory_stack, model_stack)
+        memory = _kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, wanted.pace))
+        mechanisms = _mechanisms(memory, weights, pools, lender, wanted.pace, memory_stack)
+        run = Runtime(gate, partial(KV, memory), weights, pools, mechanisms)
         _connect(run, memory, weights, lender, pools, memory_stack)
         set_up_control(run, memory, weights, pools, wanted.make_policy, wanted.slo, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
@@ -190,15 +206,24 @@ def _open_places(
         for slot in here.values():
             paged[str(slot.parameter.device)] += slot.parameter.nbytes
     pools = []
-    for place in chosen:
-        held = outside.get(str(place.device), Counter())
-        pool = open_place(place, resident_bytes=held.total() + paged[str(place.device)])
+    for number, place in enumerate(chosen):
+        home = all(place.device != earlier.device for earlier in chosen[:number])
+        held = outside.get(str(place.device), Counter()) if home else Counter()
+        pool = open_place(place, resident_bytes=held.total() + (paged[str(place.device)] if home else 0))
         stack.callback(close_place, pool)
         for owner, nbytes in held.items():
             pool.charge(owner, nbytes)
             stack.callback(pool.discharge, owner, nbytes)
         pools.append(pool)
     return pools
+
+
+def _homes(decoder: Decoder, slots: list[dict[str, Slot]], pools: list[PagePool], placement: str) -> Sequence[PagePool]:
+    """The place of each layer."""
+    if placement == "auto":
+        return spread([sum(slot.parameter.nbytes for slot in here.values()) for here in slots], pools)
+    first = {pool.backend.device: pool for pool in reversed(pools)}
+    return [first[device_of(layer)] for layer in decoder.layers]
 
 
 def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
@@ -238,45 +263,71 @@ def _reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve
 
 def _weights(
     layers: list[LayerWeights],
-    homes: Mapping[torch.device, PagePool],
+    pools: Sequence[PagePool],
     least_stages: int,
     memory_stack: ExitStack,
     model_stack: ExitStack,
 ) -> ModelWeights:
     """Move the layers' weights into pages, one layer after another."""
-    streamers: dict[str, Streamer] = {}
+    streamers = {pool.name: _streamer(pool, layers, memory_stack) for pool in pools}
+    weights = ModelWeights(layers, streamers)
     absent: list[LayerWeights] = []
-    for pool in homes.values():
-        here = [layer for layer in layers if layer.pool is pool]
-        copier = make_copier(pool.backend.device)
-        memory_stack.callback(copier.close)
-        streamer = Streamer(pool, [layer for layer in here if layer.slots], copier)
-        memory_stack.callback(streamer.close)
-        streamers[pool.name] = streamer
-        streamer.least = least_stages
-        own = [w for w in here if w.slots]
-        stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
-        streamer.resize(stages)
-        absent += elsewhere
+    for pool in pools:
+        own = [layer for layer in layers if layer.pool is pool and layer.slots]
+        if own:
+            streamer = streamers[pool.name]
+            streamer.least = least_stages
+            stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
+            streamer.resize(stages)
+            absent += elsewhere
     for layer in layers:
-        memory_stack.callback(give_back, layer)
-        model_stack.callback(move_out, layer)
+        memory_stack.callback(_for_units, give_back, weights, layer.index)
+        model_stack.callback(_for_units, move_out, weights, layer.index)
         move_in(layer, absent=layer in absent)
         if layer.variants:
             layer.keep()
-    return ModelWeights(layers, streamers)
+    weights.at_home = tuple(layer.index for layer in layers if not layer.absent)
+    return weights
 
 
-def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: ReservingLender, pace: Pace) -> dict[type, Mechanism]:
+def _streamer(pool: PagePool, layers: list[LayerWeights], stack: ExitStack) -> Streamer:
+    """The stages of a place: none so far."""
+    copier = make_copier(pool.backend.device)
+    stack.callback(copier.close)
+    largest = max(layer.nbytes for layer in layers)
+    streamer = Streamer(pool, copier, largest, layers)
+    streamer.least = 0
+    stack.callback(streamer.close)
+    return streamer
+
+
+def _for_units(do: Callable[[LayerWeights], None], weights: ModelWeights, layer: int) -> None:
+    for unit in weights.units(layer):
+        do(unit)
+
+
+def _mechanisms(
+    memory: KVMemory,
+    weights: ModelWeights,
+    pools: list[PagePool],
+    lender: ReservingLender,
+    pace: Pace,
+    stack: ExitStack,
+) -> dict[type, Mechanism]:
     from elastic.kvcache.resize import ResizeMechanism
 
     waiting = Waiting(lender)
     moves = MoveMechanism(weights, lender, waiting, pace)
+    routes = Routes(weights)
+    routes.lay()
+    migrations = MigrateMechanism(weights, routes, pools, lender, waiting, pace)
+    stack.callback(migrations.close)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
         Swap: moves,
         Restore: moves,
+        Migrate: migrations,
     }
 
 
@@ -299,20 +350,22 @@ def _connect(
 
 
 def _kv_memory(
-    decoder: Decoder, pools: list[PagePool], layouts: dict[torch.device, Layout], stack: ExitStack
+    decoder: Decoder,
+    pools: list[PagePool],
+    layouts: dict[torch.device, Layout],
+    layers: Sequence[LayerWeights],
+    stack: ExitStack,
 ) -> KVMemory:
     from elastic.kvcache.memory import KVMemory
 
-    kv_pools: dict[torch.device, tuple[KVPool, Layout]] = {}
-    needed = {device_of(layer) for layer in decoder.layers}
+    kv_pools: dict[str, tuple[KVPool, Layout]] = {}
     for pool in pools:
         device = pool.backend.device
-        if device in needed and device not in kv_pools:
-            maximum = pool.free_pages * pool.page_bytes
-            kv_pool = KVPool(pool, maximum, host_offload=device.type == "cuda")
-            stack.callback(kv_pool.close)
-            kv_pools[device] = kv_pool, layouts[device]
-    memory = KVMemory(kv_pools, getattr(decoder.config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN)
+        kv_pool = KVPool(pool, pool.free_pages * pool.page_bytes, host_offload=device.type == "cuda")
+        stack.callback(kv_pool.close)
+        kv_pools[pool.name] = kv_pool, layouts[device]
+    max_tokens = getattr(decoder.config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
+    memory = KVMemory(list(kv_pools.values()), max_tokens, [kv_pools[layer.pool.name][0] for layer in layers])
     stack.callback(memory.let_go)
     return memory
 
