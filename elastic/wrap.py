@@ -84,9 +84,8 @@ def wrap(
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
     may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
     free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
-    are kept in host memory and streamed when they are called. Several places may share a device. With `placement`
-    "as_loaded" a layer begins at the first place of the device that it is on; with "auto" the layers are spread over
-    all places in their order, as many on each as leave room for a KV cache there.
+    are kept in host memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first
+    place of their device; "auto" fills the places in their order, as far as leaves room for a KV cache.
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
     (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
@@ -111,14 +110,14 @@ def wrap(
     chosen = choose_places(decoder, places)
     parsed = parse_variants(variants)
     wanted = Options(
-        decoder=decoder,
-        places=chosen,
-        placement=check_placement(placement),
-        layouts={place.device: choose_layout(kv_layout, place.device) for place in chosen},
-        files=Checkpoint(checkpoint) if checkpoint is not None else None,
-        variants=parsed,
-        variant_cache=variant_cache,
-        pace=parse_rate(copy_rate),
+        decoder,
+        chosen,
+        check_placement(placement),
+        {place.device: choose_layout(kv_layout, place.device) for place in chosen},
+        Checkpoint(checkpoint) if checkpoint is not None else None,
+        parsed,
+        variant_cache,
+        parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
         make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),

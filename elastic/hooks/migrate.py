@@ -173,11 +173,13 @@ class MigrateMechanism:
         for relocation in prepared.relocations:
             relocation.contents = {}
             moved += relocation.arriving.form.nbytes
+            self._lender.settle(relocation.arriving.pool.name, relocation.arriving.pages)
             released -= relocation.pages * relocation.arriving.pool.page_bytes
             for unit, rest in relocation.remains.items():
                 left = (unit.held_pages - (rest.held_pages if rest else 0)) * unit.pool.page_bytes
                 pages = self._leave(unit, rest, relocation)
                 self._lend(unit, pages)
+                self._lender.settle(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
                 released += pages * unit.pool.page_bytes
                 retained += max(0, left - pages * unit.pool.page_bytes)
         done = tuple(relocation.index for relocation in prepared.relocations)
