@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import nn
 
+from elastic.assembly import homes, kv_memory, make_reserves, move_weights, open_places, pack
 from elastic.config import SLO, Place, Policy
 from elastic.control import choose_policy, set_up_control
 from elastic.controller.plan import Decides
@@ -20,36 +19,25 @@ from elastic.errors import StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
-from elastic.hooks.layer import LayerWeights
 from elastic.hooks.migrate import MigrateMechanism
 from elastic.hooks.moving import (
-    choose_absent,
-    give_back,
-    held_outside,
     layer_slots,
     make_layers,
-    move_in,
-    move_out,
-    spread,
 )
 from elastic.hooks.release import ReleaseMechanism
-from elastic.hooks.reserve import Reserve, ReservingLender
-from elastic.hooks.slots import Slot
-from elastic.hooks.streaming import Streamer
+from elastic.hooks.reserve import ReservingLender
 from elastic.hooks.structure import Decoder
 from elastic.hooks.swap import MoveMechanism
 from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
-from elastic.kvcache.layout import Layout, choose_layout
+from elastic.kvcache.layout import choose_layout
 from elastic.kvcache.lending import KVLender
-from elastic.kvcache.pool import KVPool
 from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.copying import Pace, make_copier
+from elastic.memory.copying import Pace
 from elastic.memory.janitor import janitor
-from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
-from elastic.options import Options, check_model, check_placement, choose_places, device_of, parse_rate, parse_variants
+from elastic.options import Options, check_model, check_placement, choose_places, parse_rate, parse_variants
 from elastic.runtime import Runtime, runtime
 from elastic.types import Migrate, Release, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
@@ -60,7 +48,6 @@ if TYPE_CHECKING:
     from elastic.quant.variants import Variant
 
 Model = TypeVar("Model", bound=nn.Module)
-_MAX_TOKENS_IF_UNKNOWN = 8192
 
 
 def wrap(
@@ -106,9 +93,8 @@ def wrap(
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
     """
-    decoder = check_model(model)
+    decoder, parsed = check_model(model), parse_variants(variants)
     chosen = choose_places(decoder, places)
-    parsed = parse_variants(variants)
     wanted = Options(
         decoder,
         chosen,
@@ -122,9 +108,14 @@ def wrap(
         start_controller=controller,
         make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),
     )
-    _installed[model] = installed = _build(model, wanted)
-    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
+    _remember(model, _build(model, wanted))
     return model
+
+
+def _remember(model: nn.Module, installed: _Installed) -> None:
+    """For `unwrap`, or for when the model dies."""
+    _installed[model] = installed
+    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
 
 
 def _build(model: nn.Module, wanted: Options) -> _Installed:
@@ -132,14 +123,14 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
     decoder = wanted.decoder
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
-        pools = _open_places(model, decoder, wanted.places, slots, memory_stack)
-        layers = make_layers(decoder, slots, _homes(decoder, slots, pools, wanted.placement), wanted.files)
-        _pack(model, layers, wanted.variants, wanted.variant_cache)
-        reserves = _reserves(layers, memory_stack)
+        pools = open_places(model, decoder, wanted.places, slots, memory_stack)
+        layers = make_layers(decoder, slots, homes(decoder, slots, pools, wanted.placement), wanted.files)
+        pack(model, layers, wanted.variants, wanted.variant_cache)
+        reserves = make_reserves(layers, memory_stack)
         # a policy swaps layers: memory for streaming released ones is taken from the cache if one is ever released
         least_stages = 1 if wanted.make_policy is None else 0
-        weights = _weights(layers, pools, least_stages, memory_stack, model_stack)
-        memory = _kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
+        weights = move_weights(layers, pools, least_stages, memory_stack, model_stack)
+        memory = kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
         mechanisms = _mechanisms(memory, weights, pools, lender, wanted.pace, memory_stack)
@@ -195,116 +186,6 @@ class _Installed:
 _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
 
 
-def _open_places(
-    model: nn.Module, decoder: Decoder, chosen: list[Place], slots: list[dict[str, Slot]], stack: ExitStack
-) -> list[PagePool]:
-    """Open the places and charge what stays in ordinary tensors on their devices."""
-    outside = held_outside(model, decoder, slots)
-    paged: Counter[str] = Counter()
-    for here in slots:
-        for slot in here.values():
-            paged[str(slot.parameter.device)] += slot.parameter.nbytes
-    pools = []
-    for number, place in enumerate(chosen):
-        home = all(place.device != earlier.device for earlier in chosen[:number])
-        held = outside.get(str(place.device), Counter()) if home else Counter()
-        pool = open_place(place, resident_bytes=held.total() + (paged[str(place.device)] if home else 0))
-        stack.callback(close_place, pool)
-        for owner, nbytes in held.items():
-            pool.charge(owner, nbytes)
-            stack.callback(pool.discharge, owner, nbytes)
-        pools.append(pool)
-    return pools
-
-
-def _homes(decoder: Decoder, slots: list[dict[str, Slot]], pools: list[PagePool], placement: str) -> Sequence[PagePool]:
-    """The place of each layer."""
-    if placement == "auto":
-        return spread([sum(slot.parameter.nbytes for slot in here.values()) for here in slots], pools)
-    first = {pool.backend.device: pool for pool in reversed(pools)}
-    return [first[device_of(layer)] for layer in decoder.layers]
-
-
-def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
-    """Pack every layer for every variant, from its parameters where they are now."""
-    if not variants:
-        return
-    from elastic.quant.build import obtain
-    from elastic.quant.calibrate import inputs_of
-    from elastic.quant.selection import LayerParameters, matrices
-
-    own = [layer for layer in layers if layer.slots]
-    parameters = [
-        LayerParameters(w.name, {name: (slot.homes[0][0], slot.parameter) for name, slot in w.slots.items()})
-        for w in own
-    ]
-    used = {f"{p.name}.{name}": p.parameters[name][0] for p in parameters for name, w, _ in matrices(p) if w.ndim == 2}
-    for variant in variants:
-        text = variant.calibration
-        inputs = partial(inputs_of, model, used, text) if text is not None else dict[str, torch.Tensor]
-        for layer, packed in zip(own, obtain(parameters, variant, cache, inputs), strict=True):
-            layer.variants = {**layer.variants, variant.name: packed}
-
-
-def _reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve]:
-    """For each place, pages kept back for the largest packed layer, so that it can be swapped when all is full."""
-    most: dict[str, int] = {}
-    for layer in layers:
-        for variant in layer.variants:
-            pages = layer.pages_in(layer.form_with(variant))
-            most[layer.pool.name] = max(most.get(layer.pool.name, 0), pages)
-    reserves = {layer.pool.name: Reserve(layer.pool, most[layer.pool.name]) for layer in layers if layer.variants}
-    for reserve in reserves.values():
-        reserve.fill()
-        stack.callback(reserve.close)
-    return reserves
-
-
-def _weights(
-    layers: list[LayerWeights],
-    pools: Sequence[PagePool],
-    least_stages: int,
-    memory_stack: ExitStack,
-    model_stack: ExitStack,
-) -> ModelWeights:
-    """Move the layers' weights into pages, one layer after another."""
-    streamers = {pool.name: _streamer(pool, layers, memory_stack) for pool in pools}
-    weights = ModelWeights(layers, streamers)
-    absent: list[LayerWeights] = []
-    for pool in pools:
-        own = [layer for layer in layers if layer.pool is pool and layer.slots]
-        if own:
-            streamer = streamers[pool.name]
-            streamer.least = least_stages
-            stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
-            streamer.resize(stages)
-            absent += elsewhere
-    for layer in layers:
-        memory_stack.callback(_for_units, give_back, weights, layer.index)
-        model_stack.callback(_for_units, move_out, weights, layer.index)
-        move_in(layer, absent=layer in absent)
-        if layer.variants:
-            layer.keep()
-    weights.at_home = tuple(layer.index for layer in layers if not layer.absent)
-    return weights
-
-
-def _streamer(pool: PagePool, layers: list[LayerWeights], stack: ExitStack) -> Streamer:
-    """The stages of a place: none so far."""
-    copier = make_copier(pool.backend.device)
-    stack.callback(copier.close)
-    largest = max(layer.nbytes for layer in layers)
-    streamer = Streamer(pool, copier, largest, layers)
-    streamer.least = 0
-    stack.callback(streamer.close)
-    return streamer
-
-
-def _for_units(do: Callable[[LayerWeights], None], weights: ModelWeights, layer: int) -> None:
-    for unit in weights.units(layer):
-        do(unit)
-
-
 def _mechanisms(
     memory: KVMemory,
     weights: ModelWeights,
@@ -346,27 +227,6 @@ def _connect(
     for pool in pools:
         pool.listeners.append(run.pages_came_free)
         stack.callback(pool.listeners.remove, run.pages_came_free)
-
-
-def _kv_memory(
-    decoder: Decoder,
-    pools: list[PagePool],
-    layouts: dict[torch.device, Layout],
-    layers: Sequence[LayerWeights],
-    stack: ExitStack,
-) -> KVMemory:
-    from elastic.kvcache.memory import KVMemory
-
-    kv_pools: dict[str, tuple[KVPool, Layout]] = {}
-    for pool in pools:
-        device = pool.backend.device
-        kv_pool = KVPool(pool, pool.free_pages * pool.page_bytes, host_offload=device.type == "cuda")
-        stack.callback(kv_pool.close)
-        kv_pools[pool.name] = kv_pool, layouts[device]
-    max_tokens = getattr(decoder.config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
-    memory = KVMemory(list(kv_pools.values()), max_tokens, [kv_pools[layer.pool.name][0] for layer in layers])
-    stack.callback(memory.let_go)
-    return memory
 
 
 def _install(
