@@ -229,3 +229,24 @@ def test_two_models_lend_each_other_places(wrapped: Any) -> None:
     elastic.unwrap(first)
     assert torch.equal(second(**prompt()).logits, expected[1])
     two.check()
+
+
+def test_a_model_is_spread_over_places_in_their_order(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    before, expected = bits(model), model(**prompt(2)).logits
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    rest = sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) - 3 * layer
+    first = small(rest + 2 * layer + layer // 2 + 6 * PAGE, "cpu#a")
+    rt = wrapped(model, [first, small(ROOMY, "cpu#b")], placement="auto").elastic
+    assert [where[0].place for where in rt.status().residencies.values()] == ["cpu#a", "cpu#a", "cpu#b"]
+    assert torch.equal(model(**prompt(2)).logits, expected)
+    assert [kv.place for kv in rt.status().kv if kv.used_bytes] == []
+    rt.migrate(1, "cpu#b")
+    rt.check()
+    elastic.unwrap(model)
+    assert_same_bits(model, before)
+
+
+def test_a_placement_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"placement='best' is not known.*'as_loaded', 'auto'"):
+        elastic.wrap(build("llama-gqa"), placement="best")
