@@ -233,14 +233,13 @@ def test_two_models_lend_each_other_places(wrapped: Any) -> None:
 
 def test_a_model_is_spread_over_places_in_their_order(wrapped: Any) -> None:
     model = build("llama-gqa")
-    before, expected = bits(model), model(**prompt(2)).logits
+    before, expected = bits(model), model(**prompt(2), use_cache=False).logits
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     rest = sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) - 3 * layer
     first = small(rest + 2 * layer + layer // 2 + 6 * PAGE, "cpu#a")
     rt = wrapped(model, [first, small(ROOMY, "cpu#b")], placement="auto").elastic
     assert [where[0].place for where in rt.status().residencies.values()] == ["cpu#a", "cpu#a", "cpu#b"]
-    assert torch.equal(model(**prompt(2)).logits, expected)
-    assert [kv.place for kv in rt.status().kv if kv.used_bytes] == []
+    assert torch.equal(model(**prompt(2), use_cache=False).logits, expected)
     rt.migrate(1, "cpu#b")
     rt.check()
     elastic.unwrap(model)
