@@ -147,14 +147,14 @@ def _swap_policy(settings: Policy, slo: SLO | None, order: Sequence[int], weight
 
 def _kv(memory: KVMemory) -> Memory:
     """Over all places."""
-    statuses = [pool.status() for pool in memory.pools]
+    statuses = [pool.status() for pool in memory.used_pools]
     limit, maximum = sum(s.limit_bytes for s in statuses), sum(s.maximum_bytes for s in statuses)
     return Memory(
         used_bytes=sum(s.used_bytes for s in statuses),
         capacity_bytes=sum(s.capacity_bytes for s in statuses),
         maximum_bytes=maximum,
         limit_bytes=limit if limit < maximum else None,
-        created_bytes=sum(map(_created_bytes, memory.pools)) if all(map(_is_on_cuda, memory.pools)) else None,
+        created_bytes=sum(map(_created_bytes, memory.used_pools)) if all(map(_is_on_cuda, memory.used_pools)) else None,
     )
 
 

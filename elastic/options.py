@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from elastic.quant.variants import Variant
 
 
+PLACEMENTS = ("as_loaded", "auto")
+
+
 @dataclass(frozen=True)
 class Options:
     """What `wrap` was asked for, checked."""
 
     decoder: Decoder
     places: list[Place]
+    placement: str
     layouts: dict[torch.device, Layout]
     files: Checkpoint | None
     variants: list[Variant]
@@ -70,6 +74,12 @@ def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> lis
     if without:
         raise ConfigError(f"places={names} has none on {without}, where decoder layers lie")
     return chosen
+
+
+def check_placement(placement: str) -> str:
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"placement={placement!r} is not known; use one of {', '.join(map(repr, PLACEMENTS))}")
+    return placement
 
 
 def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:

@@ -29,7 +29,7 @@ from elastic.kvcache.control import KV
 from elastic.memory.host import host
 from elastic.memory.pool import PagePool
 from elastic.results import together
-from elastic.types import Action, Change, Event, PlanStep, Release, Resize, ResizeKV, Restore, Status, Swap
+from elastic.types import Action, Change, Event, Migrate, PlanStep, Release, Resize, ResizeKV, Restore, Status, Swap
 from elastic.worker import Mechanism, Outcome, Timing, Worker
 
 Layers = int | str | Iterable[int | str]
@@ -198,6 +198,25 @@ class Runtime:
         done = self.apply([Swap(indices, variant, parts) for parts, indices in found.items()], wait=wait)
         return done if isinstance(done, Future) else together(done)
 
+    @overload
+    def migrate(self, target: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
+
+    @overload
+    def migrate(self, target: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def migrate(self, target: Layers, place: str, *, wait: bool = True) -> Change | Future[tuple[Change, ...]]:
+        """Have decoder layers, or modules of them, at another place that `wrap` opened.
+
+        `target` are indices or module names, down to a projection (`"model.layers.5.self_attn.q_proj"`). They move in
+        the variant that they are in while the model goes on generating; the pages that they leave are KV capacity. A
+        module that comes to its layer's own place is part of the layer again. Raises `ConfigError` for what is no
+        layer or no place, `CapacityError` where the place has no room, `StateError` for a layer whose swap is deferred.
+        With `wait=False`, a future. (CoCoServe, section 3.3)
+        """
+        found = self._weights.find_parts(target)
+        done = self.apply([Migrate(indices, place, parts) for parts, indices in found.items()], wait=wait)
+        return done if isinstance(done, Future) else together(done)
+
     def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
 
@@ -205,7 +224,9 @@ class Runtime:
         inside a forward pass of the same thread is a `StateError`.
         """
         self._require_running()
-        _require_once([layer for a in actions if isinstance(a, Release | Swap | Restore) for layer in a.layers])
+        _require_once(
+            [layer for a in actions if isinstance(a, Release | Swap | Restore | Migrate) for layer in a.layers]
+        )
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         done = self._worker.put(actions, why)

@@ -51,7 +51,47 @@ class Restore:
     """As for `Swap`."""
 
 
-Action = ResizeKV | Release | Swap | Restore
+@dataclass(frozen=True)
+class Migrate:
+    """Action: these decoder layers (indices) are at another place from then on, in the variants that they are in.
+
+    With `parts`, only the parameters under these names inside the layer, such as `mlp` or `self_attn.q_proj`. Their KV
+    cache stays where it is. (CoCoServe, section 3.3)
+    """
+
+    layers: tuple[int, ...]
+    place: str
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MigrateKV:
+    """Action: the KV cache of these decoder layers (indices) is at another place from then on."""
+
+    layers: tuple[int, ...]
+    place: str
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Action: these decoder layers (indices) are at one more place, which computes a part of each batch.
+
+    The KV rows that a replica computes live with it. (CoCoServe, section 3.2)
+    """
+
+    layers: tuple[int, ...]
+    place: str
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Action: the replicas of these decoder layers (indices) leave a place; their KV rows go back home."""
+
+    layers: tuple[int, ...]
+    place: str
+
+
+Action = ResizeKV | Release | Swap | Restore | Migrate | MigrateKV | Replicate | Evict
 
 
 @dataclass(frozen=True)
@@ -74,7 +114,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Change:
-    """What a release, a swap or a restore came to."""
+    """What an action on layers came to."""
 
     status: Literal["applied", "deferred"]
     """`deferred`: some layers wait for pages, and return when there are enough."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import nn
 
+from elastic.assembly import homes, kv_memory, make_reserves, move_weights, open_places, pack
 from elastic.config import SLO, Place, Policy
 from elastic.control import choose_policy, set_up_control
 from elastic.controller.plan import Decides
@@ -20,27 +19,27 @@ from elastic.errors import StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
 from elastic.hooks.install import ModelHooks
-from elastic.hooks.layer import LayerWeights
-from elastic.hooks.moving import choose_absent, give_back, held_outside, layer_slots, make_layers, move_in, move_out
+from elastic.hooks.migrate import MigrateMechanism
+from elastic.hooks.moving import (
+    layer_slots,
+    make_layers,
+)
 from elastic.hooks.release import ReleaseMechanism
-from elastic.hooks.reserve import Reserve, ReservingLender
-from elastic.hooks.slots import Slot
-from elastic.hooks.streaming import Streamer
+from elastic.hooks.reserve import ReservingLender
 from elastic.hooks.structure import Decoder
 from elastic.hooks.swap import MoveMechanism
+from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
-from elastic.kvcache.layout import Layout, choose_layout
+from elastic.kvcache.layout import choose_layout
 from elastic.kvcache.lending import KVLender
-from elastic.kvcache.pool import KVPool
 from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.copying import Pace, make_copier
+from elastic.memory.copying import Pace
 from elastic.memory.janitor import janitor
-from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
-from elastic.options import Options, check_model, choose_places, device_of, parse_rate, parse_variants
+from elastic.options import Options, check_model, check_placement, choose_places, parse_rate, parse_variants
 from elastic.runtime import Runtime, runtime
-from elastic.types import Release, ResizeKV, Restore, Swap
+from elastic.types import Migrate, Release, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from elastic.quant.variants import Variant
 
 Model = TypeVar("Model", bound=nn.Module)
-_MAX_TOKENS_IF_UNKNOWN = 8192
 
 
 def wrap(
@@ -60,6 +58,7 @@ def wrap(
     order: str | Path | Profile = "front_to_back",
     controller: bool = True,
     places: Sequence[str | Place] | None = None,
+    placement: str = "as_loaded",
     variants: Sequence[str | Variant] = (),
     variant_cache: str | Path | None = None,
     copy_rate: int | str | None = None,
@@ -72,7 +71,8 @@ def wrap(
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
     may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
     free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
-    are kept in host memory and streamed when they are called.
+    are kept in host memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first
+    place of their device; "auto" fills the places in their order, as far as leaves room for a KV cache.
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
     (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
@@ -93,24 +93,29 @@ def wrap(
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
     budget too small for the model; in each case the model is as it was.
     """
-    decoder = check_model(model)
+    decoder, parsed = check_model(model), parse_variants(variants)
     chosen = choose_places(decoder, places)
-    parsed = parse_variants(variants)
     wanted = Options(
-        decoder=decoder,
-        places=chosen,
-        layouts={place.device: choose_layout(kv_layout, place.device) for place in chosen},
-        files=Checkpoint(checkpoint) if checkpoint is not None else None,
-        variants=parsed,
-        variant_cache=variant_cache,
-        pace=parse_rate(copy_rate),
+        decoder,
+        chosen,
+        check_placement(placement),
+        {place.device: choose_layout(kv_layout, place.device) for place in chosen},
+        Checkpoint(checkpoint) if checkpoint is not None else None,
+        parsed,
+        variant_cache,
+        parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
         make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),
     )
-    _installed[model] = installed = _build(model, wanted)
-    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
+    _remember(model, _build(model, wanted))
     return model
+
+
+def _remember(model: nn.Module, installed: _Installed) -> None:
+    """For `unwrap`, or for when the model dies."""
+    _installed[model] = installed
+    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
 
 
 def _build(model: nn.Module, wanted: Options) -> _Installed:
@@ -118,17 +123,18 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
     decoder = wanted.decoder
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
-        pools = _open_places(model, decoder, wanted.places, slots, memory_stack)
-        homes = {pool.backend.device: pool for pool in reversed(pools)}
-        layers = make_layers(decoder, slots, homes, wanted.files)
-        _pack(model, layers, wanted.variants, wanted.variant_cache)
-        reserves = _reserves(layers, memory_stack)
+        pools = open_places(model, decoder, wanted.places, slots, memory_stack)
+        layers = make_layers(decoder, slots, homes(decoder, slots, pools, wanted.placement), wanted.files)
+        pack(model, layers, wanted.variants, wanted.variant_cache)
+        reserves = make_reserves(layers, memory_stack)
         # a policy swaps layers: memory for streaming released ones is taken from the cache if one is ever released
-        weights = _weights(layers, homes, 1 if wanted.make_policy is None else 0, memory_stack, model_stack)
-        memory = _kv_memory(decoder, pools, wanted.layouts, memory_stack)
+        least_stages = 1 if wanted.make_policy is None else 0
+        weights = move_weights(layers, pools, least_stages, memory_stack, model_stack)
+        memory = kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        run = Runtime(gate, partial(KV, memory), weights, pools, _mechanisms(memory, weights, lender, wanted.pace))
+        mechanisms = _mechanisms(memory, weights, pools, lender, wanted.pace, memory_stack)
+        run = Runtime(gate, partial(KV, memory), weights, pools, mechanisms)
         _connect(run, memory, weights, lender, pools, memory_stack)
         set_up_control(run, memory, weights, pools, wanted.make_policy, wanted.slo, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
@@ -180,103 +186,28 @@ class _Installed:
 _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
 
 
-def _open_places(
-    model: nn.Module, decoder: Decoder, chosen: list[Place], slots: list[dict[str, Slot]], stack: ExitStack
-) -> list[PagePool]:
-    """Open the places and charge what stays in ordinary tensors on their devices."""
-    outside = held_outside(model, decoder, slots)
-    paged: Counter[str] = Counter()
-    for here in slots:
-        for slot in here.values():
-            paged[str(slot.parameter.device)] += slot.parameter.nbytes
-    pools = []
-    for place in chosen:
-        held = outside.get(str(place.device), Counter())
-        pool = open_place(place, resident_bytes=held.total() + paged[str(place.device)])
-        stack.callback(close_place, pool)
-        for owner, nbytes in held.items():
-            pool.charge(owner, nbytes)
-            stack.callback(pool.discharge, owner, nbytes)
-        pools.append(pool)
-    return pools
-
-
-def _pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
-    """Pack every layer for every variant, from its parameters where they are now."""
-    if not variants:
-        return
-    from elastic.quant.build import obtain
-    from elastic.quant.calibrate import inputs_of
-    from elastic.quant.selection import LayerParameters, matrices
-
-    own = [layer for layer in layers if layer.slots]
-    parameters = [
-        LayerParameters(w.name, {name: (slot.homes[0][0], slot.parameter) for name, slot in w.slots.items()})
-        for w in own
-    ]
-    used = {f"{p.name}.{name}": p.parameters[name][0] for p in parameters for name, w, _ in matrices(p) if w.ndim == 2}
-    for variant in variants:
-        text = variant.calibration
-        inputs = partial(inputs_of, model, used, text) if text is not None else dict[str, torch.Tensor]
-        for layer, packed in zip(own, obtain(parameters, variant, cache, inputs), strict=True):
-            layer.variants = {**layer.variants, variant.name: packed}
-
-
-def _reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve]:
-    """For each place, pages kept back for the largest packed layer, so that it can be swapped when all is full."""
-    most: dict[str, int] = {}
-    for layer in layers:
-        for variant in layer.variants:
-            pages = layer.pages_in(layer.form_with(variant))
-            most[layer.pool.name] = max(most.get(layer.pool.name, 0), pages)
-    reserves = {layer.pool.name: Reserve(layer.pool, most[layer.pool.name]) for layer in layers if layer.variants}
-    for reserve in reserves.values():
-        reserve.fill()
-        stack.callback(reserve.close)
-    return reserves
-
-
-def _weights(
-    layers: list[LayerWeights],
-    homes: Mapping[torch.device, PagePool],
-    least_stages: int,
-    memory_stack: ExitStack,
-    model_stack: ExitStack,
-) -> ModelWeights:
-    """Move the layers' weights into pages, one layer after another."""
-    streamers: dict[str, Streamer] = {}
-    absent: list[LayerWeights] = []
-    for pool in homes.values():
-        here = [layer for layer in layers if layer.pool is pool]
-        copier = make_copier(pool.backend.device)
-        memory_stack.callback(copier.close)
-        streamer = Streamer(pool, [layer for layer in here if layer.slots], copier)
-        memory_stack.callback(streamer.close)
-        streamers[pool.name] = streamer
-        streamer.least = least_stages
-        own = [w for w in here if w.slots]
-        stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
-        streamer.resize(stages)
-        absent += elsewhere
-    for layer in layers:
-        memory_stack.callback(give_back, layer)
-        model_stack.callback(move_out, layer)
-        move_in(layer, absent=layer in absent)
-        if layer.variants:
-            layer.keep()
-    return ModelWeights(layers, streamers)
-
-
-def _mechanisms(memory: KVMemory, weights: ModelWeights, lender: ReservingLender, pace: Pace) -> dict[type, Mechanism]:
+def _mechanisms(
+    memory: KVMemory,
+    weights: ModelWeights,
+    pools: list[PagePool],
+    lender: ReservingLender,
+    pace: Pace,
+    stack: ExitStack,
+) -> dict[type, Mechanism]:
     from elastic.kvcache.resize import ResizeMechanism
 
     waiting = Waiting(lender)
     moves = MoveMechanism(weights, lender, waiting, pace)
+    routes = Routes(weights)
+    routes.lay()
+    migrations = MigrateMechanism(weights, routes, pools, lender, waiting, pace)
+    stack.callback(migrations.close)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
         Swap: moves,
         Restore: moves,
+        Migrate: migrations,
     }
 
 
@@ -296,25 +227,6 @@ def _connect(
     for pool in pools:
         pool.listeners.append(run.pages_came_free)
         stack.callback(pool.listeners.remove, run.pages_came_free)
-
-
-def _kv_memory(
-    decoder: Decoder, pools: list[PagePool], layouts: dict[torch.device, Layout], stack: ExitStack
-) -> KVMemory:
-    from elastic.kvcache.memory import KVMemory
-
-    kv_pools: dict[torch.device, tuple[KVPool, Layout]] = {}
-    needed = {device_of(layer) for layer in decoder.layers}
-    for pool in pools:
-        device = pool.backend.device
-        if device in needed and device not in kv_pools:
-            maximum = pool.free_pages * pool.page_bytes
-            kv_pool = KVPool(pool, maximum, host_offload=device.type == "cuda")
-            stack.callback(kv_pool.close)
-            kv_pools[device] = kv_pool, layouts[device]
-    memory = KVMemory(kv_pools, getattr(decoder.config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN)
-    stack.callback(memory.let_go)
-    return memory
 
 
 def _install(

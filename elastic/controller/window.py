@@ -67,6 +67,7 @@ class Window:
         self._sums = deque([0.0] * BUCKETS, maxlen=BUCKETS)
         self._totals = [0] * (_BINS + 1)  # by bin, over all buckets
         self._ema: float | None = None
+        self._known: Quantiles | None = Quantiles()  # None: something has changed since they were read
 
     def add(self, seconds: float, at_s: float) -> None:
         """Observe a value of at least 0."""
@@ -75,11 +76,17 @@ class Window:
         self._bins[-1][index] += 1
         self._totals[index] += 1
         self._sums[-1] += seconds
+        self._known = None
         self._ema = seconds if self._ema is None else self._ema + EMA_ALPHA * (seconds - self._ema)
 
     def read(self, at_s: float) -> Quantiles:
         """Quantiles by nearest rank."""
         self._advance(at_s)
+        if self._known is None:
+            self._known = self._read()
+        return self._known
+
+    def _read(self) -> Quantiles:
         cumulated = list(accumulate(self._totals))
         count = cumulated[-1]
         if not count:
@@ -91,6 +98,7 @@ class Window:
         for _ in range(self._ring.advance(at_s)):
             for index, count in self._bins[0].items():
                 self._totals[index] -= count
+                self._known = None
             self._bins.append(Counter())
             self._sums.append(0.0)
 

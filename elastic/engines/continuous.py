@@ -290,9 +290,9 @@ class _NoteForm(Hook):
 
 def _one_pool(model: Any) -> KVPool:
     """The KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
-    pools = runtime(model).kv.memory.pools
+    pools = runtime(model).kv.memory.used_pools
     if len(pools) != 1:
-        raise ConfigError(f"its layers lie on {len(pools)} devices; continuous batching needs all on one")
+        raise ConfigError(f"its KV cache is at {len(pools)} places; continuous batching needs all of it at one")
     require_servable(model)
     return pools[0]
 

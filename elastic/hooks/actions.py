@@ -30,6 +30,8 @@ class Lender(Protocol):
 
     def reserve(self, place: str, pages: int) -> None: ...
 
+    def settle(self, place: str, pages: int) -> None: ...
+
     def room(self, place: str) -> int: ...
 
     def could_claim(self, place: str, pages: int) -> bool: ...
@@ -105,10 +107,14 @@ class Waiting:
 
     def moves(self) -> list[Move]:
         """The actions that are waited for, each with the layers that still wait."""
-        wanted: dict[Move, list[int]] = {}
+        wanted: dict[Move, list[LayerWeights]] = {}
         for layer, move in self._moves.items():
-            wanted.setdefault(of_layers(move, ()), []).append(layer.index)
-        return [of_layers(move, tuple(layers)) for move, layers in wanted.items()]
+            wanted.setdefault(of_layers(move, ()), []).append(layer)
+        return [of_layers(move, indices(layers)) for move, layers in wanted.items()]
+
+    def has(self, layer: LayerWeights) -> bool:
+        """Whether a move of the layer is deferred."""
+        return layer in self._moves
 
     def _set(self, moves: dict[LayerWeights, Move]) -> None:
         places = {layer.pool.name for layer in (*self._moves, *moves)}
@@ -133,6 +139,11 @@ def by_place(layers: Iterable[LayerWeights]) -> dict[str, list[LayerWeights]]:
     for layer in layers:
         places.setdefault(layer.pool.name, []).append(layer)
     return places
+
+
+def indices(layers: Iterable[LayerWeights]) -> tuple[int, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys(layer.index for layer in layers))
 
 
 def retire(layer: LayerWeights, form: Form, lender: Lender) -> int:

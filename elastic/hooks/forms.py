@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,19 @@ class Form:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    def entries_of(self, name: str) -> list[str]:
+        """What a parameter consists of, by the names in the layout."""
+        return [entry(name, part) for part in self.packings[name].parts] if name in self.packings else [name]
+
+    def without(self, names: Collection[str]) -> Form:
+        """The same form of the other parameters, where they lie."""
+        gone = {lies for name in names for lies in self.entries_of(name)}
+        return Form(
+            {name: variant for name, variant in self.variants.items() if name not in names},
+            {name: packing for name, packing in self.packings.items() if name not in names},
+            self.layout.without(gone),
+        )
 
     def tensors_of(self, name: str, shown: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The parts of a packed parameter among what a block shows."""

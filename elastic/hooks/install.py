@@ -16,15 +16,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elastic.errors import StateError
+from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.gate import Gate
 from elastic.hooks.generations import Generations
-from elastic.hooks.layer import LayerWeights
-from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder
 from elastic.hooks.weights import ModelWeights
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 class Layer(Protocol):
@@ -69,12 +65,11 @@ class ModelHooks:
         for root in decoder.roots:
             enter = EnterRoot(root, self._gate, self._caches, self._weights, self._generations)
             self._add(root, enter, LeaveRoot(enter), with_kwargs=True)
-        for layer, weights in zip(decoder.layers, self._weights.layers, strict=True):
-            streamer = self._weights.streamer(weights)
-            before, after = EnterLayer(self._gate, weights, streamer), LeaveLayer(self._gate, weights, streamer)
-            self._add(layer, before, after, with_kwargs=False)
-            if weights.reordered:
-                hook: Any = AsInTheCheckpoint(weights)
+        for index, layer in enumerate(decoder.layers):
+            before, after = EnterLayer(self._gate, self._weights, index), LeaveLayer(self._gate, self._weights, index)
+            self._add(layer, before, after, with_kwargs=True)
+            if self._weights.layers[index].reordered:
+                hook: Any = AsInTheCheckpoint(self._weights, index)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -106,40 +101,60 @@ class Hook:
 
 
 class EnterLayer(Hook):
-    """A forward of a decoder layer by itself is a forward pass too. A layer whose weights are absent is staged."""
+    """A forward of a decoder layer by itself is a forward pass too.
 
-    def __init__(self, gate: Gate, weights: LayerWeights, streamer: Streamer) -> None:
+    A layer whose weights are absent is staged; one that computes elsewhere, or not alone, makes its detour.
+    """
+
+    def __init__(self, gate: Gate, weights: ModelWeights, index: int) -> None:
         self._gate = gate
         self._weights = weights
-        self._streamer = streamer
+        self._layers = weights.layers
+        self._index = index
 
-    def __call__(self, module: nn.Module, args: Args) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if not self._gate.inside:  # most often it is: a forward of the whole model is in flight
             self._gate.enter(id(module))
-        if self._weights.absent:
-            self._streamer.enter(self._weights)
+        layer = self._layers[self._index]
+        if layer.absent:
+            self._weights.streamer(layer).enter(layer)
+        detours = self._weights.detours.get(self._index)
+        if not detours:
+            return None
+        for detour in detours:
+            args, kwargs = detour.enter(args, kwargs) or (args, kwargs)
+        return args, kwargs
 
 
 class LeaveLayer(Hook):
-    def __init__(self, gate: Gate, weights: LayerWeights, streamer: Streamer) -> None:
+    def __init__(self, gate: Gate, weights: ModelWeights, index: int) -> None:
         self._gate = gate
         self._weights = weights
-        self._streamer = streamer
+        self._layers = weights.layers
+        self._index = index
 
-    def __call__(self, module: nn.Module, args: Args, output: Any) -> None:
-        if self._weights.absent:
-            self._streamer.leave(self._weights)
-        self._gate.leave(id(module))
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        layer = self._layers[self._index]
+        if layer.absent:
+            self._weights.streamer(layer).leave(layer)
+        try:
+            for detour in reversed(self._weights.detours.get(self._index, ())):
+                changed = detour.leave(output)
+                output = output if changed is None else changed
+            return output
+        finally:
+            self._gate.leave(id(module))
 
 
 class AsInTheCheckpoint(Hook):
     """On a layer whose weights are stored in another order: its `state_dict` has the user's."""
 
-    def __init__(self, weights: LayerWeights) -> None:
+    def __init__(self, weights: ModelWeights, index: int) -> None:
         self._weights = weights
+        self._index = index
 
     def __call__(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
-        for name, slot in self._weights.slots.items():
+        for name, slot in self._weights.slots(self._index).items():
             tensor = state.get(prefix + name)
             if tensor is not None and tensor.stride() != slot.strides:
                 state[prefix + name] = torch.empty_strided(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import nn
 
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.forms import Form, LayerVariant, make_form
@@ -42,7 +44,7 @@ class LayerWeights:
         self.slots = dict(slots)
         self.layout = layout
         self.owner = f"layer:{index}"
-        self.full = make_form(layout, {}, {})
+        self.full = Form({}, {}, layout)
         self.form = self.full
         """While resident: how it lies in its block. Full while absent."""
         self._forms: dict[frozenset[tuple[str, str]], Form] = {frozenset(): self.full}
@@ -56,6 +58,10 @@ class LayerWeights:
         """By the key of a form; all but that of the present form are at rest."""
         self.on_written: Callable[[], object] = lambda: None
         """Told when the host store has other bytes than a stage."""
+        self.part = ""
+        """The name inside the layer of the modules that these are the weights of; empty: of the layer itself."""
+        self.others: tuple[tuple[dict[str, Any], str], ...] = ()
+        """Where the layer's tensors are that do not lie in pages: a module's buffers or parameters, and a name."""
         self._checkpoint = checkpoint
         self._host: dict[str, HostTensor] = {}
         self._writes = 0
@@ -78,7 +84,7 @@ class LayerWeights:
 
     def pages_in(self, form: Form) -> int:
         """Pages that it needs at its place in this form."""
-        return self.pool.pages_for(form.nbytes)
+        return form.layout.page_count(self.pool.page_bytes)
 
     @property
     def reordered(self) -> bool:
@@ -103,7 +109,8 @@ class LayerWeights:
     def _name(self, form: Form) -> str:
         if form.full:
             return self.dtype
-        whole = [name for name, variant in self.variants.items() if form.variants.keys() == variant.packings.keys()]
+        offered = {name: variant.packings.keys() & self.slots.keys() for name, variant in self.variants.items()}
+        whole = [name for name, packed in offered.items() if form.variants.keys() == packed]
         used = set(form.variants.values())
         return next((name for name in whole if used == {name}), "+".join([self.dtype, *sorted(used)]))
 
@@ -144,6 +151,11 @@ class LayerWeights:
         """Whether any of its parameters lies under this name."""
         return any(_under(name, part) for name in self.slots)
 
+    @staticmethod
+    def is_under(name: str, parts: Iterable[str]) -> bool:
+        """Whether a parameter lies under one of these names."""
+        return any(_under(name, part) for part in parts)
+
     def _form_of(self, chosen: Mapping[str, str]) -> Form:
         key = frozenset(chosen.items())
         if key not in self._forms:
@@ -170,6 +182,38 @@ class LayerWeights:
                 self._forms = {frozenset(): self.full}
         return self._form_of(form.variants)
 
+    # -- of what it consists
+
+    @classmethod
+    def of(cls, units: Sequence[LayerWeights], names: Collection[str], pool: PagePool, part: str = "") -> LayerWeights:
+        """Some of the parameters that units of one layer have, in the forms that they have, for a place.
+
+        Nothing is there yet: its block is to be filled and shown.
+        """
+        owners = {name: unit for unit in units for name in unit.slots if name in names}
+        first, layouts = units[0], {name: unit.layout.parameters[name] for name, unit in owners.items()}
+        slots = {name: unit.slots[name] for name, unit in owners.items()}
+        made = cls(first.index, first.name, pool, slots, LayerLayout.pack(layouts), first._checkpoint)
+        made.part, made.variants, made.others = part, first.variants, () if part else first.others
+        made._host = {name: unit._host[name] for name, unit in owners.items() if name in unit._host}
+        chosen = {name: u.form.variants[name] for name, u in owners.items() if name in u.form.variants}
+        made.form = made._form_of(chosen)
+        return made
+
+    def without(self, names: Collection[str]) -> LayerWeights:
+        """What is left when some parameters go elsewhere: in the same block, where they lie now."""
+        slots = {name: slot for name, slot in self.slots.items() if name not in names}
+        left = LayerWeights(
+            self.index, self.name, self.pool, slots, self.layout.without(names), checkpoint=self._checkpoint
+        )
+        left.part, left.variants, left.others = self.part, self.variants, self.others
+        left._writes = self._writes
+        left._host = {name: kept for name, kept in self._host.items() if name not in names}
+        left.form = left.full if self.form.full else self.form.without(names)
+        left._forms[frozenset(left.form.variants.items())] = left.form
+        left.blocks = {left.form.key: self.blocks[self.form.key]}
+        return left
+
     # -- the bytes
 
     def block_for(self, form: Form) -> Block:
@@ -179,7 +223,8 @@ class LayerWeights:
             block.close()
             block = None
         if block is None:
-            block = self.blocks[form.key] = Block(self.pool, form.nbytes)
+            slots = form.layout.pages(self.pool.page_bytes)
+            block = self.blocks[form.key] = Block(self.pool, form.nbytes, slots=slots)
         return block
 
     @property
@@ -264,12 +309,23 @@ class LayerWeights:
         self._put(contents)
         self.form = form or self.full
         self.absent = False
+        self.bring_others(self.pool.backend.device)
 
     def hide(self, contents: Mapping[str, Content]) -> None:
         """Absent from now on; the host store must have the bytes."""
         self.absent = True
         self._put(contents)
         self.form = self.full
+
+    def shared(self) -> list[str]:
+        """Parameters that do not lie in pages: others use them too, or they are adapters."""
+        return [name for tensors, name in self.others if isinstance(tensors[name], nn.Parameter)]
+
+    def bring_others(self, device: torch.device) -> None:
+        """Have the layer's buffers on a device."""
+        for tensors, name in self.others:
+            if tensors[name].device != device and not isinstance(tensors[name], nn.Parameter):
+                tensors[name] = tensors[name].to(device)
 
     def _put(self, contents: Mapping[str, Content]) -> None:
         with torch.inference_mode(False), torch.no_grad():

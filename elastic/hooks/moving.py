@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,18 +53,29 @@ def layer_slots(model: nn.Module, decoder: Decoder) -> list[dict[str, Slot]]:
 def make_layers(
     decoder: Decoder,
     slots: Sequence[Mapping[str, Slot]],
-    pools: Mapping[torch.device, PagePool],
+    pools: Sequence[PagePool],
     checkpoint: Checkpoint | None,
     arrange: Arrange | None = None,
 ) -> list[LayerWeights]:
-    """The layers, before anything is moved. `arrange` chooses another layout than the present one for a parameter."""
+    """The layers, before anything is moved; `pools` are those of their places.
+
+    `arrange` chooses another layout than the present one for a parameter.
+    """
     made = []
     for index, (name, here) in enumerate(zip(decoder.layer_names, slots, strict=True)):
         choose = arrange or _as_it_lies
         layout = LayerLayout.pack({n: choose(f"{name}.{n}", slot.parameter) for n, slot in here.items()})
-        device = next(decoder.layers[index].parameters()).device
-        made.append(LayerWeights(index, name, pools[device], here, layout, checkpoint))
+        layer = LayerWeights(index, name, pools[index], here, layout, checkpoint)
+        layer.others = _others(decoder.layers[index], here)
+        made.append(layer)
     return made
+
+
+def _others(layer: nn.Module, slots: Mapping[str, Slot]) -> tuple[tuple[dict[str, Any], str], ...]:
+    """Where a layer's tensors are that do not lie in pages."""
+    in_pages = {id(slot.parameter) for slot in slots.values()}
+    dicts: list[dict[str, Any]] = [d for m in layer.modules() for d in (m._parameters, m._buffers)]
+    return tuple((d, n) for d in dicts for n, tensor in d.items() if tensor is not None and id(tensor) not in in_pages)
 
 
 def held_outside(model: nn.Module, decoder: Decoder, slots: Sequence[Mapping[str, Slot]]) -> dict[str, Counter[str]]:
@@ -80,6 +92,22 @@ def held_outside(model: nn.Module, decoder: Decoder, slots: Sequence[Mapping[str
 
 def _as_it_lies(name: str, parameter: torch.Tensor) -> ParameterLayout:
     return ParameterLayout.like(parameter)
+
+
+def spread(sizes: Sequence[int], pools: Sequence[PagePool]) -> list[PagePool]:
+    """A place for each layer, by its bytes: in the order of the places, as many layers as leave room for a KV cache.
+
+    Layers that fit nowhere go to the first place, which streams them.
+    """
+    room = [int((1 - KV_SHARE) * pool.free_pages) for pool in pools]
+    chosen, at = [], 0
+    for size in sizes:
+        while at < len(pools) and pools[at].pages_for(size) > room[at]:
+            at += 1
+        if at < len(pools):
+            room[at] -= pools[at].pages_for(size)
+        chosen.append(pools[at] if at < len(pools) else pools[0])
+    return chosen
 
 
 def choose_absent(
@@ -128,18 +156,18 @@ def move_in(layer: LayerWeights, absent: bool) -> None:
 
 
 def move_out(layer: LayerWeights) -> None:
-    """Have a layer's parameters in ordinary tensors, strided as they were before; give its pages back."""
-    device = layer.pool.backend.device
+    """Have a layer's tensors in ordinary memory, strided and where they were before; give its pages back."""
     for name, slot in layer.slots.items():
         if not slot.intact():  # somebody else's by now
             continue
         plainly_there = not layer.absent and name not in layer.form.packings
         source = slot.parameter.detach() if plainly_there else layer.host_tensor(name)
         with torch.inference_mode(False), torch.no_grad():
-            plain = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=device)
+            plain = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=slot.device)
             plain.copy_(source)
         slot.show(slot.plain(plain))
         del source
+    layer.bring_others(next((slot.device for slot in layer.slots.values()), layer.pool.backend.device))
     layer.absent = False
     layer.drop_host_copies()
     give_back(layer)

@@ -90,6 +90,11 @@ class ReleaseMechanism:
         for layer in layers:
             if not layer.slots:
                 raise ConfigError(f"{layer.name} has no weights of its own: others use them too")
+            if layer.part:
+                raise StateError(
+                    f"{layer.name}.{layer.part} is at {layer.pool.name}, apart from its layer; migrate the whole layer "
+                    "to one place before it is released"
+                )
             streamer = self._weights.streamer(layer)
             if not streamer.stages and not self._lender.could_claim(layer.pool.name, streamer.stage_pages):
                 raise _no_stage(streamer)

@@ -72,7 +72,7 @@ class ReservingLender:
         self._lender = lender
         self.reserves = dict(reserves)
         self.claim, self.reserve, self.room = lender.claim, lender.reserve, lender.room
-        self.could_claim = lender.could_claim
+        self.could_claim, self.settle = lender.could_claim, lender.settle
 
     def lend(self, place: str, pages: int) -> None:
         """Reserves and caches may count on these pages from now on."""

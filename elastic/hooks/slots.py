@@ -19,7 +19,7 @@ class Slot:
     def __init__(self, parameter: nn.Parameter, homes: tuple[tuple[nn.Module, str], ...]) -> None:
         self.parameter: nn.Parameter | Weight = parameter
         self.homes = homes
-        self.strides = parameter.stride()
+        self.strides, self.device = parameter.stride(), parameter.device
         """As the user's model had them."""
         self.address: int | None = parameter.data_ptr()
         """Of the bytes that Elastic put in the slot; None for a `Weight`, which has none."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -47,25 +46,25 @@ class Stage:
 class Streamer:
     """The stages of one place. Thread-safe.
 
-    A stage is counted in the ledger as `staging` from the start; its pages are created at its first use.
+    `layers` are the model's, as they are now. A stage is counted in the ledger as `staging` from the start;
+    its pages are created at its first use.
     """
 
-    def __init__(self, pool: PagePool, layers: Sequence[LayerWeights], copier: Copier) -> None:
+    def __init__(self, pool: PagePool, copier: Copier, stage_bytes: int, layers: Sequence[LayerWeights]) -> None:
         self.pool = pool
-        self.stage_bytes = max((layer.nbytes for layer in layers), default=0)
+        self.stage_bytes = stage_bytes
+        """What the largest layer of the model takes: any of them may come here."""
         self.on_spare: Callable[[int], object] = lambda pages: None
         """Hears of pages of a stage that was in use when it became one too many."""
         self.copier = copier
-        self._layers = tuple(layers)
-        self._count = 1 + max((layer.index for layer in layers), default=0)
+        self._layers = layers
+        self._count = len(layers)
         self._stages: list[Stage] = []
         self._wanted = 0
         self.least = 1
         """Stages that are kept while no layer is absent, so that there is one when a layer is released."""
         self._changed = threading.Condition()
         self._mine = threading.local()  # .stages: what this thread is in, outermost first
-        for layer in layers:
-            layer.on_written = partial(self.forget, layer)
 
     @property
     def stage_pages(self) -> int:
@@ -175,7 +174,8 @@ class Streamer:
         return self._count if other is None else (other.index - here.index) % self._count
 
     def _prefetch_after(self, layer: LayerWeights) -> None:
-        absent = [other for other in self._layers if other.absent and other is not layer]
+        here = [other for other in self._layers if other.pool is self.pool]
+        absent = [other for other in here if other.absent and other is not layer]
         following = min(absent, key=lambda other: self._distance(layer, other), default=None)
         if following is None or any(stage.layer is following for stage in self._stages):
             return

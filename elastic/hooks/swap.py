@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 from elastic.errors import CapacityError, ConfigError
 from elastic.hooks.actions import (
@@ -18,6 +19,7 @@ from elastic.hooks.actions import (
     Waiting,
     by_place,
     form_after,
+    indices,
     of_layers,
     resize_stages,
     retire,
@@ -64,8 +66,8 @@ class MoveMechanism:
         layers = self._check(action)
         try:
             prepared.lent_bytes = self._spare_stages([layer for layer in layers if layer.absent])
-            for layer in layers:
-                self._prepare_one(layer, prepared)
+            for _, units in groupby(layers, lambda unit: unit.index):
+                self._prepare_layer(list(units), prepared)
         except BaseException:
             self.rollback(prepared)
             raise
@@ -84,9 +86,7 @@ class MoveMechanism:
             for flip in prepared.flips:
                 flip.undo()
         prepared.let_go()
-        for flip in reversed(prepared.flips):
-            self._lender.lend(flip.layer.pool.name, retire(flip.layer, flip.form, self._lender))
-            flip.layer.pool.tell()
+        self._drop(prepared.flips)
         for place in by_place(self._weights.at(prepared.action.layers)):
             self._lender.lend(place, resize_stages(self._weights, place))
         prepared.flips.clear()
@@ -107,7 +107,7 @@ class MoveMechanism:
         self._waiting.add(prepared.deferred, of_layers(prepared.action, ()))
         for layers in by_place(prepared.layers).values():
             layers[0].pool.tell()
-        done, waiting = (tuple(w.index for w in part) for part in (prepared.layers, prepared.deferred))
+        done, waiting = (indices(part) for part in (prepared.layers, prepared.deferred))
         return Change("deferred" if waiting else "applied", done, waiting, prepared.moved_bytes, gained, retained)
 
     def pending(self) -> tuple[Move, ...]:
@@ -119,7 +119,7 @@ class MoveMechanism:
         layers = []
         for layer in self._weights.at(action.layers):
             for part in action.parts:
-                if not layer.has_part(part):
+                if not self._weights.has_part(layer.index, part):
                     raise ConfigError(f"{layer.name} has no weights of its own under {part!r}")
             if layer.absent or form_after(layer, action).key != layer.form.key:
                 require_no_gradients(layer)
@@ -150,16 +150,32 @@ class MoveMechanism:
         count = min(streamer.stages, max(least, staying))
         return count, (streamer.stages - count) * streamer.stage_pages
 
-    def _prepare_one(self, layer: LayerWeights, prepared: PreparedMove) -> None:
-        form = form_after(layer, prepared.action)
-        if prepared.deferred or not self._take_pages(layer, form):
-            prepared.deferred.append(layer)
-            return
-        prepared.flips.append(Flip(layer, form, {}, layer.version()))
-        form = prepared.flips[-1].form = self._fill(layer, form)
+    def _prepare_layer(self, units: list[LayerWeights], prepared: PreparedMove) -> None:
+        """All units of one layer, or none."""
+        first = len(prepared.flips)
+        for unit in units:
+            form = form_after(unit, prepared.action)
+            if prepared.deferred or not self._take_pages(unit, form):
+                self._drop(prepared.flips[first:])
+                del prepared.flips[first:]
+                prepared.deferred += units
+                return
+            prepared.flips.append(Flip(unit, form, {}, unit.version()))
+        for flip in prepared.flips[first:]:
+            self._prepare_flip(flip, prepared)
+
+    def _prepare_flip(self, flip: Flip, prepared: PreparedMove) -> None:
+        layer, form = flip.layer, flip.form
+        form = flip.form = self._fill(layer, form)
         shown = layer.blocks[form.key].show(form.layout)
-        prepared.flips[-1].contents = layer.contents(form, shown)
+        flip.contents = layer.contents(form, shown)
         prepared.moved_bytes += form.nbytes
+
+    def _drop(self, flips: list[Flip]) -> None:
+        """Give the pages of new blocks back."""
+        for flip in reversed(flips):
+            self._lender.lend(flip.layer.pool.name, retire(flip.layer, flip.form, self._lender))
+            flip.layer.pool.tell()
 
     def _take_pages(self, layer: LayerWeights, form: Form) -> bool:
         """Have the form's block filled with pages: of the KV cache, or as many as it gives up of the reserve."""

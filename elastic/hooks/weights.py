@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from elastic.errors import ConfigError, StateError
+from elastic.hooks.detours import Detour
 from elastic.hooks.layer import LayerWeights
+from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
 from elastic.types import HOST, Residency
 
@@ -13,14 +16,37 @@ ABSENT = "absent"
 
 
 class ModelWeights:
-    """Decoder layers by index, and the stages of each place."""
+    """Decoder layers by index, and the stages of each place.
 
-    def __init__(self, layers: Sequence[LayerWeights], streamers: Mapping[str, Streamer]) -> None:
-        self.layers = tuple(layers)
-        self.at_home = tuple(layer.index for layer in layers if not layer.absent)
+    The weights of a layer are a unit of their own place; modules of it that are elsewhere are units beside it.
+    """
+
+    def __init__(self, layers: list[LayerWeights], streamers: Mapping[str, Streamer]) -> None:
+        self.layers = layers
+        """Of each layer the unit that the hooks see to: with the modules that are at the layer's own place."""
+        self.at_home: tuple[int, ...] = ()
         """The layers that were resident when the model was wrapped."""
         self.streamers = dict(streamers)
+        self.detours: dict[int, tuple[Detour, ...]] = {}
+        """Of layers that do more than compute with what they are given, the outermost first."""
+        self._elsewhere: dict[int, tuple[LayerWeights, ...]] = {}
+        for layer in layers:
+            self.put(layer.index, (layer,))
         self._homes = [(m._parameters, name, s) for w in layers for s in w.slots.values() for m, name in s.homes]
+
+    def units(self, layer: int) -> tuple[LayerWeights, ...]:
+        """All that a layer consists of, its own unit first."""
+        return (self.layers[layer], *self._elsewhere.get(layer, ()))
+
+    def slots(self, layer: int) -> dict[str, Slot]:
+        """All parameters of a layer that lie in pages, by their names in it."""
+        return {name: slot for unit in self.units(layer) for name, slot in unit.slots.items()}
+
+    def put(self, layer: int, units: Sequence[LayerWeights]) -> None:
+        """A layer consists of these units from now on."""
+        self.layers[layer], self._elsewhere[layer] = units[0], tuple(units[1:])
+        for unit in units:
+            unit.on_written = partial(self.streamer(unit).forget, unit)
 
     def streamer(self, layer: LayerWeights) -> Streamer:
         """The stages of the place where a layer belongs."""
@@ -35,19 +61,35 @@ class ModelWeights:
             if parameters.get(name) is not parameter or (address is not None and parameter.data_ptr() != address):
                 self._refuse()
 
+    def detour(self, layer: int, detours: Sequence[Detour]) -> None:
+        """A layer makes these detours from now on, the outermost first. At a safe point."""
+        self.detours.pop(layer, None)
+        if detours:
+            self.detours[layer] = tuple(detours)
+
     def let_go(self) -> None:
         """Hold no parameter of the model any more: it is gone."""
         self._homes = []
-        for weights in self.layers:
-            weights.slots = {}
+        for layer in range(len(self.layers)):
+            for unit in self.units(layer):
+                unit.slots = {}
 
     def residencies(self) -> dict[str, tuple[Residency, ...]]:
         """Where each layer exists."""
-        return {w.name: (Residency(HOST if w.absent else w.pool.name, w.variant),) for w in self.layers}
+        units = [unit for layer in range(len(self.layers)) for unit in self.units(layer)]
+        return {
+            f"{w.name}.{w.part}" if w.part else w.name: (Residency(HOST if w.absent else w.pool.name, w.variant),)
+            for w in units
+        }
 
     def form(self) -> tuple[str, ...]:
         """The variant of each layer; `absent` for one that is not at its place."""
-        return tuple(ABSENT if w.absent else w.variant for w in self.layers)
+        return tuple(map(self._form_of, range(len(self.layers))))
+
+    def _form_of(self, layer: int) -> str:
+        if self.layers[layer].absent:
+            return ABSENT
+        return "+".join(dict.fromkeys(unit.variant for unit in self.units(layer)))
 
     def find(self, layers: int | str | Iterable[int | str]) -> tuple[int, ...]:
         """Indices of decoder layers from indices (negative ones count from the end) or module names.
@@ -80,14 +122,18 @@ class ModelWeights:
         for weights in self.layers:
             if isinstance(module, str) and module.startswith(weights.name + "."):
                 part = module.removeprefix(weights.name + ".")
-                if not weights.has_part(part):
+                if not self.has_part(weights.index, part):
                     raise ConfigError(f"{module!r}: {weights.name} has no weights of its own under {part!r}")
                 return weights.index, part
         return self._index(module), ""
 
     def at(self, layers: Iterable[int]) -> list[LayerWeights]:
-        """The layers of these indices. Raises `ConfigError`."""
-        return [self.layers[index] for index in self.find(layers)]
+        """The units of the layers of these indices. Raises `ConfigError`."""
+        return [unit for index in self.find(layers) for unit in self.units(index)]
+
+    def has_part(self, layer: int, part: str) -> bool:
+        """Whether a layer has weights of its own under this name."""
+        return any(unit.has_part(part) for unit in self.units(layer))
 
     def _index(self, layer: int | str) -> int:
         count = len(self.layers)
@@ -102,7 +148,7 @@ class ModelWeights:
         )
 
     def _refuse(self) -> None:
-        changed = [weights.name for weights in self.layers if not weights.intact()]
+        changed = [w.name for w in self.layers if not all(unit.intact() for unit in self.units(w.index))]
         raise StateError(
             f"the weights of {', '.join(changed)} were replaced outside Elastic (a cast, a move, "
             "load_state_dict(assign=True), or another library); call elastic.unwrap(model) and wrap it again"

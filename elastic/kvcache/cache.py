@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -48,9 +49,9 @@ def adopt(cache: Cache, memory: KVMemory) -> None:
 
     Only stock attention layers are replaced; linear-attention, indexed and hybrid layers stay what they are.
     """
-    cache.layers = [_elastic(layer, memory) for layer in cache.layers]
+    cache.layers = [_elastic(layer, memory, index) for index, layer in enumerate(cache.layers)]
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = partial(ElasticLayer, memory)
+        cache.layer_class_to_replicate = partial(_append_to, weakref.ref(cache), memory)
 
 
 class ElasticCache(DynamicCache):  # type: ignore[misc]
@@ -74,9 +75,15 @@ def _is_used(layer: object) -> bool:
     return bool(getattr(layer, "is_initialized", False) or any(getattr(layer, "is_conv_states_initialized", ())))
 
 
-def _elastic(layer: Any, memory: KVMemory) -> Any:
+def _append_to(cache: weakref.ref[Cache], memory: KVMemory) -> ElasticLayer:
+    """One more layer of a cache that makes them as they come."""
+    known = cache()
+    return ElasticLayer(memory, len(known.layers) if known is not None else None)
+
+
+def _elastic(layer: Any, memory: KVMemory, index: int) -> Any:
     if type(layer) is DynamicLayer:
-        return ElasticLayer(memory)
+        return ElasticLayer(memory, index)
     if type(layer) is DynamicSlidingWindowLayer:
-        return ElasticSlidingLayer(memory, layer.sliding_window, getattr(layer, "record_past", False))
+        return ElasticSlidingLayer(memory, layer.sliding_window, getattr(layer, "record_past", False), index)
     return layer

@@ -79,7 +79,7 @@ class KV:
         return sum(pool.trim() for pool in self.memory.pools)
 
     def _share(self, limit: int, place: str | None, revision: int | None) -> list[ResizeKV]:
-        pools = self.memory.pools
+        pools = self.memory.used_pools
         if place is not None or len(pools) == 1:
             return [ResizeKV(place or pools[0].pool.name, limit, revision)]
         maxima = [pool.status().maximum_bytes for pool in pools]
@@ -89,7 +89,7 @@ class KV:
         ]
 
     def _sum(self, field: Callable[[KVStatus], int]) -> int:
-        return sum(field(pool.status()) for pool in self.memory.pools)
+        return sum(field(pool.status()) for pool in self.memory.used_pools)
 
     def _require_runtime(self) -> Doer:
         runtime = self._runtime()

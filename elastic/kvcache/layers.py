@@ -23,9 +23,13 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, memory: LayerMemory) -> None:
+    def __init__(self, memory: LayerMemory, index: int | None = None) -> None:
         # The base class would set `keys` and `values`, which are computed here.
         self._memory = memory
+        self.index = index
+        """Of the decoder layer; None: of no known one."""
+        self.pinned: KVPool | None = None
+        """The pool of a part that does not follow its decoder layer's KV cache; None: it does."""
         self._lease: Lease | None = None
         self._first = self._length = 0  # tokens [first, length) are held
         self._origin = 0  # the token at the beginning of the store
@@ -217,7 +221,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0
 
     def _like(self) -> ElasticLayer:
-        return type(self)(self._memory)
+        return type(self)(self._memory, self.index)
 
     # -- inside
 
@@ -295,8 +299,10 @@ class ElasticSlidingLayer(ElasticLayer):
 
     is_sliding = True
 
-    def __init__(self, memory: LayerMemory, sliding_window: int, record_past: bool = False) -> None:
-        super().__init__(memory)
+    def __init__(
+        self, memory: LayerMemory, sliding_window: int, record_past: bool = False, index: int | None = None
+    ) -> None:
+        super().__init__(memory, index)
         self.sliding_window = sliding_window
         self.record_past = record_past
 
@@ -339,4 +345,4 @@ class ElasticSlidingLayer(ElasticLayer):
         return self._first if self.record_past else visible_from
 
     def _like(self) -> ElasticLayer:
-        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past)
+        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past, self.index)

@@ -37,6 +37,10 @@ class KVLender:
         """Weights wait for these pages: no new cache gets them. 0: they wait no more."""
         self._pools[place].reserve(pages)
 
+    def settle(self, place: str, pages: int) -> None:
+        """Weights that take so many pages have come to stay, or gone for good (below zero)."""
+        self._pools[place].settle(pages)
+
     def room(self, place: str) -> int:
         """Pages that could be claimed if no cache were alive."""
         return self._pools[place].room()

@@ -59,6 +59,11 @@ class Limits:
         limit = maximum if self.limit == self.maximum else min(self.limit, maximum)
         return Limits(maximum, limit, self.floor, self.wanted, self.revision, self.shrinks)
 
+    def settled(self, pages: int) -> Limits:
+        """With weights of so many pages that have come to stay, or gone for good (below zero)."""
+        floor = max(0, self.floor - pages)
+        return Limits(self.maximum, self.limit, floor, self.wanted, self.revision, self.shrinks)
+
     def reserved(self, wanted: int) -> Limits:
         """With so many pages that weights wait for."""
         shrinks = self.shrinks + (wanted > self.wanted)

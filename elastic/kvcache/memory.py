@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -16,13 +17,16 @@ from elastic.kvcache.pool import KVPool
 
 
 class KVMemory:
-    """Finds the KV pool of a device and leases stores from it.
+    """Finds the KV pool of a layer and leases stores from it.
 
-    `max_tokens` is how many tokens address space is reserved for; a cache that outgrows it moves to twice that.
+    `homes` are the pools of the decoder layers, by index; a cache layer that is of none of them gets the first pool of
+    its device. `max_tokens` is how many tokens address space is reserved for; a cache that outgrows it moves to twice
+    that.
     """
 
-    def __init__(self, pools: dict[torch.device, tuple[KVPool, Layout]], max_tokens: int) -> None:
-        self._pools = pools
+    def __init__(self, pools: Sequence[tuple[KVPool, Layout]], max_tokens: int, homes: Sequence[KVPool] = ()) -> None:
+        self._layouts = dict(pools)
+        self.homes = list(homes)
         self._max_tokens = max_tokens
         self.closed = False
         self._clock = itertools.count(1)
@@ -33,7 +37,12 @@ class KVMemory:
     @property
     def pools(self) -> tuple[KVPool, ...]:
         """One for each place."""
-        return tuple(pool for pool, _ in self._pools.values())
+        return tuple(self._layouts)
+
+    @property
+    def used_pools(self) -> tuple[KVPool, ...]:
+        """Those where the KV cache of any decoder layer is."""
+        return tuple(pool for pool in self._layouts if pool in self.homes) if self.homes else self.pools
 
     def tick(self) -> int:
         """A number above all earlier ones: the clock by which the longest unused caches are found."""
@@ -41,12 +50,8 @@ class KVMemory:
 
     def lease(self, keys: torch.Size, values: torch.Size, tokens: int, user: ElasticLayer) -> Lease:
         """A store for keys and values of shapes [batch, heads, …, dim], with room for `tokens`."""
-        if user.device not in self._pools:
-            raise StateError(
-                f"the model now computes on {user.device}, where it has no place (places: "
-                f"{[str(d) for d in self._pools]}); unwrap, move it, and wrap it again"
-            )
-        pool, layout = self._pools[user.device]
+        pool = self._pool_of(user)
+        layout = self._layouts[pool]
         max_tokens = self._max_tokens
         while max_tokens < tokens:
             max_tokens *= 2
@@ -55,6 +60,18 @@ class KVMemory:
         lease = Lease(pool, pool.lease(k, v, user, born=user.born), max_tokens)
         self._layers.add(user)
         return lease
+
+    def _pool_of(self, user: ElasticLayer) -> KVPool:
+        if user.pinned is not None:
+            return user.pinned
+        here = [pool for pool in self._layouts if pool.pool.backend.device == user.device]
+        if not here:
+            raise StateError(
+                f"the model now computes on {user.device}, where it has no place (places: "
+                f"{[pool.pool.name for pool in self._layouts]}); unwrap, move it, and wrap it again"
+            )
+        home = self.homes[user.index] if user.index is not None and user.index < len(self.homes) else here[0]
+        return home if home in here else here[0]
 
     def begin_forward(self, cache: object) -> None:
         """A forward pass of this thread uses `cache` now: it is no longer resting."""

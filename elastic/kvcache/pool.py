@@ -193,6 +193,11 @@ class KVPool:
             self._tidy(self._fit_mapped)  # what it parks is for the weights
             return True
 
+    def settle(self, pages: int) -> None:
+        """Weights of so many pages have come to stay, or gone for good (below zero): what is left is the caches'."""
+        with self.lock:
+            self.limits = self.limits.settled(pages)
+
     def room(self) -> int:
         """Pages that weights may claim at most: those they gave up, and those that the limit keeps from caches."""
         with self.lock:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
 from elastic.errors import ElasticError
 from elastic.memory.backend import runs
 from elastic.memory.janitor import janitor
-from elastic.memory.layout import LayerLayout
+from elastic.memory.layout import LayerLayout, pages_under
 from elastic.memory.pool import PagePool
 from elastic.memory.range import VirtualRange
 from elastic.memory.tensors import Span
@@ -26,17 +26,24 @@ class Block:
 
     `fill` (pages, owned) and `rest` (pages free, still mapped, lost one by one to whoever takes them) are a pair;
     `show` makes the parameters, each a storage of its own, and `hide` lets go of them. A block that a tensor outside
-    still shows is given up with `abandon`: its pages are `retained` until that tensor dies.
+    still shows is given up with `abandon`: its pages are `retained` until that tensor dies. `narrow` gives up some
+    parameters only. `slots`: the pages to be filled, by number; None: all.
     """
 
-    def __init__(self, pool: PagePool, nbytes: int) -> None:
+    def __init__(self, pool: PagePool, nbytes: int, *, slots: Collection[int] | None = None) -> None:
         self.pool = pool
-        self.pages = pool.pages_for(nbytes)
-        self._range = VirtualRange(pool, max(1, self.pages))
+        self._slots = set(range(pool.pages_for(nbytes)) if slots is None else slots)
+        self._range = VirtualRange(pool, max(1, pool.pages_for(nbytes)))
         self._spans: dict[str, tuple[int, Span]] = {}  # parameter -> offset, span
+        self._leaving: list[tuple[int, Span]] = []  # given up, but tensors outside may show them
         self._abandoned = False
         self._closed = False
         self._on_freed: Callable[[int], object] = lambda pages: None
+
+    @property
+    def pages(self) -> int:
+        """Pages that it needs: of all its bytes, or of the slots it was made for."""
+        return len(self._slots)
 
     def fill(self, owner: str) -> None:
         """Have every page mapped and owned. Raises `CapacityError`; then the block rests."""
@@ -44,7 +51,7 @@ class Block:
             with self.pool.tenants:
                 idle = list(self._range.slots.values())
                 self.pool.wake(idle, owner, self)
-            for first, count in runs([s for s in range(self.pages) if s not in self._range.slots]):
+            for first, count in runs(sorted(self._slots - self._range.slots.keys())):
                 for start in range(first, first + count, PAGES_AT_ONCE):
                     self._map(start, min(PAGES_AT_ONCE, first + count - start), owner)
         except BaseException:
@@ -89,7 +96,7 @@ class Block:
         """Let go of the parameters; returns whether no tensor outside shows one."""
         for _, span in self._spans.values():
             span.drop()
-        if any(span.alive for _, span in self._spans.values()):
+        if any(span.alive for _, span in [*self._spans.values(), *self._leaving]):
             return False
         self._spans.clear()
         return True
@@ -100,12 +107,20 @@ class Block:
         Returns the pages freed now; the others are `retained`, and `on_freed` hears how many of them become free when
         the last such tensor dies.
         """
+        self._abandoned = True
+        return self.narrow(list(self._spans), on_freed)
+
+    def narrow(self, names: Iterable[str], on_freed: Callable[[int], object]) -> int:
+        """Give up some of the parameters that are shown, and the pages that no other one lies in; as `abandon`."""
         with self.pool.tenants:
             self._on_freed = on_freed
-            needed = self._shown_slots()
-            self.pool.move((self._range.slots[slot] for slot in needed), RETAINED)
-            freed = self._drop(slot for slot in self._range.slots if slot not in needed)
-            self._abandoned = True
+            for name in names:
+                self._leaving.append(self._spans.pop(name))
+                self._leaving[-1][1].drop()
+            self._slots = self._under(self._spans.values())
+            shown = self._shown_outside()
+            self.pool.move((self._range.slots[slot] for slot in shown), RETAINED)
+            freed = self._drop(self._range.slots.keys() - self._slots - shown)
         janitor.put(self._settle)  # for what died in between
         return freed
 
@@ -138,10 +153,13 @@ class Block:
                 self.pool.give_back(pages)
                 raise
 
-    def _shown_slots(self) -> set[int]:
-        size = self.pool.page_bytes
-        alive = [(at, span.nbytes) for at, span in self._spans.values() if span.alive]
-        return {slot for at, nbytes in alive for slot in range(at // size, -(-(at + nbytes) // size))}
+    def _shown_outside(self) -> set[int]:
+        """Slots of what was given up that tensors outside still show, and nothing else of the block needs."""
+        self._leaving = [(at, span) for at, span in self._leaving if span.alive]
+        return self._under(self._leaving) - self._slots
+
+    def _under(self, spans: Iterable[tuple[int, Span]]) -> set[int]:
+        return {slot for at, span in spans for slot in pages_under(at, span.nbytes, self.pool.page_bytes)}
 
     def _drop(self, slots: Iterable[int]) -> int:
         """Unmap slots and give their pages back. What the driver refuses now is tried again when a tensor dies."""
@@ -156,17 +174,16 @@ class Block:
 
     def _note(self) -> None:
         """Called by finalizers, so from anywhere: takes no lock."""
-        if self._abandoned:
+        if self._leaving:
             janitor.put(self._settle)
 
     def _settle(self) -> None:
-        """Give back the pages of an abandoned block that no tensor shows any more."""
+        """Give back the pages of what was given up and no tensor shows any more."""
         with self.pool.tenants:
             if self._closed:
                 return
-            needed = self._shown_slots()
-            freed = self._drop([slot for slot in self._range.slots if slot not in needed])
-            if not self._range.slots:
+            freed = self._drop(self._range.slots.keys() - self._slots - self._shown_outside())
+            if self._abandoned and not self._range.slots:
                 self._closed = True
                 self._range.close()
             if freed:

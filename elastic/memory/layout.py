@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,7 +80,29 @@ class LayerLayout:
             offset += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(placed)
 
+    def without(self, names: Collection[str]) -> LayerLayout:
+        """The same places for the others: where these were is a gap."""
+        return LayerLayout({name: p for name, p in self.parameters.items() if name not in names})
+
     @property
     def nbytes(self) -> int:
-        """Bytes from the beginning of the first parameter to the end of the last."""
+        """Bytes from the beginning of the range to the end of the last parameter."""
         return max((p.offset + p.nbytes for p in self.parameters.values()), default=0)
+
+    def pages(self, page_bytes: int) -> set[int]:
+        """The pages of the range, by number, that hold any of it."""
+        return {page for p in self.parameters.values() for page in pages_under(p.offset, p.nbytes, page_bytes)}
+
+    def page_count(self, page_bytes: int) -> int:
+        """How many pages hold any of it."""
+        count = reached = 0
+        for parameter in self.parameters.values():  # in the order of their offsets
+            under = pages_under(parameter.offset, parameter.nbytes, page_bytes)
+            count += under.stop - max(reached, under.start)
+            reached = under.stop
+        return count
+
+
+def pages_under(offset: int, nbytes: int, page_bytes: int) -> range:
+    """The pages, by number, under a stretch of a range."""
+    return range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))

@@ -29,7 +29,7 @@ HEADS, DIM_K, DIM_V, WINDOW = 2, 64, 48, 12
 def new_memory(layout: Layout = HEAD_MAJOR, pages: int = 2000, max_tokens: int = 64) -> tuple[KVMemory, KVPool]:
     pool = PagePool("cpu#test", FaultyBackend(MemfdBackend(PAGE)), pages * PAGE, ready_pages=0)
     kv = KVPool(pool, pages * PAGE, ready_share=0)
-    return KVMemory({torch.device("cpu"): (kv, layout)}, max_tokens), kv
+    return KVMemory([(kv, layout)], max_tokens), kv
 
 
 def states(batch: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

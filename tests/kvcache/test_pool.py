@@ -26,7 +26,7 @@ PAGE = 4096
 def new_memory(pages: int = 64) -> tuple[KVMemory, KVPool]:
     pool = PagePool("cpu#test", MemfdBackend(PAGE), pages * PAGE, ready_pages=0)
     kv = KVPool(pool, pages * PAGE, idle_share=1.0, ready_share=0)
-    return KVMemory({torch.device("cpu"): (kv, HEAD_MAJOR)}, 1 << 16), kv
+    return KVMemory([(kv, HEAD_MAJOR)], 1 << 16), kv
 
 
 def layer_of(memory: KVMemory, pages: int) -> ElasticLayer:
@@ -175,7 +175,7 @@ def test_the_watermark_bounds_what_idle_caches_keep() -> None:
 def test_two_instances_share_a_place() -> None:
     memory, kv = new_memory(32)
     other = KVPool(kv.pool, 32 * PAGE, idle_share=1.0, ready_share=0)
-    other_memory = KVMemory({torch.device("cpu"): (other, HEAD_MAJOR)}, 1 << 16)
+    other_memory = KVMemory([(other, HEAD_MAJOR)], 1 << 16)
     layer = layer_of(memory, 12)
     assert other.status().capacity_bytes == 8 * PAGE
     with pytest.raises(CapacityError):

@@ -1,0 +1,183 @@
+"""The price of migrating layers to another place, beside a plain copy of as many bytes, and what a generation feels.
+
+    python benchmarks/migrate.py [--device cuda:0]
+
+Layers go to the other of two places on one device and back. Peer: copies of the same tensors into memory that is there
+already. "mapped" is a migration whose pages are at rest from the last time; else they are mapped first (on a CPU, the
+system has to clear them). Gaps between tokens: one layer after another is on its way all the time, at a bounded rate
+on a CPU. Targets: 90 % of the copy's bytes per second, 1 ms of pause on CUDA; gaps within 5 % of rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+from common import arguments, finish, paired, ratio, seconds, show, small_model, table
+
+import elastic
+from elastic.memory.copying import copy
+
+COPY_RATE = "1GB"
+"""A second, on a CPU: there, copies and computation share the memory's speed."""
+
+
+def places(device: str, gib: int) -> list[str]:
+    return [f"{device}#a={gib}GiB", f"{device}#b={gib}GiB"]
+
+
+def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Migrations of so many layers at once."""
+    elastic.wrap(model, places=places(device, 40 if device != "cpu" else 4))
+    runtime, found = model.elastic, []
+    there = f"{device}#b"
+    for count in counts:
+        layers = range(count)
+        units = [runtime._weights.layers[i] for i in layers]
+        sources = [tensor for unit in units for tensor in unit.block.show(unit.layout).values()]
+        targets = [torch.empty_like(tensor).fill_(0) for tensor in sources]
+
+        def plain(pairs: list[Any]) -> None:
+            for target, source in pairs:
+                copy(target, source)
+
+        took: dict[str, list[float]] = {"mapped": [], "to be mapped": []}
+        copies: list[float] = []
+        budget = runtime.status().places
+        for _ in range(rounds + 2):
+            copies += paired({"copy": partial(plain, list(zip(targets, sources, strict=True)))}, device, 1, 0)["copy"]
+            took["mapped"].append(seconds(partial(runtime.migrate, layers, there), device))
+            runtime.migrate(layers, f"{device}#a")
+            for pool in runtime._places:
+                pool.unmap_idle()
+            took["to be mapped"].append(seconds(partial(runtime.migrate, layers, there), device))
+            runtime.migrate(layers, f"{device}#a")
+        pauses = sorted(e.pause_ms for e in runtime.events() if len(e.action.layers) == count)
+        assert runtime.status().places[0].owners == budget[0].owners
+        nbytes = sum(tensor.nbytes for tensor in sources)
+        del sources, targets
+        found.append(
+            {
+                "layers": count,
+                "bytes": nbytes,
+                "copy_gb_s": nbytes / 1e9 / statistics.median(copies[2:]),
+                "ms": {key: 1e3 * statistics.median(value[2:]) for key, value in took.items()},
+                "rate": {key: ratio(copies[2:], value[2:]) for key, value in took.items()},
+                "pause_ms": {"p50": pauses[len(pauses) // 2], "max": pauses[-1]},
+            }
+        )
+    elastic.unwrap(model)
+    return found
+
+
+class Mover(threading.Thread):
+    """Migrates one layer after another, there and back, until it is told to end."""
+
+    def __init__(self, runtime: Any, layers: int, homes: tuple[str, str]) -> None:
+        super().__init__(daemon=True)
+        self.runtime, self.layers, self.homes = runtime, layers, homes
+        self.ending = threading.Event()
+        self.done = 0
+
+    def run(self) -> None:
+        while not self.ending.is_set():
+            here, there = self.homes
+            where = there if self.done // self.layers % 2 == 0 else here
+            self.runtime.migrate(self.done % self.layers, where)
+            self.done += 1
+
+
+def gaps(model: Any, device: str, tokens: int) -> list[float]:
+    """Seconds of each decode step of one generation."""
+    token = torch.ones(1, 1, dtype=torch.long, device=device)
+    cache = model(token.repeat(1, 64)).past_key_values
+    return [seconds(lambda: model(token, past_key_values=cache), device) for _ in range(tokens)]
+
+
+def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> dict[str, Any]:
+    """Gaps while layers of the same model are on their way, and while those of another one are; and at rest."""
+    on_cpu, layers = device == "cpu", 12
+    shape = (768, 2048, layers) if on_cpu else (4096, 11008, layers)
+    model, other = (small_model(*shape, dtype, device) for _ in range(2))
+    both = places(device, 4 if on_cpu else 60)
+    for one in (model, other):
+        elastic.wrap(one, places=both, copy_rate=COPY_RATE if on_cpu else None)
+    gaps(model, device, 32)
+    found: dict[str, list[list[float]]] = {"at rest": [], "itself": [], "another": []}
+    moved = 0
+    for generation in range(generations):
+        names = list(found)
+        turn = generation % 3
+        for name in names[turn:] + names[:turn]:
+            mover = None
+            if name != "at rest":
+                runtime = (model if name == "itself" else other).elastic
+                mover = Mover(runtime, layers, (f"{device}#a", f"{device}#b"))
+                mover.start()
+            found[name].append(gaps(model, device, tokens))
+            if mover:
+                mover.ending.set()
+                mover.join()
+                moved += mover.done
+    for one in (model, other):
+        elastic.unwrap(one)
+
+    def percentile(name: str, share: float) -> list[float]:
+        return [sorted(run)[int(share * (len(run) - 1))] for run in found[name]]
+
+    rest = {share: percentile("at rest", share) for share in (0.5, 0.99)}
+    total = {name: [sum(run) for run in runs] for name, runs in found.items()}
+    return {
+        "gaps": generations * tokens,
+        "migrations": moved,
+        "ms_at_rest": {f"p{int(100 * s)}": 1e3 * statistics.median(rest[s]) for s in rest},
+        **{
+            name: {
+                "p50": ratio(percentile(name, 0.5), rest[0.5]),
+                "p99": ratio(percentile(name, 0.99), rest[0.99]),
+                "throughput": ratio(total["at rest"], total[name]),
+            }
+            for name in ("itself", "another")
+        },
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    on_cpu = options.device == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    counts = [1, 2] if options.quick else [1, 3, 6, 9, 12] if on_cpu else [1, 10, 20, 30, 40]
+    shape = (512, 1024) if options.quick else (1024, 2816) if on_cpu else (5120, 13824)
+    model = small_model(*shape, counts[-1], dtype, options.device)
+    found = moves(model, options.device, counts, options.rounds)
+    del model
+    generations, tokens = (2, 40) if options.quick else (12, 200)
+    results = {"moves": found, "latency": latency(options.device, dtype, generations, tokens)}
+    table(
+        ["layers", "MB", "copy GB/s", "mapped", "of the copy", "to be mapped", "of the copy", "pause ms P50", "max"],
+        [
+            [
+                m["layers"],
+                f"{m['bytes'] / 1e6:.0f}",
+                f"{m['copy_gb_s']:.1f}",
+                *(cell for key in m["ms"] for cell in (f"{m['ms'][key]:.1f} ms", show(m["rate"][key]))),
+                f"{m['pause_ms']['p50']:.3f}",
+                f"{m['pause_ms']['max']:.3f}",
+            ]
+            for m in found
+        ],
+    )
+    lat = results["latency"]
+    for name in ("itself", "another"):
+        print(
+            f"gaps while a layer of {name} is on its way: P50 {show(lat[name]['p50'])}, P99 {show(lat[name]['p99'])}, "
+            f"throughput {show(lat[name]['throughput'])} of rest"
+        )
+    finish("migrate", options.device, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""The action that has a layer, or modules of it, at another place (CoCoServe, section 3.3).
+
+Bytes are copied from page to page while the layer serves; the safe point only flips the slots, and then the pages that
+it leaves are free. So a migrated layer is the same bits, in the variant that it was in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.hooks.actions import Lender, Waiting, resize_stages
+from elastic.hooks.layer import LayerWeights
+from elastic.hooks.release import require_no_gradients
+from elastic.hooks.slots import Content
+from elastic.hooks.travel import Routes
+from elastic.hooks.weights import ModelWeights
+from elastic.memory.block import Block
+from elastic.memory.copying import Pace
+from elastic.memory.pool import PagePool
+from elastic.types import Change, Migrate, PlanStep
+
+
+@dataclass
+class Relocation:
+    """One decoder layer: the units that it consists of before and after."""
+
+    before: tuple[LayerWeights, ...]
+    after: tuple[LayerWeights, ...]
+    arriving: LayerWeights
+    """Of `after` the one at the new place."""
+    remains: Mapping[LayerWeights, LayerWeights | None]
+    """For each unit that loses parameters, what is left of it."""
+    version: int
+    contents: Mapping[str, Content] = field(default_factory=dict)
+
+    @property
+    def index(self) -> int:
+        return self.arriving.index
+
+    @property
+    def pages(self) -> int:
+        """That it takes at the new place."""
+        return self.arriving.held_pages
+
+    @property
+    def leaving_pages(self) -> Counter[str]:
+        """That it needs no longer, by place."""
+        pages: Counter[str] = Counter()
+        for unit, rest in self.remains.items():
+            pages[unit.pool.name] += unit.held_pages - (rest.held_pages if rest else 0)
+        return pages
+
+    @property
+    def written(self) -> bool:
+        """Whether a parameter was written since its bytes were copied."""
+        return sum(unit.version() for unit in self.before) != self.version
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) for all that arrives: from the pages where it is, or from the host store."""
+        form = self.arriving.form
+        targets = self.arriving.blocks[form.key].show(form.layout)
+        found = []
+        for unit in self.remains:
+            names = [name for name in unit.slots if name in self.arriving.slots]
+            if unit.absent:
+                found += [(targets[name], unit.host_tensor(name)) for name in names]
+            else:
+                sources = unit.blocks[unit.form.key].show(unit.form.layout)
+                found += [(targets[lies], sources[lies]) for name in names for lies in unit.form.entries_of(name)]
+        return found
+
+    def flip(self) -> None:
+        self.arriving.show(self.contents, self.arriving.form)
+
+    def undo(self) -> None:
+        """Have the slots as they were; the bytes are still there."""
+        for unit in self.remains:
+            if unit.absent:
+                unit.hide(unit.absent_contents())
+            else:
+                block = unit.blocks[unit.form.key]
+                unit.show(unit.contents(unit.form, block.show(unit.form.layout)), unit.form)
+
+
+@dataclass
+class PreparedMigration:
+    action: Migrate
+    relocations: list[Relocation] = field(default_factory=list)
+    committed: bool = False
+
+
+class MigrateMechanism:
+    """`Migrate`: check, prepare, commit, roll back, finish."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        routes: Routes,
+        pools: Iterable[PagePool],
+        lender: Lender,
+        waiting: Waiting,
+        pace: Pace,
+    ) -> None:
+        self._weights = weights
+        self._routes = routes
+        self._pools = {pool.name: pool for pool in pools}
+        self._lender = lender
+        self._waiting = waiting
+        self._pace = pace
+        self._resting: dict[object, Block] = {}
+        """What units have left, mapped as long as nobody needs the pages: for those that return."""
+
+    def close(self) -> None:
+        """Give up what rests."""
+        while self._resting:
+            self._resting.popitem()[1].close()
+
+    def foresee(self, action: Migrate) -> PlanStep:
+        """What the action would do now. Raises `CapacityError` if the place has no room for it."""
+        planned = self._check(action)
+        pages = sum(relocation.pages for relocation in planned)
+        if not self._lender.could_claim(action.place, pages):
+            raise self._no_room(action.place, pages)
+        gained = sum(relocation.leaving_pages.total() for relocation in planned) - pages
+        moved = sum(relocation.arriving.form.nbytes for relocation in planned)
+        return PlanStep(action, "applied", moved, gained, pages, 0.0)
+
+    def prepare(self, action: Migrate) -> PreparedMigration:
+        """Pages at the new place, and the bytes copied into them."""
+        prepared = PreparedMigration(action)
+        try:
+            for relocation in self._check(action):
+                self._take_pages(relocation)
+                prepared.relocations.append(relocation)
+                self._fill(relocation)
+        except BaseException:
+            self.rollback(prepared)
+            raise
+        return prepared
+
+    def commit(self, prepared: PreparedMigration) -> None:
+        """Flip the parameters to their new pages."""
+        for relocation in prepared.relocations:
+            if relocation.written:
+                name = relocation.arriving.name
+                raise StateError(f"the weights of {name} were written while they were on their way; try again")
+        prepared.committed = True
+        for relocation in prepared.relocations:
+            self._weights.put(relocation.index, relocation.after)
+            relocation.flip()
+        self._routes.lay()
+
+    def rollback(self, prepared: PreparedMigration) -> None:
+        """Flip back, and give the new pages back."""
+        for relocation in reversed(prepared.relocations):
+            if prepared.committed:
+                relocation.undo()
+                self._weights.put(relocation.index, relocation.before)
+                self._routes.lay()
+            relocation.contents = {}
+            self._lend(relocation.arriving, self._give_up(relocation.arriving))
+        prepared.relocations.clear()
+
+    def finish(self, prepared: PreparedMigration) -> Change:
+        """What the layers left behind is KV capacity there, but for pages that tensors outside still show."""
+        released = retained = moved = 0
+        for relocation in prepared.relocations:
+            relocation.contents = {}
+            moved += relocation.arriving.form.nbytes
+            self._lender.settle(relocation.arriving.pool.name, relocation.arriving.pages)
+            released -= relocation.pages * relocation.arriving.pool.page_bytes
+            for unit, rest in relocation.remains.items():
+                left = (unit.held_pages - (rest.held_pages if rest else 0)) * unit.pool.page_bytes
+                pages = self._leave(unit, rest, relocation)
+                self._lend(unit, pages)
+                self._lender.settle(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
+                released += pages * unit.pool.page_bytes
+                retained += max(0, left - pages * unit.pool.page_bytes)
+        done = tuple(relocation.index for relocation in prepared.relocations)
+        return Change("applied", done, (), moved, released, retained)
+
+    def pending(self) -> tuple[Migrate, ...]:
+        """A migration is never deferred: without pages it is refused."""
+        return ()
+
+    def _check(self, action: Migrate) -> list[Relocation]:
+        """What is to be moved: nothing of a layer that is there already."""
+        if action.place not in self._pools:
+            raise ConfigError(
+                f"place {action.place!r} is none of this model's, which are {sorted(self._pools)}; "
+                "wrap(model, places=…) opens them"
+            )
+        pool = self._pools[action.place]
+        planned = [self._plan(index, action.parts, pool) for index in self._weights.find(action.layers)]
+        return [relocation for relocation in planned if relocation is not None]
+
+    def _plan(self, index: int, parts: tuple[str, ...], pool: PagePool) -> Relocation | None:
+        units = self._weights.units(index)
+        names = self._names(units, parts)
+        whole = len(names) == sum(len(unit.slots) for unit in units) or pool is units[0].pool
+        there = all(unit.pool is pool and not unit.absent for unit in units if unit.slots.keys() & names)
+        if there and (not whole or len(units) == 1):
+            return None
+        self._require_movable(units, whole)
+        self._require_device(units, pool, whole)
+        if whole:
+            names = {name for unit in units for name in unit.slots}
+        own = not units[0].slots.keys() - names
+        arriving = LayerWeights.of(units, names, pool, "" if own else "+".join(parts))
+        remains = {unit: _rest(unit, names) for unit in units if unit.slots.keys() & names}
+        staying = tuple(unit for unit in (remains.get(u, u) for u in units) if unit is not None)
+        after = (arriving, *staying) if own else (*staying, arriving)
+        return Relocation(units, after, arriving, remains, sum(unit.version() for unit in units))
+
+    def _names(self, units: tuple[LayerWeights, ...], parts: tuple[str, ...]) -> set[str]:
+        for part in parts:
+            if not self._weights.has_part(units[0].index, part):
+                raise ConfigError(f"{units[0].name} has no weights of its own under {part!r}")
+        if not any(unit.slots for unit in units):
+            raise ConfigError(f"{units[0].name} has no weights of its own: others use them too")
+        return {name for unit in units for name in unit.slots if not parts or unit.is_under(name, parts)}
+
+    def _require_movable(self, units: tuple[LayerWeights, ...], whole: bool) -> None:
+        name = units[0].name
+        if any(self._waiting.has(unit) for unit in units):
+            raise StateError(f"{name} waits for pages to be swapped or restored; migrate it when that is done")
+        if units[0].absent and not whole:
+            raise StateError(f"{name} is in host memory; restore it before modules of it are migrated")
+        for unit in units:
+            require_no_gradients(unit)
+
+    def _require_device(self, units: tuple[LayerWeights, ...], pool: PagePool, whole: bool) -> None:
+        """To another device go whole layers in full precision that share no parameter."""
+        first, device = units[0], pool.backend.device
+        if all(unit.pool.backend.device == device for unit in units):
+            return
+        if not whole:
+            raise ConfigError(f"{pool.name} is on another device than {first.name}: only whole layers migrate to it")
+        if any(not unit.form.full for unit in units):
+            raise StateError(
+                f"{first.name} is packed for {first.pool.backend.device}; restore it before it goes to {device}"
+            )
+        if first.shared():
+            raise ConfigError(
+                f"{first.name} has parameters that are used elsewhere too, or adapters ({first.shared()[0]}): it "
+                f"cannot go to another device ({device})"
+            )
+
+    def _take_pages(self, relocation: Relocation) -> None:
+        unit, place = relocation.arriving, relocation.arriving.pool.name
+        pages = relocation.pages
+        if not self._lender.claim(place, pages):
+            raise self._no_room(place, pages)
+        left = self._resting.pop(_key(unit), None)
+        if left is not None:
+            unit.blocks[unit.form.key] = left
+        try:
+            unit.block_for(unit.form).fill(unit.owner)
+        except BaseException:
+            self._lender.lend(place, pages)
+            raise
+
+    def _fill(self, relocation: Relocation) -> None:
+        unit = relocation.arriving
+        self._weights.streamer(unit).copier.copy(relocation.pairs(), self._pace).finish()
+        relocation.contents = unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout))
+
+    def _leave(self, unit: LayerWeights, rest: LayerWeights | None, relocation: Relocation) -> int:
+        """Give up what a unit has lost; returns the pages that are free now."""
+        if unit.absent:
+            self._weights.streamer(unit).forget(unit)
+            return resize_stages(self._weights, unit.pool.name)
+        if rest is None:
+            return self._give_up(unit)
+        _settle(unit)
+        block = unit.blocks.pop(unit.form.key)
+        _close(unit)
+        gone = [lies for name in unit.slots if name not in rest.slots for lies in unit.form.entries_of(name)]
+        return block.narrow(gone, partial(self._lender.lend, unit.pool.name))
+
+    def _give_up(self, unit: LayerWeights) -> int:
+        """A unit is no more; returns the pages that are free now."""
+        _settle(unit)
+        block = unit.blocks.pop(unit.form.key)
+        _close(unit)
+        if not block.hide():
+            return block.abandon(partial(self._lender.lend, unit.pool.name))
+        block.rest()
+        self._resting[_key(unit)] = block
+        return block.pages
+
+    def _lend(self, unit: LayerWeights, pages: int) -> None:
+        self._lender.lend(unit.pool.name, pages)
+        unit.pool.tell()
+
+    def _no_room(self, place: str, pages: int) -> CapacityError:
+        pool = self._pools[place]
+        return CapacityError(
+            f"place {place} has no room for these weights beside its KV cache; migrate fewer, or raise its budget",
+            requested_bytes=pages * pool.page_bytes,
+            free_bytes=pool.free_pages * pool.page_bytes,
+            total_bytes=pool.budget_pages * pool.page_bytes,
+        )
+
+
+def _key(unit: LayerWeights) -> object:
+    """What a block is good for."""
+    return unit.index, unit.pool.name, unit.form.key, tuple(unit.form.layout.parameters.items())
+
+
+def _settle(unit: LayerWeights) -> None:
+    """Return when nothing on the device reads the unit's pages any more."""
+    if unit.pool.backend.device.type == "cuda":
+        torch.cuda.synchronize(unit.pool.backend.device)
+
+
+def _close(unit: LayerWeights) -> None:
+    """Blocks of forms that it had before: at rest."""
+    while unit.blocks:
+        unit.blocks.popitem()[1].close()
+
+
+def _rest(unit: LayerWeights, names: set[str]) -> LayerWeights | None:
+    return unit.without(names) if unit.slots.keys() - names else None

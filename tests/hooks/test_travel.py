@@ -1,0 +1,79 @@
+"""What layers on another device are given travels there, each tensor once (the devices: cpu and meta)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from elastic.hooks.travel import Routes, Travel, moved
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Weights:
+    """As much of a model's weights as routes look at."""
+
+    def __init__(self, count: int) -> None:
+        self.layers = [self.layer(CPU) for _ in range(count)]
+        self.detours: dict[int, tuple[Any, ...]] = {}
+
+    @staticmethod
+    def layer(device: torch.device) -> Any:
+        slots = {"weight": SimpleNamespace(device=CPU)}
+        return SimpleNamespace(slots=slots, pool=SimpleNamespace(backend=SimpleNamespace(device=device)))
+
+    def detour(self, layer: int, detours: Any) -> None:
+        self.detours.pop(layer, None)
+        if detours:
+            self.detours[layer] = tuple(detours)
+
+
+def devices(value: Any) -> list[str]:
+    if isinstance(value, torch.Tensor):
+        return [value.device.type]
+    return [kind for one in value for kind in devices(one)] if isinstance(value, tuple | list) else []
+
+
+def test_all_tensors_of_a_call_arrive_and_what_is_none_stays() -> None:
+    cache = object()
+    args, kwargs = Travel(META, META).enter(
+        (torch.ones(2), 7), {"mask": torch.ones(3), "rope": (torch.ones(1), torch.ones(1)), "cache": cache}
+    )
+    assert devices(args) == ["meta"]
+    assert args[1] == 7
+    assert devices((kwargs["mask"], kwargs["rope"])) == ["meta"] * 3
+    assert kwargs["cache"] is cache
+    assert moved([torch.ones(1), None], META)[1] is None
+
+
+def test_what_layers_are_given_alike_travels_once() -> None:
+    travel, mask = Travel(META, CPU), torch.ones(4)
+    first, second = (travel.enter((torch.ones(1),), {"mask": mask})[1]["mask"] for _ in range(2))
+    assert first is second
+    assert travel.enter((), {"mask": torch.ones(4)})[1]["mask"] is not first
+
+
+def test_a_result_goes_to_the_next_layer_and_a_failure_is_left_alone() -> None:
+    assert devices(Travel(CPU, META).leave((torch.ones(1), None))) == ["meta"]
+    assert Travel(CPU, META).leave(None) is None
+
+
+def test_routes_are_laid_where_devices_differ_and_taken_up_again() -> None:
+    weights: Any = Weights(4)
+    other = SimpleNamespace()
+    weights.detour(2, [other])
+    routes = Routes(weights)
+    routes.lay()
+    assert weights.detours == {2: (other,)}
+    weights.layers[1] = weights.layer(META)
+    weights.layers[2] = weights.layer(META)
+    routes.lay()
+    assert sorted(weights.detours) == [0, 1, 2, 3]
+    assert weights.detours[2][1] is other
+    followed = [weights.detours[i][0].leave(torch.ones(1)).device for i in range(3)]
+    assert [d.type for d in followed] == ["meta", "meta", "cpu"]
+    weights.layers[1] = weights.layers[2] = weights.layer(CPU)
+    routes.lay()
+    assert weights.detours == {2: (other,)}
