@@ -209,7 +209,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
-    PROCESSES.set_forkserver_preload(["evaluation_run", "evaluation_quality"])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    PROCESSES.set_forkserver_preload(["evaluation_run", "evaluation_quality"])  # found by that path
     evaluation = Evaluation(options)
     began = time.monotonic()
     chosen = {name: evaluation.calibrate(name) for name in evaluation.config["workloads"]}
