@@ -249,3 +249,27 @@ def test_a_model_is_spread_over_places_in_their_order(wrapped: Any) -> None:
 def test_a_placement_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"placement='best' is not known.*'as_loaded', 'auto'"):
         elastic.wrap(build("llama-gqa"), placement="best")
+
+
+def test_a_model_dispatched_by_accelerate_migrates(wrapped: Any) -> None:
+    from accelerate import dispatch_model
+
+    model = build("llama-gqa")
+    before, expected = bits(model), model(**prompt(2)).logits
+    names = [
+        "model.embed_tokens",
+        "model.norm",
+        "model.rotary_emb",
+        "lm_head",
+        *(f"model.layers.{i}" for i in range(3)),
+    ]
+    dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)
+    rt = wrapped(model, two_places()).elastic
+    assert len(rt._weights.layers[0].aligners) > 0
+    for target in (1, "model.layers.0.mlp", [0, 1, 2]):
+        rt.migrate(target, "cpu#b")
+        assert {a.execution_device for unit in rt._weights.layers for a in unit.aligners} == {"cpu"}
+        assert torch.equal(model(**prompt(2)).logits, expected)
+    elastic.unwrap(model)
+    assert_same_bits(model, before)
+    assert torch.equal(model(**prompt(2)).logits, expected)

@@ -62,6 +62,8 @@ class LayerWeights:
         """The name inside the layer of the modules that these are the weights of; empty: of the layer itself."""
         self.others: tuple[tuple[dict[str, Any], str], ...] = ()
         """Where the layer's tensors are that do not lie in pages: a module's buffers or parameters, and a name."""
+        self.aligners: tuple[Any, ...] = ()
+        """accelerate's hooks in a model that it dispatched: they have inputs on their `execution_device`."""
         self._checkpoint = checkpoint
         self._host: dict[str, HostTensor] = {}
         self._writes = 0
@@ -194,7 +196,9 @@ class LayerWeights:
         first, layouts = units[0], {name: unit.layout.parameters[name] for name, unit in owners.items()}
         slots = {name: unit.slots[name] for name, unit in owners.items()}
         made = cls(first.index, first.name, pool, slots, LayerLayout.pack(layouts), first._checkpoint)
-        made.part, made.variants, made.others = part, first.variants, () if part else first.others
+        made.part, made.variants = part, first.variants
+        if not part:
+            made.others, made.aligners = first.others, first.aligners
         made._host = {name: unit._host[name] for name, unit in owners.items() if name in unit._host}
         chosen = {name: u.form.variants[name] for name, u in owners.items() if name in u.form.variants}
         made.form = made._form_of(chosen)
@@ -206,7 +210,7 @@ class LayerWeights:
         left = LayerWeights(
             self.index, self.name, self.pool, slots, self.layout.without(names), checkpoint=self._checkpoint
         )
-        left.part, left.variants, left.others = self.part, self.variants, self.others
+        left.part, left.variants, left.others, left.aligners = self.part, self.variants, self.others, self.aligners
         left._writes = self._writes
         left._host = {name: kept for name, kept in self._host.items() if name not in names}
         left.form = left.full if self.form.full else self.form.without(names)
@@ -322,7 +326,10 @@ class LayerWeights:
         return [name for tensors, name in self.others if isinstance(tensors[name], nn.Parameter)]
 
     def bring_others(self, device: torch.device) -> None:
-        """Have the layer's buffers on a device."""
+        """Have the layer's buffers on a device, and inputs sent there."""
+        for aligner in self.aligners:
+            if torch.device(aligner.execution_device) != device:
+                aligner.execution_device = device
         for tensors, name in self.others:
             if tensors[name].device != device and not isinstance(tensors[name], nn.Parameter):
                 tensors[name] = tensors[name].to(device)

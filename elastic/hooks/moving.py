@@ -66,7 +66,7 @@ def make_layers(
         choose = arrange or _as_it_lies
         layout = LayerLayout.pack({n: choose(f"{name}.{n}", slot.parameter) for n, slot in here.items()})
         layer = LayerWeights(index, name, pools[index], here, layout, checkpoint)
-        layer.others = _others(decoder.layers[index], here)
+        layer.others, layer.aligners = _others(decoder.layers[index], here), _aligners(decoder.layers[index])
         made.append(layer)
     return made
 
@@ -76,6 +76,13 @@ def _others(layer: nn.Module, slots: Mapping[str, Slot]) -> tuple[tuple[dict[str
     in_pages = {id(slot.parameter) for slot in slots.values()}
     dicts: list[dict[str, Any]] = [d for m in layer.modules() for d in (m._parameters, m._buffers)]
     return tuple((d, n) for d in dicts for n, tensor in d.items() if tensor is not None and id(tensor) not in in_pages)
+
+
+def _aligners(layer: nn.Module) -> tuple[Any, ...]:
+    """accelerate's hooks on a layer and in it that know a device."""
+    hooks = [getattr(module, "_hf_hook", None) for module in layer.modules()]
+    each = [one for hook in hooks for one in (getattr(hook, "hooks", None) or [hook])]
+    return tuple(hook for hook in each if getattr(hook, "execution_device", None) is not None)
 
 
 def held_outside(model: nn.Module, decoder: Decoder, slots: Sequence[Mapping[str, Slot]]) -> dict[str, Counter[str]]:
