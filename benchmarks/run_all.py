@@ -28,6 +28,7 @@ BENCHMARKS = (
     "sensitivity",
     "controller",
     "continuous",
+    "migrate",
 )
 
 
