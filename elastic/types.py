@@ -94,6 +94,19 @@ class Evict:
 Action = ResizeKV | Release | Swap | Restore | Migrate | MigrateKV | Replicate | Evict
 
 
+KINDS: dict[type, str] = {
+    Swap: "swap",
+    Restore: "restore",
+    Release: "release",
+    ResizeKV: "resize_kv",
+    Migrate: "migrate",
+    MigrateKV: "migrate_kv",
+    Replicate: "replicate",
+    Evict: "evict",
+}
+"""What they are called in text: logs, results, HTTP."""
+
+
 @dataclass(frozen=True)
 class Resize:
     """What a KV resize came to."""
@@ -229,6 +242,8 @@ class Residency:
     """Full precision by the name of its dtype, such as `float16`; else the variant's name. Several, as `float16+int8`,
     where only parts of a layer were swapped."""
     shard: str = "whole"
+    part: str = ""
+    """Of a layer whose modules are at several places: the name inside it. Empty: the layer, or the rest of it."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +254,6 @@ class Status:
     places: tuple[PlaceStatus, ...]
     kv: tuple[KVStatus, ...]
     residencies: dict[str, tuple[Residency, ...]] = field(hash=False)
-    """Decoder layer (module name) -> where it exists."""
+    """Decoder layer (module name) -> where it exists, its own place first."""
     host: HostStatus
     events: int

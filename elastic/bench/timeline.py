@@ -11,9 +11,7 @@ from typing import Protocol
 
 from elastic.engines.engine import Engine
 from elastic.runtime import Runtime
-from elastic.types import HOST, Event, Release, ResizeKV, Restore, Swap
-
-KINDS: dict[type, str] = {Release: "release", Swap: "swap", Restore: "restore", ResizeKV: "resize_kv"}
+from elastic.types import HOST, KINDS, Event, Release, ResizeKV, Swap
 
 
 @dataclass(frozen=True)

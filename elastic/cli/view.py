@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.memory.backend import runs
-from elastic.types import Event, KVStatus, PlaceStatus, ResizeKV, Status, Swap
+from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status
 
 
 def _in_words(action: Any) -> str:
@@ -21,7 +21,8 @@ def _in_words(action: Any) -> str:
         return f"KV limit {mib(action.limit_bytes)}"
     spans = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in runs(sorted(action.layers)))
     kind = getattr(action, "kind", type(action).__name__.lower())
-    to = f" to {action.variant}" if isinstance(action, Swap) else ""
+    there = getattr(action, "variant", None) or getattr(action, "place", None)
+    to = f" {'from' if isinstance(action, Evict) else 'to'} {there}" if there else ""
     return f"{kind} layer{'s' * (len(action.layers) != 1)} {spans}{to}"
 
 

@@ -76,11 +76,7 @@ class ModelWeights:
 
     def residencies(self) -> dict[str, tuple[Residency, ...]]:
         """Where each layer exists."""
-        units = [unit for layer in range(len(self.layers)) for unit in self.units(layer)]
-        return {
-            f"{w.name}.{w.part}" if w.part else w.name: (Residency(HOST if w.absent else w.pool.name, w.variant),)
-            for w in units
-        }
+        return {layer.name: tuple(map(_residency, self.units(layer.index))) for layer in self.layers}
 
     def form(self) -> tuple[str, ...]:
         """The variant of each layer; `absent` for one that is not at its place."""
@@ -153,3 +149,7 @@ class ModelWeights:
             f"the weights of {', '.join(changed)} were replaced outside Elastic (a cast, a move, "
             "load_state_dict(assign=True), or another library); call elastic.unwrap(model) and wrap it again"
         )
+
+
+def _residency(unit: LayerWeights) -> Residency:
+    return Residency(HOST if unit.absent else unit.pool.name, unit.variant, part=unit.part)

@@ -19,7 +19,7 @@ from elastic.runtime import Runtime
 from elastic.server.errors import APIError
 from elastic.server.status import action as as_json
 from elastic.server.status import plain
-from elastic.types import Action, Release, ResizeKV, Restore, Swap
+from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
 WHY = "by HTTP"
 Layers = Annotated[list[int], Field(min_length=1, max_length=10_000)]
@@ -54,6 +54,40 @@ class AskedRelease(_Asked):
     layers: Layers
 
 
+class AskedMigrate(_Asked):
+    """Layers, or parts of them, at another place from then on, in the variant that they are in."""
+
+    kind: Literal["migrate"]
+    layers: Layers
+    place: str
+    parts: Names = []
+
+
+class AskedAtPlace(_Asked):
+    """Layers, and the place where the action has them."""
+
+    layers: Layers
+    place: str
+
+
+class AskedMigrateKV(AskedAtPlace):
+    """The KV cache of layers at another place from then on."""
+
+    kind: Literal["migrate_kv"]
+
+
+class AskedReplicate(AskedAtPlace):
+    """Layers at one more place, which computes a part of each batch."""
+
+    kind: Literal["replicate"]
+
+
+class AskedEvict(AskedAtPlace):
+    """The replicas of layers leave a place."""
+
+    kind: Literal["evict"]
+
+
 class AskedResize(_Asked):
     """The most bytes that new KV caches may hold: `limit` is bytes, or text such as "4GiB"."""
 
@@ -63,7 +97,10 @@ class AskedResize(_Asked):
     """None: the only place there is."""
 
 
-Asked = Annotated[AskedSwap | AskedRestore | AskedRelease | AskedResize, Field(discriminator="kind")]
+Asked = Annotated[
+    AskedSwap | AskedRestore | AskedRelease | AskedResize | AskedMigrate | AskedMigrateKV | AskedReplicate | AskedEvict,
+    Field(discriminator="kind"),
+]
 
 
 class ActionsBody(_Asked):
@@ -104,7 +141,21 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-_MODELS: tuple[type[_Asked], ...] = (AskedSwap, AskedRestore, AskedRelease, AskedResize)
+_MODELS: tuple[type[_Asked], ...] = (
+    AskedSwap,
+    AskedRestore,
+    AskedRelease,
+    AskedResize,
+    AskedMigrate,
+    AskedMigrateKV,
+    AskedReplicate,
+    AskedEvict,
+)
+_AT_PLACES: dict[type[AskedAtPlace], type[MigrateKV | Replicate | Evict]] = {
+    AskedMigrateKV: MigrateKV,
+    AskedReplicate: Replicate,
+    AskedEvict: Evict,
+}
 
 
 def _runtime(engine: Engine) -> Runtime:
@@ -134,7 +185,11 @@ def _action(asked: Asked, runtime: Runtime) -> Action:
         raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {count - 1}")
     if isinstance(asked, AskedRelease):
         return Release(layers)
+    if isinstance(asked, AskedAtPlace):
+        return _AT_PLACES[type(asked)](layers, asked.place)
     parts = tuple(asked.parts)
+    if isinstance(asked, AskedMigrate):
+        return Migrate(layers, asked.place, parts)
     return Swap(layers, asked.variant, parts) if isinstance(asked, AskedSwap) else Restore(layers, parts)
 
 

@@ -12,8 +12,7 @@ from prometheus_client.metrics_core import Metric
 from elastic.controller.snapshot import Quantiles, Traffic
 from elastic.engines.engine import Engine
 from elastic.runtime import Runtime
-from elastic.server.status import KINDS, variants
-from elastic.types import Event, Status
+from elastic.types import KINDS, Event, Status, variants
 
 _STATUSES = ("applied", "deferred", "stale")
 _WINDOWS = {"ttft": "ttft_s", "tpot": "tpot_s", "itl": "itl_s", "queue": "queued_s"}

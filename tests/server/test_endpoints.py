@@ -95,7 +95,10 @@ def test_status_of_a_plain_engine() -> None:
 def test_actions_from_the_list_to_the_restored_model(elastic_client: TestClient) -> None:
     client, url = elastic_client, "/elastic/actions"
     kinds = client.get(url).json()["kinds"]
-    assert set(kinds) == {"swap", "restore", "release", "resize_kv"}
+    assert set(kinds) == {
+        *("swap", "restore", "release", "resize_kv"),
+        *("migrate", "migrate_kv", "replicate", "evict"),
+    }
     assert kinds["swap"]["required"] == ["layers", "variant"]
     (step,) = client.post(url, json={"actions": [SWAP], "dry_run": True}).json()["steps"]
     assert step["action"] == {**SWAP, "parts": []}
