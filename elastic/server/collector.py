@@ -12,7 +12,8 @@ from prometheus_client.metrics_core import Metric
 from elastic.controller.snapshot import Quantiles, Traffic
 from elastic.engines.engine import Engine
 from elastic.runtime import Runtime
-from elastic.types import KINDS, Event, Status, variants
+from elastic.server.status import variants
+from elastic.types import KINDS, Event, Status
 
 _STATUSES = ("applied", "deferred", "stale")
 _WINDOWS = {"ttft": "ttft_s", "tpot": "tpot_s", "itl": "itl_s", "queue": "queued_s"}
