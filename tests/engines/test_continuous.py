@@ -246,6 +246,24 @@ def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(engines: 
     assert half in forms
 
 
+def test_weights_migrate_while_requests_run_and_leave_room_for_more(engines: Any) -> None:
+    model = exact(architectures.build("llama-gqa"))
+    prompt = prompts([30], architectures.VOCAB)[0]
+    expected = continuation(model, prompt, 150)
+    engine = engines(model, [small(8 << 20, "cpu#a"), small(8 << 20, "cpu#b")])
+    rt, heard, request = engine.runtime, Collector(), Request(prompt, 150)
+    before = rt.kv.maximum_bytes
+    engine.submit(request, heard)
+    for tokens, target in ((20, [1, 2]), (50, "model.layers.0.mlp"), (80, 0)):
+        heard.wait_for_tokens(request.id, tokens)
+        rt.migrate(target, "cpu#b", kv=False)
+        assert rt.kv.maximum_bytes > before
+    rt.migrate(range(3), "cpu#a", kv=False)
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == expected
+    assert rt.kv.maximum_bytes == before
+
+
 def test_swapped_layers_are_room_for_requests_and_return_when_they_can(engines: Any) -> None:
     model = exact(architectures.build("llama-gqa"))
     place = tight(model, kv_pages=12, variants=[HALF])
