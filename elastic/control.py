@@ -146,15 +146,23 @@ def _swap_policy(settings: Policy, slo: SLO | None, order: Sequence[int], weight
 
 
 def _kv(memory: KVMemory) -> Memory:
-    """Over all places."""
-    statuses = [pool.status() for pool in memory.used_pools]
-    limit, maximum = sum(s.limit_bytes for s in statuses), sum(s.maximum_bytes for s in statuses)
+    """All of the cache, used as its fullest place is."""
+    shares = memory.shares()
+    statuses = {pool: pool.status() for pool in shares}
+
+    def least(size: Callable[[KVPool], int]) -> int:
+        return min(int(size(pool) / share) for pool, share in shares.items())
+
+    capacity = least(lambda pool: statuses[pool].capacity_bytes)
+    maximum = least(lambda pool: statuses[pool].maximum_bytes)
+    limit = least(lambda pool: statuses[pool].limit_bytes)
+    fullest = max(statuses.values(), key=lambda s: s.used_bytes / max(1, s.capacity_bytes))
     return Memory(
-        used_bytes=sum(s.used_bytes for s in statuses),
-        capacity_bytes=sum(s.capacity_bytes for s in statuses),
+        used_bytes=fullest.used_bytes * capacity // fullest.capacity_bytes if capacity else fullest.used_bytes,
+        capacity_bytes=capacity,
         maximum_bytes=maximum,
         limit_bytes=limit if limit < maximum else None,
-        created_bytes=sum(map(_created_bytes, memory.used_pools)) if all(map(_is_on_cuda, memory.used_pools)) else None,
+        created_bytes=least(_created_bytes) if all(map(_is_on_cuda, shares)) else None,
     )
 
 

@@ -39,7 +39,7 @@ from elastic.memory.janitor import janitor
 from elastic.memory.pool import PagePool
 from elastic.options import Options, check_model, check_placement, choose_places, parse_rate, parse_variants
 from elastic.runtime import Runtime, runtime
-from elastic.types import Migrate, Release, ResizeKV, Restore, Swap
+from elastic.types import Migrate, MigrateKV, Release, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
@@ -84,14 +84,12 @@ def wrap(
     safetensors file, or the directory of them, that the model was loaded from: released weights are then read from
     there by mmap, and not held in memory. It must not be changed while the model is wrapped.
 
-    `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
-    layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where
-    they are kept on disk too: the second start reads them from there, and processes of a host share them. `copy_rate`,
-    such as "2GB", bounds the bytes a second of swaps and restores, where they would slow down what computes beside them
-    (on a CPU); None: as fast as they can.
+    `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`, packed now and kept in host
+    memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
+    processes. `copy_rate`, such as "2GB", bounds the bytes a second of what moves beside a running model.
 
-    Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
-    budget too small for the model; in each case the model is as it was.
+    Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for
+    a budget too small; in each case the model is as it was.
     """
     decoder, parsed = check_model(model), parse_variants(variants)
     chosen = choose_places(decoder, places)
@@ -194,6 +192,7 @@ def _mechanisms(
     pace: Pace,
     stack: ExitStack,
 ) -> dict[type, Mechanism]:
+    from elastic.kvcache.migrate import MigrateKVMechanism
     from elastic.kvcache.resize import ResizeMechanism
 
     waiting = Waiting(lender)
@@ -202,12 +201,15 @@ def _mechanisms(
     routes.lay()
     migrations = MigrateMechanism(weights, routes, pools, lender, waiting, pace)
     stack.callback(migrations.close)
+    kv_migrations = MigrateKVMechanism(memory, pace)
+    stack.callback(kv_migrations.close)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
         Swap: moves,
         Restore: moves,
         Migrate: migrations,
+        MigrateKV: kv_migrations,
     }
 
 
@@ -247,6 +249,7 @@ def _install(
     hooks.install(decoder)
     stack.callback(attention.remove)
     attention.install()
+    memory.attention_follows = attention.everywhere
     model.elastic = run  # type: ignore[assignment]
     stack.callback(_forget, weakref.ref(model))
 

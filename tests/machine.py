@@ -32,7 +32,7 @@ from elastic.memory import host as host_store
 from elastic.memory.faulty import CALLS, FaultyBackend
 
 PLACES = {
-    "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
+    "cpu": [elastic.Place(f"cpu#{label}", torch.device("cpu"), 4 << 20, page_bytes=4096) for label in "ab"],
     "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
 }
 TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20}
@@ -40,6 +40,7 @@ TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20}
 LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+BEAMS: dict[str, Any] = {**OPTIONS, "num_beams": 2}
 done: Counter[str] = Counter()
 
 
@@ -88,16 +89,17 @@ def told(check: Any) -> Any:
 
 
 class Plain:
-    """A plain model and what it writes."""
+    """A plain model and what it writes: greedily from each prompt, and with beams from the second."""
 
-    known: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+    known: dict[str, tuple[Any, list[torch.Tensor], torch.Tensor]] = {}
 
     @classmethod
-    def get(cls, name: str) -> tuple[Any, list[torch.Tensor]]:
+    def get(cls, name: str) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
         if name not in cls.known:
             model = exact(build(name, device=Machine.device))
             prompts = [prompt.to(Machine.device) for prompt in PROMPTS]
-            cls.known[name] = model, [model.generate(prompt, **OPTIONS) for prompt in prompts]
+            greedy = [model.generate(prompt, **OPTIONS) for prompt in prompts]
+            cls.known[name] = model, greedy, model.generate(prompts[1], **BEAMS)
         return cls.known[name]
 
 
@@ -107,11 +109,11 @@ class Started(LogitsProcessor):
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.steps = 0
-        self.shrinks = 0
+        self.shrinks: dict[Any, int] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self.steps:
-            self.shrinks = self.machine.limits.shrinks
+            self.shrinks = self.machine.shrinks()
         self.steps += 1
         self.machine.tokens.release()
         return scores
@@ -120,9 +122,9 @@ class Started(LogitsProcessor):
 class Writer(threading.Thread):
     """Generates from one prompt again and again."""
 
-    def __init__(self, machine: Machine, index: int) -> None:
+    def __init__(self, machine: Machine, index: int, options: dict[str, Any], expected: torch.Tensor) -> None:
         super().__init__(daemon=True)
-        self.machine, self.index = machine, index
+        self.machine, self.index, self.options, self.expected = machine, index, options, expected
         self.wrong: list[str] = []
 
     def run(self) -> None:
@@ -130,16 +132,14 @@ class Writer(threading.Thread):
         while not self.machine.stop.is_set():
             started, faults = Started(self.machine), self.machine.faults_armed
             pending = self.machine.fault_pending
+            options = {**self.options, "logits_processor": LogitsProcessorList([started])}
             try:
-                out = self.machine.model.generate(
-                    PROMPTS[self.index].to(Machine.device), logits_processor=LogitsProcessorList([started]), **OPTIONS
-                )
+                out = self.machine.model.generate(PROMPTS[self.index].to(Machine.device), **options)
             except elastic.CapacityError as error:
                 done["refused"] += 1
                 self.machine.tokens.release()
-                promised_more = (
-                    self.machine.limits.shrinks > started.shrinks
-                )  # one begun under this limit is bound by it
+                shrinks = self.machine.shrinks()  # one begun under this limit is bound by it
+                promised_more = all(shrinks[pool] > started.shrinks.get(pool, 0) for pool in shrinks)
                 promised_more = promised_more and not self.machine.tight
                 if started.steps and promised_more and faults == self.machine.faults_armed and not pending:
                     self.wrong.append(f"a running generation was lost after {started.steps} tokens: {error}")
@@ -148,7 +148,7 @@ class Writer(threading.Thread):
                 raise
             else:
                 done["generated"] += 1
-                if not torch.equal(out, self.machine.expected[self.index]):
+                if not torch.equal(out, self.expected):
                     self.wrong.append(f"other tokens for prompt {self.index}")
 
 
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2"]), data=st.data())
     def begin(self, name: str, data: st.DataObject) -> None:
         layout = data.draw(st.sampled_from(LAYOUTS[self.device]))
-        self.model, self.expected = Plain.get(name)
+        self.model, self.expected, beams = Plain.get(name)
         self.bits = {key: tensor.clone() for key, tensor in self.model.state_dict().items()}
         self.stop = threading.Event()
         self.tokens = threading.Semaphore(0)  # one for each token written
@@ -170,11 +170,15 @@ class Machine(RuleBasedStateMachine):
         elastic.wrap(self.model, places=[first, *others], kv_layout=layout, variants=[HALF])
         self.rt = self.model.elastic
         self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
-        self.maximum = self.rt.kv.maximum_bytes
-        self.backend: Any = self.rt.kv.memory.pools[0].pool.backend
-        self.rt.kv.memory.pools[0].host_offload = data.draw(st.booleans())
+        self.pools = self.rt.kv.memory.pools
+        self.backends: list[Any] = [pool.pool.backend for pool in self.pools]
+        self.shared = {pool: pool.limits.maximum + self.pages_of_weights(pool) for pool in self.pools}
+        offload = data.draw(st.booleans())
+        for pool in self.pools:
+            pool.host_offload = offload
         self.kept: list[list[Any]] = []  # caches between two turns: [cache, prompt, tokens it has seen]
-        self.writers = [Writer(self, i) for i in range(2)]
+        second = (BEAMS, beams) if data.draw(st.booleans()) else (OPTIONS, self.expected[1])
+        self.writers = [Writer(self, 0, OPTIONS, self.expected[0]), Writer(self, 1, *second)]
         for writer in self.writers:
             writer.start()
 
@@ -202,6 +206,9 @@ class Machine(RuleBasedStateMachine):
         except elastic.CapacityError:
             assert self.fault_pending, "a release failed with no fault"
             self.settle_fault()
+            return
+        except elastic.StateError:
+            assert any(self.is_split(layer) for layer in layers)
             return
         done["releases"] += bool(change.layers)
         done["retained"] += bool(change.retained_bytes)
@@ -236,7 +243,55 @@ class Machine(RuleBasedStateMachine):
         done["swaps that wait"] += change.status == "deferred"
         done["partial swaps"] += bool(change.layers and parts)
 
-    @rule(steps=st.lists(st.tuples(st.sampled_from("rRsk"), st.sets(st.integers(0, 2), min_size=1)), min_size=20))
+    @rule(
+        layers=st.sets(st.integers(0, 2), min_size=1),
+        part=st.none() | st.none() | st.integers(0, 20),
+        to=st.integers(0, 1),
+        kv=st.booleans(),
+    )
+    @told
+    def migrate(self, layers: set[int], part: int | None, to: int, kv: bool = True) -> None:
+        """Whole layers, with their KV cache or without, or one parameter of each."""
+        inside = "" if part is None else "." + self.parts[part % len(self.parts)].rsplit(".", 1)[0]
+        names = [self.rt._weights.layers[layer].name + inside for layer in sorted(layers)]
+        before = self.rt.status().residencies, list(self.rt.kv.memory.homes)
+        try:
+            change = self.rt.migrate(names, self.pools[to].pool.name, kv=kv)
+        except (elastic.CapacityError, elastic.StateError) as error:
+            self.must_be_refused(error, *before)
+            return
+        done["migrations"] += bool(change.layers)
+        done["migrations of modules"] += bool(change.layers and inside)
+        if not inside:
+            assert {self.where(layer) for layer in layers} == {self.pools[to].pool.name}
+        if kv and not inside:
+            assert {self.rt.kv.memory.homes[layer] for layer in layers} == {self.pools[to]}
+
+    @rule(layers=st.sets(st.integers(0, 2), min_size=1), to=st.integers(0, 1), wait=st.booleans())
+    @told
+    def migrate_kv(self, layers: set[int], to: int, wait: bool) -> None:
+        before, place = (self.rt.status().residencies, list(self.rt.kv.memory.homes)), self.pools[to].pool.name
+        try:
+            changes = self.rt.apply([elastic.MigrateKV(tuple(layers), place)], wait=wait)
+            (change,) = changes if wait else changes.result()
+        except elastic.CapacityError as error:
+            self.must_be_refused(error, *before)
+            return
+        done["KV migrations"] += bool(change.layers)
+        done["KV migrations that copied"] += bool(change.moved_bytes)
+        assert {self.rt.kv.memory.homes[layer] for layer in layers} == {self.pools[to]}
+
+    def must_be_refused(self, error: Exception, residencies: Any, homes: Any) -> None:
+        """All or nothing."""
+        done["migrations refused"] += 1
+        reasons = ("has no room", "reached its limit", "too few free pages", "waits for pages", "is in host memory")
+        assert self.fault_pending or any(reason in str(error) for reason in reasons), error
+        self.settle_fault()
+        assert self.rt.kv.memory.homes == homes
+        after = self.rt.status().residencies
+        assert all(here == after[name] or here[0].place == "host" for name, here in residencies.items())
+
+    @rule(steps=st.lists(st.tuples(st.sampled_from("rRskmv"), st.sets(st.integers(0, 2), min_size=1)), min_size=30))
     def travel(self, steps: list[tuple[str, set[int]]]) -> None:
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
@@ -246,6 +301,10 @@ class Machine(RuleBasedStateMachine):
                 self.restore(layers, wait=True)
             elif kind == "s":
                 self.swap(layers, None, wait=True)
+            elif kind == "m":
+                self.migrate(layers, None, to=len(layers) % 2)
+            elif kind == "v":
+                self.migrate_kv(layers, to=sum(layers) % 2, wait=True)
             else:
                 self.resize(len(layers) / 3, tight=False, wait=True)
         self.rt.check()
@@ -264,12 +323,15 @@ class Machine(RuleBasedStateMachine):
         self.end_the_conversations()
         gc.collect()
 
-    @property
-    def limits(self) -> Any:
-        return self.rt.kv.memory.pools[0].limits
+    def shrinks(self) -> dict[Any, int]:
+        """How often the limits have fallen of the places where KV caches are."""
+        return {pool: pool.limits.shrinks for pool in self.rt.kv.memory.used_pools}
 
     def where(self, layer: int) -> str:
-        return list(self.rt.status().residencies.values())[layer][0].place
+        return self.rt.status().residencies[self.rt._weights.layers[layer].name][0].place
+
+    def is_split(self, layer: int) -> bool:
+        return len(self.rt._weights.units(layer)) > 1
 
     @rule(call=st.sampled_from(["copy", "allocate"]), nth=st.integers(1, 12))
     def fault_in_a_copy(self, call: str, nth: int) -> None:
@@ -310,20 +372,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule(revision=st.integers(0, 3))
     def stale(self, revision: int) -> None:
-        if self.rt.status().kv[0].revision >= revision:
+        if all(pool.limits.revision >= revision for pool in self.rt.kv.memory.used_pools):
             assert self.rt.kv.resize(0, revision=revision).status == "stale"
             done["stale"] += 1
 
-    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3))
-    def fault(self, call: str, nth: int) -> None:
+    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3), place=st.integers(0, 1))
+    def fault(self, call: str, nth: int, place: int) -> None:
         self.settle_fault()  # one at a time: a driver that also fails in the undoing of a failure is beyond repair
         self.faults_armed += 1
         self.fault_pending = True
-        self.backend.fail(call, nth)
+        self.backends[place].fail(call, nth)
 
     @rule()
     def settle_fault(self) -> None:
-        self.backend.disarm()
+        for backend in self.backends:
+            backend.disarm()
         faulty_host.disarm()
         self.fault_pending = False
 
@@ -387,7 +450,11 @@ class Machine(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def dry_run(self, share: float) -> None:
         before = self.rt.status().kv[0].limit_bytes
-        self.rt.plan(elastic.ResizeKV(PLACES[self.device][0].name, int(self.rt.kv.maximum_bytes * share)))
+        maximum = self.rt.status().kv[0].maximum_bytes
+        try:
+            self.rt.plan(elastic.ResizeKV(PLACES[self.device][0].name, int(maximum * share)))
+        except elastic.CapacityError:  # a layer that waited has taken pages meanwhile
+            assert self.rt.status().kv[0].maximum_bytes < maximum
         assert self.rt.status().kv[0].limit_bytes == before
 
     @invariant()
@@ -401,25 +468,36 @@ class Machine(RuleBasedStateMachine):
         while self.tokens.acquire(blocking=False):
             pass
         self.rt.check()
-        kv, place = self.rt.status().kv[0], self.rt.status().places[0]
-        assert sum(place.owners.values()) + place.free_bytes == place.budget_bytes
-        assert kv.capacity_bytes <= kv.limit_bytes
-        self.kv_has_what_the_weights_have_not(place, kv)
+        for kv, place in zip(self.rt.status().kv, self.rt.status().places, strict=True):
+            assert sum(place.owners.values()) + place.free_bytes == place.budget_bytes
+            assert kv.capacity_bytes <= kv.limit_bytes
+        self.kv_has_what_the_weights_have_not()
+        self.caches_are_where_their_layers_caches_are()
         for view, copy in self.views:
             assert torch.equal(view, copy), "a view held outside has changed"
         for writer in self.writers:
             assert not writer.wrong, writer.wrong
             assert writer.is_alive()
 
-    def kv_has_what_the_weights_have_not(self, place: elastic.PlaceStatus, kv: elastic.KVStatus) -> None:
+    def pages_of_weights(self, pool: Any) -> int:
+        """At the place of a KV pool, stages included."""
         weights = self.rt._weights
-        (streamer,) = [s for s in weights.streamers.values() if s.stage_pages and s.pool.name == place.name]
+        units = [unit for layer in range(3) for unit in weights.units(layer)]
+        streamer = weights.streamers[pool.pool.name]
+        return sum(u.held_pages for u in units if u.pool is pool.pool) + streamer.stages * streamer.stage_pages
+
+    def kv_has_what_the_weights_have_not(self) -> None:
         with self.rt._gate.exclusive():
-            kv = self.rt.status().kv[0]
-            given = sum(layer.pages - layer.held_pages for layer in weights.layers)
-            right = self.maximum + (given - (streamer.stages - 1) * streamer.stage_pages) * place.page_bytes
-            retained = self.rt.status().places[0].owners.get("retained", 0)
-        assert right - retained <= kv.maximum_bytes <= right, (right, retained, kv.maximum_bytes, streamer.stages)
+            for pool, shared in self.shared.items():
+                right, retained = shared - self.pages_of_weights(pool), pool.pool.pages_of("retained")
+                assert right - retained <= pool.limits.maximum <= right, (right, retained, pool.limits)
+
+    def caches_are_where_their_layers_caches_are(self) -> None:
+        memory = self.rt.kv.memory
+        with self.rt._gate.exclusive():
+            for layer in memory.layers_of(range(3)):
+                held = layer.held()
+                assert held is None or held.lease.pool is memory.homes[layer.index]
 
     @told
     def teardown(self) -> None:
@@ -443,7 +521,7 @@ class Machine(RuleBasedStateMachine):
         state = self.model.state_dict()
         assert all(torch.equal(state[key], tensor) for key, tensor in self.bits.items())
         assert not places._open
-        assert self.backend.created == 0
+        assert [backend.created for backend in self.backends] == [0, 0]
 
 
 def main() -> None:
@@ -473,7 +551,7 @@ def main() -> None:
         ),
     )
     print(dict(done))
-    for kind in ("resizes", "releases", "swaps", "restores"):
+    for kind in ("resizes", "releases", "swaps", "restores", "migrations", "KV migrations"):
         assert done[kind] >= args.least, f"only {done[kind]} {kind}"
 
 

@@ -186,16 +186,6 @@ def test_status_is_frozen(wrapped: Any) -> None:
         status.layers = 3
 
 
-def test_several_places_share_one_limit_in_proportion(wrapped: Any) -> None:
-    rt = wrapped(build("llama-gqa")).elastic
-    results = [rt.kv.resize("4MiB"), rt.kv.resize("2MiB")]
-    from elastic.kvcache.control import _total
-
-    total = _total(results)
-    assert total.limit_bytes == 6 * MIB
-    assert total.revision == 2
-
-
 def test_two_threads_generate_with_one_model(wrapped: Any) -> None:
     model = build("llama-gqa")
     prompts = [prompt(1 + i % 2, 20 + i)["input_ids"] for i in range(4)]

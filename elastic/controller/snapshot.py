@@ -51,9 +51,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Memory:
-    """The KV cache, summed over the places of the model."""
+    """The KV cache: of all layers together, before the first of several places is full."""
 
     used_bytes: int
+    """Of the capacity, the share that is used of the fullest place."""
     capacity_bytes: int
     """What new and running caches may hold now; grows with swapped layers."""
     maximum_bytes: int

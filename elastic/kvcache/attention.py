@@ -17,6 +17,8 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from elastic.kvcache.visits import attend_elsewhere
+
 NAME = "elastic_sdpa"
 _STOCK = "sdpa"
 _UNUSUAL = ("softcap", "position_bias", "s_aux")  # what the stock function refuses or adds to the scores
@@ -39,8 +41,12 @@ def elastic_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Same contract as Hugging Face's `sdpa`: query [batch, heads, q, dim], key and value [batch, kv_heads, k, dim];
-    returns [batch, q, heads, dim]. Anything but one query token goes to the stock function; what an engine caches in
-    blocks, to its `cache`."""
+    returns [batch, q, heads, dim], on the query's device. Anything but one query token goes to the stock function; what
+    an engine caches in blocks, to its `cache`; keys and values on another device are visited or fetched."""
+    if key.device != query.device:
+        return attend_elsewhere(
+            elastic_sdpa, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        ), None
     attend = getattr(kwargs.get("cache"), "attend", None)
     if attend is not None and not dropout and not any(kwargs.get(name) is not None for name in _UNUSUAL):
         return attend(module.layer_idx, query, key, value, scaling, kwargs["write_index"]), None
@@ -88,6 +94,7 @@ class AttentionSwitch:
 
     def __init__(self, model: nn.Module) -> None:
         self._configs = list(_configs_with_sdpa(model))
+        self._all = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
 
     def install(self) -> None:
         register()
@@ -98,6 +105,10 @@ class AttentionSwitch:
         for config in self._configs:
             if config._attn_implementation_internal == NAME:
                 config._attn_implementation_internal = _STOCK
+
+    def everywhere(self) -> bool:
+        """Whether `elastic_sdpa` is now the attention of all parts of the model."""
+        return len(self._configs) == len(self._all) and all(c._attn_implementation == NAME for c in self._all)
 
 
 def _configs_with_sdpa(model: nn.Module) -> Iterator[PretrainedConfig]:

@@ -136,7 +136,7 @@ class BlockMemory:
     def room(self, *, growing: bool) -> int:
         """Sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
         with self.lock:
-            return self.kv.room_for_sectors(growing=growing) // self.sector_pages
+            return self.kv.available(growing=growing) // self.sector_pages
 
     def allocate(self, group: int) -> int:
         """A sector for a group, mapped in all of its layers. Raises `CapacityError`, and nothing has changed."""

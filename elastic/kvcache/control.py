@@ -22,7 +22,11 @@ class Doer(Protocol):
 
 
 class KV:
-    """The KV cache of a wrapped model: `rt.kv`. Sizes are bytes, summed over the places of the model."""
+    """The KV cache of a wrapped model: `rt.kv`. Sizes are bytes.
+
+    Where layers' caches are at several places, every generation needs room at each of them: capacity, limit and maximum
+    are what all caches together may hold before the first place is full.
+    """
 
     def __init__(self, memory: KVMemory, runtime: Doer) -> None:
         self.memory = memory
@@ -31,22 +35,22 @@ class KV:
     @property
     def capacity_bytes(self) -> int:
         """What new and running caches may hold together now."""
-        return self._sum(lambda status: status.capacity_bytes)
+        return self._least(lambda status: status.capacity_bytes)
 
     @property
     def limit_bytes(self) -> int:
         """The limit last set."""
-        return self._sum(lambda status: status.limit_bytes)
+        return self._least(lambda status: status.limit_bytes)
 
     @property
     def maximum_bytes(self) -> int:
-        """The highest limit: the places' budgets less the model itself."""
-        return self._sum(lambda status: status.maximum_bytes)
+        """The highest limit: what the places' budgets have beside the model itself."""
+        return self._least(lambda status: status.maximum_bytes)
 
     @property
     def used_bytes(self) -> int:
-        """Mapped for caches that are alive, in whole pages."""
-        return self._sum(lambda status: status.used_bytes)
+        """Mapped for caches that are alive, in whole pages, at all places."""
+        return sum(pool.status().used_bytes for pool in self.memory.pools)
 
     @overload
     def resize(
@@ -65,13 +69,14 @@ class KV:
 
         `applied`: what lies above the new limit was given back. `deferred`: live caches hold more than the limit; they
         go on, and the rest is given back as they end. `stale`: `revision` is not above the last one; nothing changed.
-        On several places the size is shared out in proportion to their maxima. Raises `CapacityError` above the
-        maximum, `ConfigError` for what is no size. With `wait=False`, a future of a tuple of results.
+        On several places the size is shared out by the layers whose caches are there; with `place` it is of that place.
+        Raises `CapacityError` above the maximum, `ConfigError` for what is no size. With `wait=False`, a future of a
+        tuple of results.
         """
         limit = parse_bytes(size, option="kv size")
         actions = self._share(limit, place, revision)
         done = self._require_runtime().apply(actions, wait=wait)
-        return done if isinstance(done, Future) else _total(done)
+        return done if isinstance(done, Future) else self._total(done)
 
     def trim(self) -> int:
         """Give every page that no living cache needs back to the system; returns bytes."""
@@ -79,33 +84,33 @@ class KV:
         return sum(pool.trim() for pool in self.memory.pools)
 
     def _share(self, limit: int, place: str | None, revision: int | None) -> list[ResizeKV]:
-        pools = self.memory.used_pools
-        if place is not None or len(pools) == 1:
-            return [ResizeKV(place or pools[0].pool.name, limit, revision)]
-        maxima = [pool.status().maximum_bytes for pool in pools]
-        return [
-            ResizeKV(pool.pool.name, limit * maximum // sum(maxima), revision)
-            for pool, maximum in zip(pools, maxima, strict=True)
-        ]
+        shares = self.memory.shares()
+        if place is not None:
+            return [ResizeKV(place, limit, revision)]
+        if limit == self.maximum_bytes:  # there, a limit follows the maximum of its place
+            return [ResizeKV(pool.pool.name, pool.status().maximum_bytes, revision) for pool in shares]
+        return [ResizeKV(pool.pool.name, int(limit * share), revision) for pool, share in shares.items()]
 
-    def _sum(self, field: Callable[[KVStatus], int]) -> int:
-        return sum(field(pool.status()) for pool in self.memory.used_pools)
+    def _least(self, size: Callable[[KVStatus], int]) -> int:
+        return min(int(size(pool.status()) / share) for pool, share in self.memory.shares().items())
+
+    def _total(self, results: Sequence[Resize]) -> Resize:
+        """One result for what was shared out over several places."""
+        if len(results) == 1:
+            return results[0]
+        order = ("applied", "stale", "deferred")
+        return Resize(
+            status=max((r.status for r in results), key=order.index),
+            limit_bytes=self.limit_bytes,
+            used_bytes=sum(r.used_bytes for r in results),
+            overage_bytes=sum(r.overage_bytes for r in results),
+            released_bytes=sum(r.released_bytes for r in results),
+            revision=max(r.revision for r in results),
+            moved_bytes=sum(r.moved_bytes for r in results),
+        )
 
     def _require_runtime(self) -> Doer:
         runtime = self._runtime()
         if runtime is None:
             raise StateError("the model was unwrapped; wrap it again")
         return runtime
-
-
-def _total(results: Sequence[Resize]) -> Resize:
-    """One result for what was shared out over several places."""
-    order = ("applied", "stale", "deferred")
-    return Resize(
-        status=max((r.status for r in results), key=order.index),
-        limit_bytes=sum(r.limit_bytes for r in results),
-        used_bytes=sum(r.used_bytes for r in results),
-        overage_bytes=sum(r.overage_bytes for r in results),
-        released_bytes=sum(r.released_bytes for r in results),
-        revision=max(r.revision for r in results),
-    )

@@ -78,10 +78,11 @@ class Holdings:
         return sum(s.trim() for s in self.live() if s is not but and s.spare())
 
     def trim_unadoptable(self) -> None:
-        """Give back what no cache can begin in."""
+        """Give back what no cache can begin in, or is not to."""
         for store in self.idle_stores():
             if not store.adoptable:
                 store.trim()
+                store.unwanted = bool(store.pages)
 
     def adopt(self, geometries: tuple[Geometry, Geometry], room: int) -> Store | None:
         """The largest idle store of these shapes with at most `room` pages; it is live then."""

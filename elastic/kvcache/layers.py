@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copyreg
+import threading
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import ConfigError, StateError
-from elastic.kvcache.lease import HostCopy, LayerMemory, Lease
+from elastic.kvcache.alone import alone
+from elastic.kvcache.lease import Held, HostCopy, LayerMemory, Lease
 from elastic.kvcache.pool import KVPool
+from elastic.kvcache.visits import to_device
 
 
 class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -36,8 +39,12 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._host: tuple[torch.Tensor, torch.Tensor] | None = None  # the contents, while they wait in host memory
         self.born: int | None = None
         """The KV limit's revision when what is held was begun: what a later shrink must not forbid."""
+        self.lock = threading.RLock()
+        """Held while the contents change, or move."""
         self.stamp = 0
         """When the contents changed last, on the clock of the memory."""
+        self.epoch = 0
+        """When they changed last otherwise than by tokens at the end: what was copied before is void."""
         self.is_initialized = False
         self.dtype: torch.dtype
         self.device: torch.device
@@ -50,18 +57,22 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def values(self) -> torch.Tensor | None:
         return self._held()[1] if self.is_initialized else None
 
+    @alone
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.born = None
         self._lease = self._memory.lease(key_states.shape, value_states.shape, key_states.shape[2], self)
         self.is_initialized = True
+        self._changed()
 
+    @alone
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `[batch, kv_heads, new, head_dim]`; returns views of what attention must see.
 
-        Raises `CapacityError` with the cache as it was.
+        Where the cache is on another device, attention goes there; one that cannot gets copies. Raises `CapacityError`
+        with the cache as it was.
         """
         if torch.is_grad_enabled() and key_states.requires_grad:
             raise StateError(
@@ -79,7 +90,10 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._length = stop
         self._first = self._keep_from(read)
         self.stamp = self._memory.tick()
-        return views
+        self.device = key_states.device
+        if views[0].device == self.device or self._memory.attention_follows():
+            return views
+        return to_device(views[0], self.device), to_device(views[1], self.device)
 
     def get_seq_length(self) -> int:
         return self._length
@@ -98,36 +112,41 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ConfigError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         self.rewind(max(self._first, self._length + tokens_to_remove))
 
+    @alone
     def rewind(self, length: int) -> None:
         """Hold `length` tokens again, no more than now."""
         if length < self._length:
             lease = self._resident()
             self._length = length
-            self.stamp = self._memory.tick()
+            self._changed()
             lease.narrow(self._first - self._origin, length - self._origin)
 
+    @alone
     def reset(self) -> None:
         """Forget every token. The pages stay for what comes next, unless the window has left the beginning behind."""
         if self._lease is not None and not self._first:
             self._lease.narrow(0, 0)
         else:
-            self._give_up()
+            self.give_up()
         self._first = self._length = self._origin = 0
-        self.stamp = self._memory.tick()
+        self._changed()
 
+    @alone
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue what row `beam_idx[i]` held."""
         if not self._length:
             return
         for rows in self._held():
             rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
-        self.stamp = self._memory.tick()
+        self._changed()
 
+    @alone
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         if self._length:
             self._replace(*(rows.repeat_interleave(repeats, dim=0) for rows in self._held()))
 
+    @alone
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only some rows."""
         if self._length:
@@ -144,6 +163,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tokens={self._length})"
 
+    @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticLayer:
         other = self._like()
         memo[id(self)] = other
@@ -155,6 +175,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         stock = self.to_stock()
         return copyreg._reconstructor, (type(stock), object, None), stock.__dict__  # type: ignore[attr-defined]
 
+    @alone
     def to_stock(self) -> DynamicLayer:
         """A stock cache layer with a copy of what is held."""
         stock = DynamicLayer()
@@ -164,6 +185,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
             stock.keys, stock.values = keys, values
         return stock
 
+    @alone
     def become_stock(self) -> None:
         """Turn this very object into a stock layer with a copy of what is held; its memory goes back."""
         stock, lease = self.to_stock(), self._lease
@@ -172,7 +194,19 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         if lease is not None:
             lease.end()
 
-    # -- to host memory and back
+    # -- to another place, to host memory and back
+
+    @alone
+    def held(self) -> Held | None:
+        """Where the contents lie now; None if not in pages."""
+        if self._lease is None:
+            return None
+        return Held(self._lease, self._origin, self._first, self._length, self.epoch)
+
+    @alone
+    def exchange(self, lease: Lease, origin: int) -> None:
+        """Hold the same tokens in another lease, which has them all; the present one goes on."""
+        self._lease, self._origin = lease, origin
 
     def copy_to_host(self) -> HostCopy | None:
         """A copy of what is held, in host memory (page-locked beside a GPU); None if there is nothing to copy."""
@@ -193,6 +227,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Whether the contents lie in pages of this pool."""
         return self._lease is not None and self._lease.pool is pool
 
+    @alone
     def move_to_host(self, copy: HostCopy) -> bool:
         """Hold the copy instead of pages, until the next use. False, and no change, if the contents have moved on."""
         if self._lease is None or self.stamp != copy.stamp:
@@ -225,9 +260,14 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # -- inside
 
+    def _changed(self) -> None:
+        self.epoch = self.stamp = self._memory.tick()
+
+    @alone
     def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._resident().views(self._first - self._origin, self._length - self._origin)
 
+    @alone
     def _copies(self, start: int) -> list[torch.Tensor]:
         """Keys and values from token `start` on, in ordinary memory of the layer's device."""
         held = self._host or self._held()
@@ -252,12 +292,19 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"the cache holds {self._length} tokens for (batch, heads, dim, dtype) {expected}, and was given "
                 f"{given}; a cache belongs to one batch: build a new one, or reset() this one"
             )
-        self._give_up()
+        self.give_up()
         self.lazy_initialization(keys, values)
 
-    def _give_up(self) -> None:
+    def give_up_pages(self) -> None:
+        """Have no pages, if they hold nothing."""
+        if self._lease is not None and not self._length:
+            self.give_up()
+
+    @alone
+    def give_up(self) -> None:
         """Hold nothing, in pages or on the host, until the next tokens bring a shape."""
         lease, self._lease, self._host, self.is_initialized = self._lease, None, None, False
+        self._changed()
         if lease is not None:
             lease.end()
 
@@ -269,6 +316,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         """Hold other rows for the same tokens."""
         self._place(keys, values, tokens=keys.shape[2])
 
+    @alone
     def _replace_with(self, other: ElasticLayer) -> None:
         self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
         self.born = other._resident().store.born
@@ -286,7 +334,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
             lease.end()
             raise
         self._lease, self._origin = lease, self._first
-        self.stamp = self._memory.tick()
+        self._changed()
         if old is not None:
             old.end()
 
@@ -317,6 +365,7 @@ class ElasticSlidingLayer(ElasticLayer):
     def get_max_length(self) -> int:
         return self.sliding_window
 
+    @alone
     def crop(self, tokens_to_remove: int) -> None:
         if self._length >= self.sliding_window and not self.record_past:
             raise StateError(
@@ -329,6 +378,7 @@ class ElasticSlidingLayer(ElasticLayer):
             self._resident().narrow(first - self._origin, self._length - self._origin)
             self._first = first
 
+    @alone
     def to_stock(self) -> DynamicSlidingWindowLayer:
         stock = DynamicSlidingWindowLayer(self.sliding_window)
         stock.record_past = self.record_past

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from elastic.kvcache.pool import KVPool
-from elastic.kvcache.store import Store
+from elastic.kvcache.store import Store, StoreState
 
 if TYPE_CHECKING:
     from elastic.kvcache.layers import ElasticLayer
@@ -23,6 +24,11 @@ class LayerMemory(Protocol):
 
     def tick(self) -> int:
         """A number above all earlier ones."""
+        ...
+
+    @property
+    def attention_follows(self) -> Callable[[], bool]:
+        """Whether attention takes keys and values that are on another device than its queries."""
         ...
 
 
@@ -47,6 +53,7 @@ class Lease:
         self.pool = pool
         self.store = store
         self.max_tokens = max_tokens
+        self._number = store.lease
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int
@@ -71,4 +78,38 @@ class Lease:
         return keys, values
 
     def end(self) -> None:
-        self.pool.release(self.store)
+        self.pool.release(self.store, self._number)
+
+    def leave(self) -> int:
+        """End it, with nothing kept for the next cache; returns the bytes that tensors outside still show."""
+        with self.pool.lock:
+            if self.store.lease != self._number:
+                return 0
+            self.store.unwanted = True
+            self.end()
+            return self.store.pages * self.pool.pool.page_bytes if self.store.state is StoreState.RETAINED else 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cache layer holds in pages at one moment: the tokens [first, length)."""
+
+    lease: Lease
+    origin: int
+    """The token at the beginning of the store."""
+    first: int
+    length: int
+    epoch: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in all rows."""
+        return sum(g.batch * g.heads * g.dim * g.dtype.itemsize for g in self.lease.store.geometries)
+
+    @property
+    def nbytes(self) -> int:
+        return (self.length - self.first) * self.token_bytes
+
+    def views(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens [start, stop)."""
+        return self.lease.views(start - self.origin, stop - self.origin)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
 from elastic.errors import StateError
 from elastic.kvcache.layers import ElasticLayer
 from elastic.kvcache.layout import Geometry, Layout
-from elastic.kvcache.lease import Lease
+from elastic.kvcache.lease import Held, Lease
 from elastic.kvcache.pool import KVPool
 
 
@@ -20,8 +23,8 @@ class KVMemory:
     """Finds the KV pool of a layer and leases stores from it.
 
     `homes` are the pools of the decoder layers, by index; a cache layer that is of none of them gets the first pool of
-    its device. `max_tokens` is how many tokens address space is reserved for; a cache that outgrows it moves to twice
-    that.
+    its device. A home may be on another device than its layer. `max_tokens` is how many tokens address space is
+    reserved for; a cache that outgrows it moves to twice that.
     """
 
     def __init__(self, pools: Sequence[tuple[KVPool, Layout]], max_tokens: int, homes: Sequence[KVPool] = ()) -> None:
@@ -29,10 +32,13 @@ class KVMemory:
         self.homes = list(homes)
         self._max_tokens = max_tokens
         self.closed = False
+        self.attention_follows: Callable[[], bool] = lambda: False
+        """Whether the model's attention takes keys and values that are on another device than its queries."""
         self._clock = itertools.count(1)
         self._latest: dict[int, weakref.ref[object]] = {}  # thread -> the cache it used last
         self._caches: weakref.WeakSet[object] = weakref.WeakSet()  # those that a forward pass has used
         self._layers: weakref.WeakSet[ElasticLayer] = weakref.WeakSet()
+        self._adding = threading.Lock()  # to the last set
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -42,7 +48,13 @@ class KVMemory:
     @property
     def used_pools(self) -> tuple[KVPool, ...]:
         """Those where the KV cache of any decoder layer is."""
-        return tuple(pool for pool in self._layouts if pool in self.homes) if self.homes else self.pools
+        return tuple(self.shares())
+
+    def shares(self) -> dict[KVPool, Fraction]:
+        """Where KV caches are, and the part of the decoder layers whose KV cache is there."""
+        homes = self.homes or self.pools
+        layers = Counter(homes)
+        return {pool: Fraction(layers[pool], len(homes)) for pool in self.pools if layers[pool]}
 
     def tick(self) -> int:
         """A number above all earlier ones: the clock by which the longest unused caches are found."""
@@ -50,6 +62,8 @@ class KVMemory:
 
     def lease(self, keys: torch.Size, values: torch.Size, tokens: int, user: ElasticLayer) -> Lease:
         """A store for keys and values of shapes [batch, heads, …, dim], with room for `tokens`."""
+        with self._adding:  # before the pool is chosen: a migration sees the layer, or the layer the new home
+            self._layers.add(user)
         pool = self._pool_of(user)
         layout = self._layouts[pool]
         max_tokens = self._max_tokens
@@ -57,9 +71,27 @@ class KVMemory:
             max_tokens *= 2
         page = pool.pool.page_bytes
         k, v = (Geometry(layout, s[0], s[1], s[3], user.dtype, max_tokens, page) for s in (keys, values))
-        lease = Lease(pool, pool.lease(k, v, user, born=user.born), max_tokens)
-        self._layers.add(user)
-        return lease
+        return Lease(pool, pool.lease(k, v, user, born=user.born), max_tokens)
+
+    def lease_like(self, lease: Lease, pool: KVPool, user: ElasticLayer) -> Lease:
+        """A store at another place, for keys and values of the same shapes."""
+        return Lease(pool, pool.lease(*self._geometries(lease, pool), user), lease.max_tokens)
+
+    def pages_like(self, held: Held, pool: KVPool) -> int:
+        """Pages that what a layer holds would take at another place."""
+        geometries = self._geometries(held.lease, pool)
+        return sum(g.rows * g.slots(0, held.length - held.first)[1] for g in geometries)
+
+    def _geometries(self, lease: Lease, pool: KVPool) -> tuple[Geometry, Geometry]:
+        layout, page = self._layouts[pool], pool.pool.page_bytes
+        keys, values = lease.store.geometries
+        return replace(keys, layout=layout, page_bytes=page), replace(values, layout=layout, page_bytes=page)
+
+    def layers_of(self, indices: Collection[int]) -> list[ElasticLayer]:
+        """All living cache layers of these decoder layers that follow them."""
+        with self._adding:
+            layers = list(self._layers)
+        return [layer for layer in layers if _follows(layer) and layer.index in indices]
 
     def _pool_of(self, user: ElasticLayer) -> KVPool:
         if user.pinned is not None:
@@ -70,8 +102,7 @@ class KVMemory:
                 f"the model now computes on {user.device}, where it has no place (places: "
                 f"{[pool.pool.name for pool in self._layouts]}); unwrap, move it, and wrap it again"
             )
-        home = self.homes[user.index] if user.index is not None and user.index < len(self.homes) else here[0]
-        return home if home in here else here[0]
+        return self.homes[user.index] if user.index is not None and user.index < len(self.homes) else here[0]
 
     def begin_forward(self, cache: object) -> None:
         """A forward pass of this thread uses `cache` now: it is no longer resting."""
@@ -102,3 +133,8 @@ class KVMemory:
     def check(self) -> None:
         for pool in self.pools:
             pool.check()
+
+
+def _follows(layer: object) -> bool:
+    """Whether a cache layer's contents are where its decoder layer's KV cache is."""
+    return isinstance(layer, ElasticLayer) and layer.pinned is None  # one that has become a stock layer is none

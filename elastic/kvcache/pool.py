@@ -76,13 +76,14 @@ class KVPool:
             store = self._held.adopt((keys, values), room) or self._new(keys, values)
             store.born = self.limits.shrinks if born is None else born
             store.lease += 1
+            store.unwanted = False
             store.start = store.stop = 0
         weakref.finalize(user, self._note, store, store.lease).atexit = False
         return store
 
-    def release(self, store: Store) -> None:
+    def release(self, store: Store, lease: int) -> None:
         """The cache layer gives its store up before it dies."""
-        self._notes.append((store, store.lease))
+        self._notes.append((store, lease))
         self.drain()
 
     def open_window(self, store: Store, start: int, stop: int) -> None:
@@ -109,6 +110,11 @@ class KVPool:
 
     # -- what the sectors of an engine do
 
+    @property
+    def has_sectors(self) -> bool:
+        """Whether an engine caches here in blocks."""
+        return bool(self._held.sectors)
+
     def join(self, sectors: Sectors) -> None:
         """Count these sectors as part of this cache."""
         with self.lock:
@@ -123,8 +129,8 @@ class KVPool:
                 self._held.sectors.remove(sectors)
                 self.pool.tell()
 
-    def room_for_sectors(self, *, growing: bool) -> int:
-        """Pages that sectors may have beside those in use: for requests that live (`growing`), or for new ones."""
+    def available(self, *, growing: bool) -> int:
+        """Pages to be had beside those in use: for requests that live (`growing`), or for new ones."""
         with self.lock:
             self._act_on_notes()
             bound = self.limits.maximum if growing else self.limits.open

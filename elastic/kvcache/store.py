@@ -34,6 +34,8 @@ class Store:
         """Counts the caches that have used this store; a note about an earlier one is void."""
         self.start = self.stop = 0
         """The tokens that may be read or written now: pages outside them can be given away."""
+        self.unwanted = False
+        """Whether its pages are not to be kept for the next cache."""
         self.stream = 0
         """The CUDA stream that used it last."""
         self.keys = Buffer(pool, keys, on_dead)
@@ -58,7 +60,7 @@ class Store:
     @property
     def adoptable(self) -> bool:
         """Whether a cache can begin in it: a window that slid on has left the first token behind."""
-        return all(b.first == 0 for b in self.buffers)
+        return not self.unwanted and all(b.first == 0 for b in self.buffers)
 
     def missing(self, start: int, stop: int) -> int:
         """Pages to add before the tokens [start, stop) are mapped."""

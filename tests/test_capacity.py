@@ -1,0 +1,83 @@
+"""The KV cache of one model at several places: what may be held before the first of them is full (law 7)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from helpers import PAGE, small
+
+import elastic
+from elastic import CapacityError
+
+LAYERS = 3
+
+
+def two_places(pages: int) -> list[elastic.Place]:
+    return [small(8 << 20, "cpu#a"), small(pages * PAGE, "cpu#b")]
+
+
+def by_place(rt: Any, field: str) -> list[int]:
+    return [getattr(kv, field) for kv in rt.status().kv]
+
+
+@pytest.mark.parametrize("moved", [(), (0,), (0, 2), (0, 1, 2)])
+def test_the_place_that_is_full_first_bounds_all_layers(moved: tuple[int, ...], wrapped: Any) -> None:
+    rt = wrapped(build("llama-gqa"), two_places(60)).elastic
+    rt.migrate_kv(moved, "cpu#b")
+    used_places = [(kv, n) for kv, n in zip(rt.status().kv, (LAYERS - len(moved), len(moved)), strict=True) if n]
+    for field in ("capacity_bytes", "limit_bytes", "maximum_bytes"):
+        assert getattr(rt.kv, field) == min(getattr(kv, field) * LAYERS // n for kv, n in used_places)
+
+
+def test_what_is_promised_can_be_had(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    rt = wrapped(model, two_places(48)).elastic
+    rt.migrate_kv(1, "cpu#b")
+    promised, cache, turn = rt.kv.capacity_bytes, elastic.ElasticCache(model), torch.full((4, 64), 5)
+    grown = 16 * LAYERS * PAGE  # one page for the keys, and for the values, of each head of each row
+    model(turn, past_key_values=cache)
+    while rt.kv.used_bytes + grown <= promised:
+        model(turn, past_key_values=cache)
+    assert rt.kv.used_bytes == promised
+    model(turn, past_key_values=cache)  # into what is mapped already
+    with pytest.raises(CapacityError, match="cpu#b"):
+        model(turn, past_key_values=cache)
+    snapshot = rt.snapshot().kv
+    full = rt.status().kv[1]
+    assert snapshot.use == pytest.approx(full.used_bytes / full.capacity_bytes, abs=1e-3)
+    assert snapshot.capacity_bytes == rt.kv.capacity_bytes
+    assert rt.kv.used_bytes == sum(by_place(rt, "used_bytes"))
+
+
+def test_a_limit_is_shared_out_by_layers(wrapped: Any) -> None:
+    rt, choose = wrapped(build("llama-gqa"), two_places(300)).elastic, random.Random(0)
+    for moved in itertools.chain.from_iterable(itertools.combinations(range(LAYERS), n) for n in (1, 2)):
+        rt.migrate_kv(range(LAYERS), "cpu#a")
+        rt.migrate_kv(moved, "cpu#b")
+        size = choose.randrange(rt.kv.maximum_bytes)
+        assert rt.kv.resize(size).status == "applied"
+        shares = (size * (LAYERS - len(moved)) // LAYERS, size * len(moved) // LAYERS)
+        assert by_place(rt, "limit_bytes") == [share // PAGE * PAGE for share in shares]
+        assert size - LAYERS * PAGE < rt.kv.limit_bytes <= size
+        maximum = rt.kv.maximum_bytes
+        assert rt.kv.resize(maximum).limit_bytes == rt.kv.limit_bytes == maximum
+        rt.release(1)  # a limit at the maximum follows it
+        assert by_place(rt, "limit_bytes") == by_place(rt, "maximum_bytes")
+        rt.restore()
+        with pytest.raises(CapacityError):
+            rt.kv.resize(maximum + LAYERS * PAGE)
+        assert rt.kv.limit_bytes == maximum
+
+
+def test_a_limit_of_one_place(wrapped: Any) -> None:
+    rt = wrapped(build("llama-gqa"), two_places(300)).elastic
+    rt.migrate_kv(2, "cpu#b")
+    assert rt.kv.resize(10 * PAGE, place="cpu#b").limit_bytes == 10 * PAGE
+    assert rt.kv.limit_bytes == 30 * PAGE
+    rt.migrate_kv(2, "cpu#a")
+    assert rt.kv.limit_bytes == rt.kv.maximum_bytes == by_place(rt, "maximum_bytes")[0]
