@@ -81,3 +81,18 @@ def test_a_limit_of_one_place(wrapped: Any) -> None:
     assert rt.kv.limit_bytes == 30 * PAGE
     rt.migrate_kv(2, "cpu#a")
     assert rt.kv.limit_bytes == rt.kv.maximum_bytes == by_place(rt, "maximum_bytes")[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "moved", "share"),
+    [("qwen3-next", 3, 1), ("qwen3-next", 0, 0), ("qwen2-sliding", 0, 1), ("qwen2-sliding", 1, 1 / 3)],
+)
+def test_layers_without_a_growing_cache_promise_nothing(
+    architecture: str, moved: int, share: float, wrapped: Any
+) -> None:
+    """Of Qwen3-Next's layers here only the last has a cache; of Qwen2's here only the first has no window."""
+    rt = wrapped(build(architecture), two_places(60)).elastic
+    before = rt.kv.capacity_bytes
+    rt.migrate_kv(moved, "cpu#b")
+    there = by_place(rt, "capacity_bytes")[1]
+    assert rt.kv.capacity_bytes == (int(there / share) if share else before)
