@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
     from elastic.quant.variants import Variant
 
-_MAX_TOKENS_IF_UNKNOWN = 8192
-
 
 def open_places(
     model: nn.Module, decoder: Decoder, chosen: list[Place], slots: list[dict[str, Slot]], stack: ExitStack
@@ -154,7 +152,7 @@ def kv_memory(
     layers: Sequence[LayerWeights],
     stack: ExitStack,
 ) -> KVMemory:
-    from elastic.kvcache.memory import KVMemory
+    from elastic.kvcache.cache import make_memory
 
     kv_pools: dict[str, tuple[KVPool, Layout]] = {}
     for pool in pools:
@@ -162,7 +160,6 @@ def kv_memory(
         kv_pool = KVPool(pool, pool.free_pages * pool.page_bytes, host_offload=device.type == "cuda")
         stack.callback(kv_pool.close)
         kv_pools[pool.name] = kv_pool, layouts[device]
-    max_tokens = getattr(decoder.config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
-    memory = KVMemory(list(kv_pools.values()), max_tokens, [kv_pools[layer.pool.name][0] for layer in layers])
+    memory = make_memory(decoder.config, list(kv_pools.values()), [kv_pools[layer.pool.name][0] for layer in layers])
     stack.callback(memory.let_go)
     return memory

@@ -250,7 +250,7 @@ class Machine(RuleBasedStateMachine):
         kv=st.booleans(),
     )
     @told
-    def migrate(self, layers: set[int], part: int | None, to: int, kv: bool = True) -> None:
+    def migrate(self, layers: set[int], part: int | None, to: int, kv: bool) -> None:
         """Whole layers, with their KV cache or without, or one parameter of each."""
         inside = "" if part is None else "." + self.parts[part % len(self.parts)].rsplit(".", 1)[0]
         names = [self.rt._weights.layers[layer].name + inside for layer in sorted(layers)]
@@ -302,7 +302,7 @@ class Machine(RuleBasedStateMachine):
             elif kind == "s":
                 self.swap(layers, None, wait=True)
             elif kind == "m":
-                self.migrate(layers, None, to=len(layers) % 2)
+                self.migrate(layers, None, to=len(layers) % 2, kv=0 in layers)
             elif kind == "v":
                 self.migrate_kv(layers, to=sum(layers) % 2, wait=True)
             else:
@@ -314,6 +314,7 @@ class Machine(RuleBasedStateMachine):
     def crowd(self, swapped: bool) -> None:
         """Conversations take the pages of released layers, which then have to wait for them."""
         self.settle_fault()
+        self.migrate({0, 1, 2}, None, to=0, kv=True)
         self.release({0, 1, 2}, wait=True)
         for index in (3, 3, 3):
             self.begin_a_conversation(index)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
-from helpers import PAGE, small
+from halves import HALF
+from helpers import PAGE, small, tight
 
 import elastic
 from elastic import CapacityError
@@ -81,3 +83,55 @@ def test_a_limit_of_one_place(wrapped: Any) -> None:
     assert rt.kv.limit_bytes == 30 * PAGE
     rt.migrate_kv(2, "cpu#a")
     assert rt.kv.limit_bytes == rt.kv.maximum_bytes == by_place(rt, "maximum_bytes")[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "moved", "share"),
+    [("qwen3-next", 3, 1), ("qwen3-next", 0, 0), ("qwen2-sliding", 0, 1), ("qwen2-sliding", 1, 1 / 3)],
+)
+def test_layers_without_a_growing_cache_promise_nothing(
+    architecture: str, moved: int, share: float, wrapped: Any
+) -> None:
+    """Of Qwen3-Next's layers here only the last has a cache; of Qwen2's here only the first has no window."""
+    rt = wrapped(build(architecture), two_places(60)).elastic
+    before = rt.kv.capacity_bytes
+    rt.migrate_kv(moved, "cpu#b")
+    there = by_place(rt, "capacity_bytes")[1]
+    assert rt.kv.capacity_bytes == (int(there / share) if share else before)
+
+
+def test_a_deferred_limit_is_settled_when_the_cache_moves_away(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    rt = wrapped(model, two_places(300)).elastic
+    cache = model(torch.full((2, 64), 5)).past_key_values
+    assert rt.kv.resize(0, place="cpu#a").status == "deferred"
+    rt.migrate_kv(range(LAYERS), "cpu#b")
+    outcomes = [event.outcome for event in rt.events() if isinstance(event.action, elastic.ResizeKV)]
+    assert outcomes == ["deferred", "applied after being deferred"]
+    assert by_place(rt, "used_bytes")[0] == rt.status().places[0].owners.get("kv", 0) == 0
+    assert cache.get_seq_length() == 64
+
+
+def fill(model: Any, cache: Any) -> None:
+    for _ in range(30):
+        model(torch.full((1, 16), 5), past_key_values=cache)
+
+
+def test_layers_that_wait_for_pages_return_when_the_cache_moves_away(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    place = tight(model, kv_pages=32, variants=[HALF])
+    place = elastic.Place("cpu#a", place.device, place.budget_bytes, page_bytes=PAGE)
+    rt = wrapped(model, [place, small(8 << 20, "cpu#b")], variants=[HALF]).elastic
+    rt.swap(range(LAYERS), "half")
+    cache = elastic.ElasticCache(model)
+    with pytest.raises(CapacityError):
+        fill(model, cache)
+    length = cache.get_seq_length()
+    assert rt.restore().status == "deferred"
+    rt.migrate_kv(range(LAYERS), "cpu#b")
+    for _ in range(6000):
+        if rt.busy:
+            time.sleep(0.01)
+    assert set(rt.form()) == {"float32"}
+    assert cache.get_seq_length() == length
+    rt.check()

@@ -214,9 +214,12 @@ def test_a_running_cache_grows_past_the_limit_of_the_place_it_came_to(wrapped: A
     model = build("llama-gqa")
     rt = wrapped(model, two_places()).elastic
     cache = model(**prompt()).past_key_values
+    rt.kv.resize(used(rt)[0], place="cpu#b")
     rt.migrate_kv(range(3), "cpu#b")
+    model(torch.full((1, 150), 5), past_key_values=cache)
+    assert used(rt)[1] > rt.kv.limit_bytes
     assert rt.kv.resize(0).status == "deferred"
-    model(torch.full((1, 300), 5), past_key_values=cache)
+    model(torch.full((1, 150), 5), past_key_values=cache)
     with pytest.raises(CapacityError, match="limit on cpu#b"):
         model(**prompt())
     rt.kv.resize(0, place="cpu#a")
@@ -361,6 +364,8 @@ def test_a_driver_that_fails_leaves_caches_where_they_were(
     for pool in rt._places:
         pool.backend.disarm()
     assert [where[0].place for where in rt.status().residencies.values()] == ["cpu#b" if moved else "cpu#a"] * 3
+    assert not moved or (call, nth) != ("map", 1)
+    assert {home.pool.name for home in rt.kv.memory.homes} == {"cpu#b" if moved else "cpu#a"}
     assert all(digests(cache) == before for cache in caches)
     assert used(rt)[moved] == held[0] * len(caches)
     rt.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,20 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from elastic.errors import ConfigError
 from elastic.kvcache.layers import ElasticLayer, ElasticSlidingLayer
+from elastic.kvcache.layout import Layout
 from elastic.kvcache.memory import KVMemory
+from elastic.kvcache.pool import KVPool
+
+_MAX_TOKENS_IF_UNKNOWN = 8192
+
+
+def make_memory(config: Any, pools: Sequence[tuple[KVPool, Layout]], homes: Sequence[KVPool]) -> KVMemory:
+    """The memory for caches of a model with this config; `homes` are the pools of its decoder layers."""
+    max_tokens = getattr(config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
+    layers = DynamicCache(config=config).layers[: len(homes)] or [DynamicLayer()] * len(homes)
+    full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    sliding = [index for index, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
+    return KVMemory(pools, max_tokens, homes, groups=(full + sliding, full))
 
 
 class Caches:

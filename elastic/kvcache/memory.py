@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -24,12 +23,20 @@ class KVMemory:
 
     `homes` are the pools of the decoder layers, by index; a cache layer that is of none of them gets the first pool of
     its device. A home may be on another device than its layer. `max_tokens` is how many tokens address space is
-    reserved for; a cache that outgrows it moves to twice that.
+    reserved for; a cache that outgrows it moves to twice that. `groups` are layers (indices) that fill alike: all in
+    short texts, those without a sliding window in long ones. None: all always do.
     """
 
-    def __init__(self, pools: Sequence[tuple[KVPool, Layout]], max_tokens: int, homes: Sequence[KVPool] = ()) -> None:
+    def __init__(
+        self,
+        pools: Sequence[tuple[KVPool, Layout]],
+        max_tokens: int,
+        homes: Sequence[KVPool] = (),
+        groups: Sequence[Collection[int]] = (),
+    ) -> None:
         self._layouts = dict(pools)
         self.homes = list(homes)
+        self._groups = [group for group in groups if group]
         self._max_tokens = max_tokens
         self.closed = False
         self.attention_follows: Callable[[], bool] = lambda: False
@@ -51,10 +58,11 @@ class KVMemory:
         return tuple(self.shares())
 
     def shares(self) -> dict[KVPool, Fraction]:
-        """Where KV caches are, and the part of the decoder layers whose KV cache is there."""
+        """Where KV caches are, and the part of a cache that is there: of the layers' caches, in texts of any length."""
         homes = self.homes or self.pools
-        layers = Counter(homes)
-        return {pool: Fraction(layers[pool], len(homes)) for pool in self.pools if layers[pool]}
+        groups = self._groups or [range(len(homes))]
+        found = {pool: max(_part(pool, homes, group) for group in groups) for pool in self.pools}
+        return {pool: share for pool, share in found.items() if share}
 
     def tick(self) -> int:
         """A number above all earlier ones: the clock by which the longest unused caches are found."""
@@ -138,3 +146,8 @@ class KVMemory:
 def _follows(layer: object) -> bool:
     """Whether a cache layer's contents are where its decoder layer's KV cache is."""
     return isinstance(layer, ElasticLayer) and layer.pinned is None  # one that has become a stock layer is none
+
+
+def _part(pool: KVPool, homes: Sequence[KVPool], layers: Collection[int]) -> Fraction:
+    """Of the layers' caches that are in a pool."""
+    return Fraction(sum(homes[index] is pool for index in layers), len(layers))

@@ -44,7 +44,7 @@ class Parcel:
         target = self._open(layer, held)
         for store in (held.lease.store, target.store):
             store.settle()
-        step = held.length if pace.bytes_per_s is None else max(1, Pace.CHUNK // held.token_bytes)
+        step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.token_bytes)
         for start in range(self._copied, held.length, step):
             pairs = self._pairs(layer, start, min(start + step, held.length))
             if not pairs:

@@ -17,13 +17,16 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.kvcache.layers import ElasticLayer, ElasticSlidingLayer
 from elastic.kvcache.layout import HEAD_MAJOR, LAYOUTS, Layout
 from elastic.kvcache.memory import KVMemory
+from elastic.kvcache.parcel import Parcel
 from elastic.kvcache.pool import KVPool
+from elastic.memory.copying import Pace, ThreadCopier
 from elastic.memory.faulty import CALLS, FaultyBackend
 from elastic.memory.memfd import MemfdBackend
 from elastic.memory.pool import PagePool
 
 PAGE = 4096
 HEADS, DIM_K, DIM_V, WINDOW = 2, 64, 48, 12
+copier = ThreadCopier()
 
 
 def new_memory(layout: Layout = HEAD_MAJOR, pages: int = 2000, max_tokens: int = 64) -> tuple[KVMemory, KVPool]:
@@ -41,20 +44,26 @@ def states(batch: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.
 
 
 class LayerMachine(RuleBasedStateMachine):
-    """One elastic layer and its stock twin."""
+    """One elastic layer and its stock twin, while it moves between two places with pages of different sizes."""
 
     sliding = False
 
-    @initialize(layout=st.sampled_from(list(LAYOUTS.values())))
-    def begin(self, layout: Layout) -> None:
-        self.memory, self.kv = new_memory(layout, max_tokens=40)
+    @initialize(layouts=st.tuples(*[st.sampled_from(list(LAYOUTS.values()))] * 2))
+    def begin(self, layouts: tuple[Layout, Layout]) -> None:
+        pools = [
+            PagePool(f"cpu#{n}", FaultyBackend(MemfdBackend(n * PAGE)), 2000 * PAGE, ready_pages=0) for n in (1, 2)
+        ]
+        self.pools = [KVPool(pool, 2000 * PAGE, ready_share=0) for pool in pools]
+        self.kv = self.pools[0]
+        self.memory = KVMemory(list(zip(self.pools, layouts, strict=True)), 40, [self.kv])
+        self.parcel: Parcel | None = None
         self.seed = 0
         self.twin: Any
         self.layer: ElasticLayer
         if self.sliding:
-            self.layer = ElasticSlidingLayer(self.memory, WINDOW, record_past=True)
+            self.layer = ElasticSlidingLayer(self.memory, WINDOW, record_past=True, index=0)
         else:
-            self.layer = ElasticLayer(self.memory)
+            self.layer = ElasticLayer(self.memory, 0)
         self.twin = self.new_twin()
         self.batch = 2
         self.recent = 0
@@ -126,6 +135,49 @@ class LayerMachine(RuleBasedStateMachine):
         self.twin = self.new_twin()
         self.batch = batch
 
+    @precondition(lambda self: self.parcel is None)
+    @rule()
+    def send(self) -> None:
+        self.there = self.pools[self.memory.homes[0] is self.pools[0]]
+        self.parcel = Parcel(self.memory, self.there)
+        self.catch_up(None)
+
+    @precondition(lambda self: self.parcel is not None)
+    @rule(tokens=st.none() | st.integers(1, 9))
+    def catch_up(self, tokens: int | None) -> None:
+        """All at once, or so many tokens at a time."""
+        assert self.parcel is not None
+        pace = Pace(None if tokens is None else 1e12)
+        pace.CHUNK = (tokens or 0) * self.batch * HEADS * (DIM_K + DIM_V) * 4
+        self.parcel.catch_up(self.layer, lambda source: copier, pace)
+
+    @precondition(lambda self: self.parcel is not None)
+    @rule(undo=st.booleans(), crop=st.booleans())
+    def arrive(self, undo: bool, crop: bool) -> None:
+        """Or arrive and go back, with a crop between the two."""
+        assert self.parcel is not None
+        here, self.memory.homes[0] = self.memory.homes[0], self.there
+        self.parcel.arrive(self.layer)
+        assert self.layer.held() is None or self.layer.is_on(self.there)
+        if undo:
+            self.memory.homes[0] = here
+            if crop:
+                self.crop(1)
+            self.parcel.put_back(self.layer)
+        else:
+            assert self.parcel.finish() == 0
+        self.parcel = None
+        if not undo:
+            assert here.status().used_bytes == 0
+
+    @precondition(lambda self: self.parcel is not None)
+    @rule()
+    def call_off(self) -> None:
+        assert self.parcel is not None
+        self.parcel.put_back(self.layer)
+        self.parcel = None
+
+    @precondition(lambda self: self.parcel is None)
     @rule()
     def go_on_with_a_copy(self) -> None:
         self.layer = copy.deepcopy(self.layer)
@@ -159,15 +211,17 @@ class LayerMachine(RuleBasedStateMachine):
             visible = min(length, WINDOW - 1) if self.sliding else length
             assert torch.equal(self.layer.keys[:, :, -visible:], self.twin.keys[:, :, -visible:])  # type: ignore[index]
             assert torch.equal(self.layer.values[:, :, -visible:], self.twin.values[:, :, -visible:])  # type: ignore[index]
-        self.kv.check()
+        for pool in self.pools:
+            pool.check()
 
     def teardown(self) -> None:
         if hasattr(self, "layer"):
             del self.layer
-            assert self.kv.status().used_bytes == 0
-            self.kv.close()
-            self.kv.pool.close()
-            assert self.kv.pool.backend.created == 0
+            for kv in self.pools:
+                assert kv.status().used_bytes == 0
+                kv.close()
+                kv.pool.close()
+                assert kv.pool.backend.created == 0
 
 
 class SlidingMachine(LayerMachine):

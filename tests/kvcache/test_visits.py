@@ -49,7 +49,8 @@ def test_whatever_is_less_travels_and_the_result_is_the_same(
     module: Any = nn.Module()
     module.num_key_value_groups, module.is_causal, module.layer_idx = 4, False, 0
     query, key, value = states(2, 8, queries, 16), states(2, 2, tokens, 16), states(2, 2, tokens, 16)
-    mask = torch.rand(2, 1, queries, tokens) > 0.2 if masked else None
+    mask = torch.arange(queries * tokens).view(queries, tokens) % 7 < 5 if masked else None
+    mask = mask.expand(2, 1, queries, tokens).contiguous() if mask is not None else None
     expected = elastic_sdpa(module, query, key, value, mask, scaling=0.3)[0]
     travels = Travels(monkeypatch)
     assert torch.equal(attend_elsewhere(elastic_sdpa, module, query, key, value, mask, scaling=0.3), expected)
