@@ -38,6 +38,7 @@ from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
 from elastic.hooks.structure import Decoder
 from elastic.hooks.swap import MoveMechanism
+from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
@@ -319,14 +320,14 @@ def _mechanisms(
     moves = MoveMechanism(weights, lender, waiting, pace)
     routes = Routes(weights)
     routes.lay()
-    migrations = MigrateMechanism(weights, routes, pools, lender, waiting, pace)
-    stack.callback(migrations.close)
+    tenancy = Tenancy(pools, lender)
+    stack.callback(tenancy.close)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
         Swap: moves,
         Restore: moves,
-        Migrate: migrations,
+        Migrate: MigrateMechanism(weights, routes, tenancy, waiting, pace),
     }
 
 
