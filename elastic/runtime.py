@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,11 +28,24 @@ from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.memory.host import host
 from elastic.memory.pool import PagePool
+from elastic.replication import Layers, Replicating
 from elastic.results import together
-from elastic.types import Action, Change, Event, Migrate, PlanStep, Release, Resize, ResizeKV, Restore, Status, Swap
+from elastic.types import (
+    Action,
+    Change,
+    Event,
+    Migrate,
+    PlanStep,
+    Release,
+    Replicate,
+    Resize,
+    ResizeKV,
+    Restore,
+    Status,
+    Swap,
+)
 from elastic.worker import Mechanism, Outcome, Timing, Worker
 
-Layers = int | str | Iterable[int | str]
 EVENTS_KEPT = 1000
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -43,7 +56,7 @@ class RuntimeState(Enum):
     CLOSED = "closed"
 
 
-class Runtime:
+class Runtime(Replicating):
     """Everything that changes a wrapped model goes through here. Thread-safe.
 
     Actions run one after another on a worker thread. It prepares them beside running forward passes and commits them
@@ -224,9 +237,9 @@ class Runtime:
         inside a forward pass of the same thread is a `StateError`.
         """
         self._require_running()
-        _require_once(
-            [layer for a in actions if isinstance(a, Release | Swap | Restore | Migrate) for layer in a.layers]
-        )
+        _require_once([layer for a in actions if not isinstance(a, ResizeKV) for layer in a.layers])
+        if self._occupied and any(isinstance(action, Replicate) for action in actions):
+            raise StateError(f"rows of a batch cannot be shared out: the model is in use by {self._occupied[0]}")
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         done = self._worker.put(actions, why)

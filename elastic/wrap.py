@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -46,13 +46,14 @@ from elastic.kvcache.layout import Layout, choose_layout
 from elastic.kvcache.lending import KVLender
 from elastic.kvcache.pool import KVPool
 from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.copying import Pace, make_copier
+from elastic.memory.copying import make_copier
 from elastic.memory.janitor import janitor
 from elastic.memory.places import close_place, open_place
 from elastic.memory.pool import PagePool
 from elastic.options import Options, check_model, check_placement, choose_places, device_of, parse_rate, parse_variants
+from elastic.replication import replication
 from elastic.runtime import Runtime, runtime
-from elastic.types import Migrate, Release, ResizeKV, Restore, Swap
+from elastic.types import Evict, Migrate, Release, Replicate, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
         memory = _kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        mechanisms = _mechanisms(memory, weights, pools, lender, wanted.pace, memory_stack)
+        mechanisms = _mechanisms(wanted, memory, weights, pools, lender, memory_stack)
         run = Runtime(gate, partial(KV, memory), weights, pools, mechanisms)
         _connect(run, memory, weights, lender, pools, memory_stack)
         set_up_control(run, memory, weights, pools, wanted.make_policy, wanted.slo, memory_stack)
@@ -292,8 +293,7 @@ def _weights(
 
 def _streamer(pool: PagePool, layers: list[LayerWeights], stack: ExitStack) -> Streamer:
     """The stages of a place: none so far."""
-    copier = make_copier(pool.backend.device)
-    stack.callback(copier.close)
+    copier = stack.enter_context(closing(make_copier(pool.backend.device)))
     largest = max(layer.nbytes for layer in layers)
     streamer = Streamer(pool, copier, largest, layers)
     streamer.least = 0
@@ -307,27 +307,29 @@ def _for_units(do: Callable[[LayerWeights], None], weights: ModelWeights, layer:
 
 
 def _mechanisms(
+    wanted: Options,
     memory: KVMemory,
     weights: ModelWeights,
     pools: list[PagePool],
     lender: ReservingLender,
-    pace: Pace,
     stack: ExitStack,
 ) -> dict[type, Mechanism]:
     from elastic.kvcache.resize import ResizeMechanism
 
-    waiting = Waiting(lender)
+    waiting, pace = Waiting(lender), wanted.pace
     moves = MoveMechanism(weights, lender, waiting, pace)
     routes = Routes(weights)
     routes.lay()
-    tenancy = Tenancy(pools, lender)
-    stack.callback(tenancy.close)
+    tenancy = stack.enter_context(closing(Tenancy(pools, lender)))
+    replicas = replication(wanted.decoder, memory, weights, tenancy, waiting, pace, stack)
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
         Swap: moves,
         Restore: moves,
         Migrate: MigrateMechanism(weights, routes, tenancy, waiting, pace),
+        Replicate: replicas,
+        Evict: replicas,
     }
 
 

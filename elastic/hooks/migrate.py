@@ -212,6 +212,7 @@ class MigrateMechanism:
 
     def _require_movable(self, units: tuple[LayerWeights, ...], whole: bool) -> None:
         name = units[0].name
+        self._weights.require_alone(units[0].index)
         if any(self._waiting.has(unit) for unit in units):
             raise StateError(f"{name} waits for pages to be swapped or restored; migrate it when that is done")
         if units[0].absent and not whole:

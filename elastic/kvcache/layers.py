@@ -111,7 +111,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._lease is not None and not self._first:
             self._lease.narrow(0, 0)
         else:
-            self._give_up()
+            self.give_up()
         self._first = self._length = self._origin = 0
         self.stamp = self._memory.tick()
 
@@ -145,10 +145,10 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         return f"{type(self).__name__}(tokens={self._length})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticLayer:
-        other = self._like()
+        other = self.like(self.pinned)
         memo[id(self)] = other
         if self.is_initialized:
-            other._replace_with(self)
+            other.hold_as(self, *self._held())
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,6 +169,35 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         stock, lease = self.to_stock(), self._lease
         self.__class__ = type(stock)
         self.__dict__ = stock.__dict__
+        if lease is not None:
+            lease.end()
+
+    # -- as a part of a split layer
+
+    def like(self, pinned: KVPool | None) -> ElasticLayer:
+        """An empty layer of the same kind, in this pool whatever becomes of the decoder layer; None: where that is."""
+        other = self._like()
+        other.pinned = pinned
+        return other
+
+    def hold_as(self, other: ElasticLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold these rows for the tokens that another layer holds. Raises `CapacityError`; nothing is held then."""
+        self.dtype, self.device = keys.dtype, keys.device
+        if self.pinned is other.pinned:
+            self.born = other._resident().store.born
+        self._first, self._length = other._first, other._length
+        self._place(keys, values, tokens=keys.shape[2])
+        self.is_initialized = True
+
+    def overwrite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold other contents of the same shape."""
+        for held, rows in zip(self._held(), (keys, values), strict=True):
+            held.copy_(rows)
+        self.stamp = self._memory.tick()
+
+    def give_up(self) -> None:
+        """Hold nothing, in pages or on the host, until the next tokens bring a shape."""
+        lease, self._lease, self._host, self.is_initialized = self._lease, None, None, False
         if lease is not None:
             lease.end()
 
@@ -252,14 +281,8 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"the cache holds {self._length} tokens for (batch, heads, dim, dtype) {expected}, and was given "
                 f"{given}; a cache belongs to one batch: build a new one, or reset() this one"
             )
-        self._give_up()
+        self.give_up()
         self.lazy_initialization(keys, values)
-
-    def _give_up(self) -> None:
-        """Hold nothing, in pages or on the host, until the next tokens bring a shape."""
-        lease, self._lease, self._host, self.is_initialized = self._lease, None, None, False
-        if lease is not None:
-            lease.end()
 
     def _move(self, stop: int) -> None:
         """Move to a store with address space up to token `stop`."""
@@ -267,13 +290,6 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold other rows for the same tokens."""
-        self._place(keys, values, tokens=keys.shape[2])
-
-    def _replace_with(self, other: ElasticLayer) -> None:
-        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
-        self.born = other._resident().store.born
-        self._first, self._length = other._first, other._length
-        keys, values = other._held()
         self._place(keys, values, tokens=keys.shape[2])
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
