@@ -391,7 +391,13 @@ def test_rows_that_find_no_room_stay_and_the_generation_goes_on(wrapped: Any) ->
     expected = decode(model, inputs, tokens)
     rt = wrapped(model, three_places()).elastic
     rt.replicate([0, 1], "cpu#b")
-    acts = iter([lambda: rt.evict([0, 1], "cpu#b"), lambda: rt.kv.resize(0, place="cpu#b"), lambda: rt.replicate([0, 1], "cpu#b")])
+    acts = iter(
+        [
+            lambda: rt.evict([0, 1], "cpu#b"),
+            lambda: rt.kv.resize(0, place="cpu#b"),
+            lambda: rt.replicate([0, 1], "cpu#b"),
+        ]
+    )
     held = []
 
     def act() -> None:
