@@ -34,7 +34,9 @@ from elastic.types import (
     Action,
     Change,
     Event,
+    Evict,
     Migrate,
+    MigrateKV,
     PlanStep,
     Release,
     Replicate,
@@ -47,6 +49,7 @@ from elastic.types import (
 from elastic.worker import Mechanism, Outcome, Timing, Worker
 
 EVENTS_KEPT = 1000
+ON_LAYERS = Release | Swap | Restore | Migrate | MigrateKV | Replicate | Evict
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -237,7 +240,7 @@ class Runtime(Replicating):
         inside a forward pass of the same thread is a `StateError`.
         """
         self._require_running()
-        _require_once([layer for a in actions if not isinstance(a, ResizeKV) for layer in a.layers])
+        _require_once([layer for a in actions if isinstance(a, ON_LAYERS) for layer in a.layers])
         if self._occupied and any(isinstance(action, Replicate) for action in actions):
             raise StateError(f"rows of a batch cannot be shared out: the model is in use by {self._occupied[0]}")
         if wait and self._gate.inside:

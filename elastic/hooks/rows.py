@@ -9,39 +9,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 
 Take = Callable[[torch.Tensor, slice, int], torch.Tensor | None]
 """The rows of a tensor, given the batch; None: it is not of the shape that is known."""
 
 
-def _first(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """[batch or 1, …]"""
-    if tensor.shape[0] == batch:
-        return tensor[rows]
-    return tensor if tensor.shape[0] == 1 else None
+def _axis(axis: int, tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """The rows lie along this axis; of length 1 it stands for all of them."""
+    if tensor.shape[axis] == batch:
+        return tensor[(slice(None),) * axis + (rows,)]
+    return tensor if tensor.shape[axis] == 1 else None
+
+
+def _mask(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch or 1, tokens], or [batch or 1, heads or 1, new tokens, tokens]"""
+    return _axis(0, tensor, rows, batch) if tensor.ndim in (2, 4) else None
 
 
 def _positions(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
     """[batch or 1, tokens], or with an axis before it for each kind of position."""
-    return _first(tensor, rows, batch) if tensor.ndim <= 2 else _second(tensor, rows, batch)
+    return _axis(tensor.ndim - 2, tensor, rows, batch) if tensor.ndim in (2, 3) else None
 
 
 def _rotary(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
     """[batch or 1, tokens, dim], or with an axis before it for each kind of position."""
-    return _first(tensor, rows, batch) if tensor.ndim <= 3 else _second(tensor, rows, batch)
+    return _axis(tensor.ndim - 3, tensor, rows, batch) if tensor.ndim in (3, 4) else None
 
 
-def _second(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    if tensor.shape[1] == batch:
-        return tensor[:, rows]
-    return tensor if tensor.shape[1] == 1 else None
+def _hidden(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch, tokens, hidden]"""
+    return tensor[rows] if tensor.ndim == 3 else None
 
 
 def _by_heads(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
     """[batch * heads, 1, tokens]"""
     heads, rest = divmod(tensor.shape[0], batch)
-    return None if rest else tensor[rows.start * heads : rows.stop * heads]
+    return None if rest or tensor.ndim != 3 else tensor[rows.start * heads : rows.stop * heads]
 
 
 def _whole(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
@@ -52,7 +57,7 @@ def _whole(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
 HIDDEN = "hidden_states"
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 TABLE: dict[str, Take] = {
-    "attention_mask": _first,
+    "attention_mask": _mask,
     "position_ids": _positions,
     "position_embeddings": _rotary,
     "position_embeddings_global": _rotary,
@@ -79,7 +84,7 @@ class Rows:
         self._device = device
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, which so lives, and its rows
 
-    def take(self, tensor: torch.Tensor, take: Take = _first, name: str = HIDDEN) -> torch.Tensor:
+    def take(self, tensor: torch.Tensor, take: Take = _hidden, name: str = HIDDEN) -> torch.Tensor:
         """Raises `NotByRows`."""
         if id(tensor) not in self._taken:
             rows = take(tensor, self.slice, self._batch)
@@ -131,16 +136,23 @@ def parameter_names(layer: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
-def gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device | None = None) -> Any:
-    """One output of the outputs for some rows each: tensors are put together, of all else the first is taken."""
+def gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+    """One output of the outputs for some rows each: tensors by rows are put together, of all else the first is taken.
+
+    Raises `StateError` if hidden states are not by rows.
+    """
+    if [hidden_of(part).shape[0] for part in parts] != list(rows):
+        raise StateError(f"a layer returned {hidden_of(parts[0]).shape[0]} rows of {rows[0]}; evict its replicas")
+    return _gather(parts, rows, device)
+
+
+def _gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
     first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if any(part.shape[:1] != (count,) for part, count in zip(parts, rows, strict=True)):
-            return first
-        return torch.cat([part.to(device or first.device) for part in parts])
     if isinstance(first, tuple | list):
-        return type(first)(gather(same, rows, device) for same in zip(*parts, strict=True))
-    return first
+        return type(first)(_gather(same, rows, device) for same in zip(*parts, strict=True))
+    if not isinstance(first, torch.Tensor) or [part.shape[:1] for part in parts] != [(count,) for count in rows]:
+        return first
+    return torch.cat([part.to(device) for part in parts])
 
 
 def hidden_of(output: Any) -> torch.Tensor:

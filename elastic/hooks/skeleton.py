@@ -44,17 +44,17 @@ class Skeleton:
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 
     def put(self, slots: Mapping[str, Slot], contents: Mapping[str, Content]) -> None:
-        """Have `contents` where the original has its slots of the same names."""
+        """Have `contents` where the original has its slots of the same names; it is not known any more then."""
         for name, slot in slots.items():
             for module, attribute in slot.homes:
                 self._copies[module]._parameters[attribute] = contents[name]  # type: ignore[assignment]
+        self._copies.clear()
 
     def empty(self) -> None:
         """Hold no tensor any more."""
         for module in self.module.modules():
             module._parameters.clear()
             module._buffers.clear()
-        self._copies.clear()
 
     def bring_buffers(self, device: Any) -> None:
         """Have copies of the buffers on a device."""
