@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import CONFIGS, build, prompt
-from children import in_child
+from children import in_child, wait_for_the_janitor
 from helpers import PAGE, assert_same_bits, bits, small
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -407,6 +407,103 @@ def test_rows_that_find_no_room_stay_and_the_generation_goes_on(wrapped: Any) ->
     assert torch.allclose(decode(model, inputs, tokens, act), expected, atol=1e-5)
     assert held[-1] == [True, False, False]  # under the new limit nothing may begin at the other place
     assert any(both[1] for both in held[:2])
+
+
+@pytest.mark.parametrize("nth", [1, 5, 12])
+def test_a_copy_that_fails_leaves_nothing(nth: int, monkeypatch: Any, wrapped: Any) -> None:
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    expected, real, done = model(**prompt(3)).logits, copying.copy, []
+
+    def fail_once(target: torch.Tensor, source: torch.Tensor) -> None:
+        done.append(target.nbytes)
+        if len(done) == nth:
+            raise CapacityError("injected", requested_bytes=0, free_bytes=0, total_bytes=0)
+        real(target, source)
+
+    capacity = [kv.capacity_bytes for kv in rt.status().kv]
+    monkeypatch.setattr(copying, "copy", fail_once)
+    with pytest.raises(CapacityError, match="injected"):
+        rt.replicate([0, 1], "cpu#b")
+    done.clear()
+    gc.collect()
+    assert (owners(rt, 1), rt.replicated) == ({}, ())
+    assert [kv.capacity_bytes for kv in rt.status().kv] == capacity
+    assert torch.equal(model(**prompt(3)).logits, expected)
+    done += [0] * nth
+    rt.replicate([0, 1], "cpu#b")
+    assert torch.allclose(model(**prompt(3)).logits, expected, atol=1e-5)
+
+
+def test_an_action_that_fails_beside_an_eviction_undoes_it(monkeypatch: Any, wrapped: Any) -> None:
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1], "cpu#b")
+    held = owners(rt, 1)
+    release = elastic.Release((2,))
+    monkeypatch.setattr(rt._worker.mechanism(release), "commit", lambda prepared: 1 / 0)
+    for action in (elastic.types.Evict((0, 1), "cpu#b"), elastic.types.Replicate((0, 1), "cpu#c")):
+        with pytest.raises(ZeroDivisionError):
+            rt.apply([action, release])
+        assert (owners(rt, 1), owners(rt, 2), rt.replicated) == (held, {}, (0, 1))
+        model(**prompt(3))
+        assert len(rt.passes()[-1]) == 2
+        rt.check()
+
+
+def test_a_model_that_is_dropped_takes_its_replicas_along() -> None:
+    model = elastic.wrap(build("llama-gqa"), places=three_places())
+    model.elastic.replicate([0, 1, 2], "cpu#b")
+    model(**prompt(3))
+    assert places._open
+    del model
+    gc.collect()
+    wait_for_the_janitor()
+    assert not places._open
+
+
+def test_a_replica_shares_no_bytes_with_its_layer_and_calls_no_hook(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    called: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: called.append(output.shape[0]))
+    rt = wrapped(model, three_places()).elastic
+    expected = model(**prompt(4)).logits
+    rt.replicate([0, 1, 2], "cpu#b")
+    called.clear()
+    model(**prompt(4))
+    assert called == [2, 2, 2]  # the rows of the own place
+    own = {p.data_ptr() for p in model.parameters()}
+    skeleton = rt._weights.detours[1][-1]._run.replicas[1]["cpu#b"].skeleton.module
+    assert not own & {p.data_ptr() for p in skeleton.parameters()}
+    assert [name for name, _ in skeleton.named_parameters()] == [n for n, _ in model.model.layers[1].named_parameters()]
+    assert len(list(model.modules())) == len(list(build("llama-gqa").modules()))
+    assert torch.allclose(model(**prompt(4)).logits, expected, atol=1e-5)
+
+
+def test_places_on_a_cpu_divide_the_threads() -> None:
+    in_child(
+        """
+        sys.path.insert(0, "tests")
+        import torch
+        torch.set_num_threads(4)
+        from architectures import build, prompt
+        from helpers import small
+        import elastic
+
+        model, seen = build("llama-gqa"), []
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
+        elastic.wrap(model, places=[small(32 << 20, name) for name in ("cpu#a", "cpu#b")])
+        model.elastic.replicate([1, 2], "cpu#b")
+        replica = model.elastic._weights.detours[1][-1]._run.replicas[0]["cpu#b"].skeleton.module
+        theirs = []
+        replica.mlp.act_fn.register_forward_hook(lambda *args: theirs.append(torch.get_num_threads()))
+        model(**prompt(4))
+        assert (seen, theirs, torch.get_num_threads()) == ([4, 2, 2], [2], 4), (seen, theirs, torch.get_num_threads())
+        elastic.unwrap(model)
+        """
+    )
 
 
 def test_threads_and_memory_go_with_the_replicas(wrapped: Any) -> None:
