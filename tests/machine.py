@@ -32,7 +32,7 @@ from elastic.memory import host as host_store
 from elastic.memory.faulty import CALLS, FaultyBackend
 
 PLACES = {
-    "cpu": [elastic.Place("cpu", torch.device("cpu"), 4 << 20, page_bytes=4096)],
+    "cpu": [elastic.Place(name, torch.device("cpu"), 4 << 20, page_bytes=4096) for name in ("cpu", "cpu#b")],
     "cuda:0": [elastic.Place(f"cuda:0#{label}", torch.device("cuda:0"), 256 << 20) for label in "ab"],
 }
 TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20}
@@ -194,9 +194,34 @@ class Machine(RuleBasedStateMachine):
         done["moved to the host"] += bool(self.rt.events()[-1].moved_bytes)
         assert (result.status == "deferred") == (result.overage_bytes > 0)
 
+    @rule(layers=st.sets(st.integers(0, 2), min_size=1))
+    @told
+    def replicate(self, layers: set[int]) -> None:
+        """On the other place."""
+        try:
+            change = self.rt.replicate(layers, PLACES[self.device][1].name)
+        except elastic.CapacityError:
+            assert self.fault_pending, "a replication failed with no fault"
+            self.settle_fault()
+            return
+        except elastic.StateError as error:  # released, or to be restored when there are pages
+            if "in host memory" not in str(error) and "waits for pages" not in str(error):
+                raise
+            return
+        done["replicas"] += len(change.layers)
+        done["passes with replicas"] += len(self.rt.passes()) > 0
+
+    @rule(layers=st.sets(st.integers(0, 2), min_size=1))
+    @told
+    def evict(self, layers: set[int]) -> None:
+        there = layers & set(self.rt.replicated)
+        if there:
+            done["evictions"] += len(self.rt.evict(there, PLACES[self.device][1].name).layers)
+
     @rule(layers=st.sets(st.integers(0, 2), min_size=1), wait=st.booleans())
     @told
     def release(self, layers: set[int], wait: bool) -> None:
+        self.evict(layers)
         try:
             change = self.rt.release(layers) if wait else self.rt.release(layers, wait=False).result()[0]
         except elastic.CapacityError:
@@ -211,6 +236,7 @@ class Machine(RuleBasedStateMachine):
     @rule(layers=st.none() | st.sets(st.integers(0, 2), min_size=1), wait=st.booleans())
     @told
     def restore(self, layers: set[int] | None, wait: bool) -> None:
+        self.evict(layers or {0, 1, 2})
         try:
             change = self.rt.restore(layers) if wait else self.rt.restore(layers, wait=False).result()[0]
         except elastic.CapacityError:
@@ -226,6 +252,7 @@ class Machine(RuleBasedStateMachine):
         """To the variant that loses nothing: whole layers, or one parameter of each."""
         parts = () if part is None else (self.parts[part % len(self.parts)],)
         action = elastic.Swap(tuple(layers), "half", parts)
+        self.evict(layers)
         try:
             (change,) = self.rt.apply([action]) if wait else self.rt.apply([action], wait=False).result()
         except elastic.CapacityError:
@@ -236,7 +263,7 @@ class Machine(RuleBasedStateMachine):
         done["swaps that wait"] += change.status == "deferred"
         done["partial swaps"] += bool(change.layers and parts)
 
-    @rule(steps=st.lists(st.tuples(st.sampled_from("rRsk"), st.sets(st.integers(0, 2), min_size=1)), min_size=20))
+    @rule(steps=st.lists(st.tuples(st.sampled_from("rRskc"), st.sets(st.integers(0, 2), min_size=1)), min_size=20))
     def travel(self, steps: list[tuple[str, set[int]]]) -> None:
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
@@ -246,6 +273,8 @@ class Machine(RuleBasedStateMachine):
                 self.restore(layers, wait=True)
             elif kind == "s":
                 self.swap(layers, None, wait=True)
+            elif kind == "c":
+                self.replicate(layers)
             else:
                 self.resize(len(layers) / 3, tight=False, wait=True)
         self.rt.check()
