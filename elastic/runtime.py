@@ -28,15 +28,19 @@ from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.memory.host import host
 from elastic.memory.pool import PagePool
+from elastic.migration import Migrating
+from elastic.replication import Layers, Replicating
 from elastic.results import together
 from elastic.types import (
     Action,
     Change,
     Event,
+    Evict,
     Migrate,
     MigrateKV,
     PlanStep,
     Release,
+    Replicate,
     Resize,
     ResizeKV,
     Restore,
@@ -45,8 +49,8 @@ from elastic.types import (
 )
 from elastic.worker import Mechanism, Outcome, Timing, Worker
 
-Layers = int | str | Iterable[int | str]
 EVENTS_KEPT = 1000
+ON_LAYERS = Release | Swap | Restore | Migrate | Replicate | Evict
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -56,7 +60,7 @@ class RuntimeState(Enum):
     CLOSED = "closed"
 
 
-class Runtime:
+class Runtime(Migrating, Replicating):
     """Everything that changes a wrapped model goes through here. Thread-safe.
 
     Actions run one after another on a worker thread. It prepares them beside running forward passes and commits them
@@ -211,48 +215,6 @@ class Runtime:
         done = self.apply([Swap(indices, variant, parts) for parts, indices in found.items()], wait=wait)
         return done if isinstance(done, Future) else together(done)
 
-    @overload
-    def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: Literal[True] = True) -> Change: ...
-
-    @overload
-    def migrate(
-        self, target: Layers, place: str, *, kv: bool = True, wait: Literal[False]
-    ) -> Future[tuple[Change, ...]]: ...
-
-    def migrate(
-        self, target: Layers, place: str, *, kv: bool = True, wait: bool = True
-    ) -> Change | Future[tuple[Change, ...]]:
-        """Have decoder layers, or modules of them, at another place that `wrap` opened.
-
-        `target` are indices or module names, down to a projection (`"model.layers.5.self_attn.q_proj"`). They move in
-        the variant that they are in while the model goes on generating; the pages that they leave are KV capacity. A
-        module that comes to its layer's own place is part of the layer again. The KV cache of whole layers goes with
-        them, unless `kv=False`; that of modules stays. Raises `ConfigError` for what is no layer or no place,
-        `CapacityError` where the place has no room, `StateError` for a layer whose swap is deferred, or whose cache a
-        continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
-        """
-        found = self._weights.find_parts(target)
-        actions: list[Action] = [Migrate(indices, place, parts) for parts, indices in found.items()]
-        if kv and () in found:
-            actions.append(MigrateKV(found[()], place))
-        done = self.apply(actions, wait=wait)
-        return done if isinstance(done, Future) else together(done)
-
-    @overload
-    def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-
-    @overload
-    def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
-
-    def migrate_kv(self, layers: Layers, place: str, *, wait: bool = True) -> Change | Future[tuple[Change, ...]]:
-        """Have the KV cache of decoder layers at another place, that of running generations too; weights stay.
-
-        On another device, attention goes there or fetches what it needs, whichever moves fewer bytes. Errors are those
-        of `migrate`. With `wait=False`, a future. (CoCoServe, section 3.3)
-        """
-        done = self.apply((MigrateKV(self._weights.find(layers), place),), wait=wait)
-        return done if isinstance(done, Future) else done[0]
-
     def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
 
@@ -260,8 +222,10 @@ class Runtime:
         inside a forward pass of the same thread is a `StateError`.
         """
         self._require_running()
-        _require_once(a.layers for a in actions if isinstance(a, Release | Swap | Restore | Migrate))
+        _require_once(a.layers for a in actions if isinstance(a, ON_LAYERS))
         _require_once(a.layers for a in actions if isinstance(a, MigrateKV))
+        if self._occupied and any(isinstance(action, Replicate) for action in actions):
+            raise StateError(f"rows of a batch cannot be shared out: the model is in use by {self._occupied[0]}")
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         done = self._worker.put(actions, why)

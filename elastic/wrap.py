@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -28,18 +28,19 @@ from elastic.hooks.release import ReleaseMechanism
 from elastic.hooks.reserve import ReservingLender
 from elastic.hooks.structure import Decoder
 from elastic.hooks.swap import MoveMechanism
+from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
 from elastic.kvcache.control import KV
 from elastic.kvcache.layout import choose_layout
 from elastic.kvcache.lending import KVLender
 from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.copying import Pace
 from elastic.memory.janitor import janitor
 from elastic.memory.pool import PagePool
 from elastic.options import Options, check_model, check_placement, choose_places, parse_rate, parse_variants
+from elastic.replication import replication
 from elastic.runtime import Runtime, runtime
-from elastic.types import Migrate, MigrateKV, Release, ResizeKV, Restore, Swap
+from elastic.types import Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 from elastic.worker import Mechanism
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
         memory = kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
         gate = Gate()
         lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        mechanisms = _mechanisms(memory, weights, pools, lender, wanted.pace, memory_stack)
+        mechanisms = _mechanisms(wanted, memory, weights, pools, lender, memory_stack)
         run = Runtime(gate, partial(KV, memory), weights, pools, mechanisms)
         _connect(run, memory, weights, lender, pools, memory_stack)
         set_up_control(run, memory, weights, pools, wanted.make_policy, wanted.slo, memory_stack)
@@ -185,31 +186,32 @@ _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDi
 
 
 def _mechanisms(
+    wanted: Options,
     memory: KVMemory,
     weights: ModelWeights,
     pools: list[PagePool],
     lender: ReservingLender,
-    pace: Pace,
     stack: ExitStack,
 ) -> dict[type, Mechanism]:
     from elastic.kvcache.migrate import MigrateKVMechanism
     from elastic.kvcache.resize import ResizeMechanism
 
-    waiting = Waiting(lender)
+    waiting, pace = Waiting(lender), wanted.pace
     moves = MoveMechanism(weights, lender, waiting, pace)
     routes = Routes(weights)
     routes.lay()
-    migrations = MigrateMechanism(weights, routes, pools, lender, waiting, pace)
-    stack.callback(migrations.close)
-    kv_migrations = MigrateKVMechanism(memory, pace)
-    stack.callback(kv_migrations.close)
+    tenancy = stack.enter_context(closing(Tenancy(pools, lender)))
+    replicas = replication(wanted.decoder, memory, weights, tenancy, waiting, pace, stack)
+    kv_migrations = stack.enter_context(closing(MigrateKVMechanism(memory, pace, weights.require_alone)))
     return {
         ResizeKV: ResizeMechanism(memory),
         Release: ReleaseMechanism(weights, lender, waiting),
         Swap: moves,
         Restore: moves,
-        Migrate: migrations,
+        Migrate: MigrateMechanism(weights, routes, tenancy, waiting, pace),
         MigrateKV: kv_migrations,
+        Replicate: replicas,
+        Evict: replicas,
     }
 
 

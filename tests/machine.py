@@ -198,9 +198,42 @@ class Machine(RuleBasedStateMachine):
         done["moved to the host"] += bool(self.rt.events()[-1].moved_bytes)
         assert (result.status == "deferred") == (result.overage_bytes > 0)
 
+    @rule(layers=st.sets(st.integers(0, 2), min_size=1))
+    @told
+    def replicate(self, layers: set[int]) -> None:
+        """At the place where they are not."""
+        for layer in layers:
+            here, *others = self.residencies(layer)
+            there = next(pool.pool.name for pool in self.pools if pool.pool.name != here.place)
+            if others:  # a replica, or modules elsewhere
+                continue
+            try:
+                change = self.rt.replicate(layer, there)
+            except elastic.CapacityError:
+                assert self.fault_pending or self.tight, "a replication failed with no fault"
+                self.settle_fault()
+                return
+            except elastic.StateError as error:  # released, or to be restored when there are pages
+                if "in host memory" not in str(error) and "waits for pages" not in str(error):
+                    raise
+                return
+            done["replicas"] += len(change.layers)
+        done["passes with replicas"] += len(self.rt.passes()) > 0
+
+    @rule(layers=st.sets(st.integers(0, 2), min_size=1))
+    @told
+    def evict(self, layers: set[int]) -> None:
+        for layer in layers & set(self.rt.replicated):
+            for there in self.residencies(layer)[1:]:
+                done["evictions"] += len(self.rt.evict(layer, there.place).layers)
+
+    def residencies(self, layer: int) -> Any:
+        return list(self.rt.status().residencies.values())[layer]
+
     @rule(layers=st.sets(st.integers(0, 2), min_size=1), wait=st.booleans())
     @told
     def release(self, layers: set[int], wait: bool) -> None:
+        self.evict(layers)
         try:
             change = self.rt.release(layers) if wait else self.rt.release(layers, wait=False).result()[0]
         except elastic.CapacityError:
@@ -218,6 +251,7 @@ class Machine(RuleBasedStateMachine):
     @rule(layers=st.none() | st.sets(st.integers(0, 2), min_size=1), wait=st.booleans())
     @told
     def restore(self, layers: set[int] | None, wait: bool) -> None:
+        self.evict(layers or {0, 1, 2})
         try:
             change = self.rt.restore(layers) if wait else self.rt.restore(layers, wait=False).result()[0]
         except elastic.CapacityError:
@@ -233,6 +267,7 @@ class Machine(RuleBasedStateMachine):
         """To the variant that loses nothing: whole layers, or one parameter of each."""
         parts = () if part is None else (self.parts[part % len(self.parts)],)
         action = elastic.Swap(tuple(layers), "half", parts)
+        self.evict(layers)
         try:
             (change,) = self.rt.apply([action]) if wait else self.rt.apply([action], wait=False).result()
         except elastic.CapacityError:
@@ -252,6 +287,7 @@ class Machine(RuleBasedStateMachine):
     @told
     def migrate(self, layers: set[int], part: int | None, to: int, kv: bool) -> None:
         """Whole layers, with their KV cache or without, or one parameter of each."""
+        self.evict(layers)
         inside = "" if part is None else "." + self.parts[part % len(self.parts)].rsplit(".", 1)[0]
         names = [self.rt._weights.layers[layer].name + inside for layer in sorted(layers)]
         before = self.rt.status().residencies, list(self.rt.kv.memory.homes)
@@ -270,6 +306,7 @@ class Machine(RuleBasedStateMachine):
     @rule(layers=st.sets(st.integers(0, 2), min_size=1), to=st.integers(0, 1), wait=st.booleans())
     @told
     def migrate_kv(self, layers: set[int], to: int, wait: bool) -> None:
+        self.evict(layers)
         before, place = (self.rt.status().residencies, list(self.rt.kv.memory.homes)), self.pools[to].pool.name
         try:
             changes = self.rt.apply([elastic.MigrateKV(tuple(layers), place)], wait=wait)
@@ -291,7 +328,7 @@ class Machine(RuleBasedStateMachine):
         after = self.rt.status().residencies
         assert all(here == after[name] or here[0].place == "host" for name, here in residencies.items())
 
-    @rule(steps=st.lists(st.tuples(st.sampled_from("rRskmv"), st.sets(st.integers(0, 2), min_size=1)), min_size=30))
+    @rule(steps=st.lists(st.tuples(st.sampled_from("rRskmvc"), st.sets(st.integers(0, 2), min_size=1)), min_size=30))
     def travel(self, steps: list[tuple[str, set[int]]]) -> None:
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
@@ -305,6 +342,8 @@ class Machine(RuleBasedStateMachine):
                 self.migrate(layers, None, to=len(layers) % 2, kv=0 in layers)
             elif kind == "v":
                 self.migrate_kv(layers, to=sum(layers) % 2, wait=True)
+            elif kind == "c":
+                self.replicate(layers)
             else:
                 self.resize(len(layers) / 3, tight=False, wait=True)
         self.rt.check()

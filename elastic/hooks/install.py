@@ -22,6 +22,8 @@ from elastic.hooks.generations import Generations
 from elastic.hooks.structure import Decoder
 from elastic.hooks.weights import ModelWeights
 
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
 
 class Layer(Protocol):
     """An elastic cache layer, as far as hooks care."""
@@ -174,7 +176,7 @@ class EnterRoot(Hook):
         self._generations = generations
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
-        wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds")
+        wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
         self._positions = {name: names.index(name) for name in wanted if name in names}
         self._flight = threading.local()  # .cache, .lengths: of the forward in flight, as they were before it
 
@@ -192,6 +194,9 @@ class EnterRoot(Hook):
                 changed = self._with("past_key_values", cache, args, kwargs)
         elif not _records_gradients(module):
             self._caches.adopt(cache)
+        if outermost and self._weights.flights is not None:
+            whole = self._weights.flights.any and self._wants_all(module, args, kwargs)
+            self._weights.flights.begin_forward(cache, whole=whole)
         if outermost and cache is not None:
             self._caches.begin_forward(cache)
             self._flight.cache = cache
@@ -204,7 +209,13 @@ class EnterRoot(Hook):
         return changed
 
     def land(self, failed: bool) -> None:
-        """The forward is over. If it failed, its cache holds again what it held before."""
+        """The forward is over. If it failed, its cache holds again what it held before.
+
+        Raises `StateError` if it ended in the middle of a run of replicated layers.
+        """
+        flights = self._weights.flights
+        unfinished = flights is not None and flights.end_forward() and not failed
+        failed = failed or unfinished
         cache, lengths = getattr(self._flight, "cache", None), getattr(self._flight, "lengths", {})
         self._flight.cache, self._flight.lengths = None, {}
         if failed:
@@ -212,6 +223,8 @@ class EnterRoot(Hook):
                 layer.rewind(lengths.get(id(layer), 0))
         if cache is not None and self._generations.observer is not None:
             self._generations.end(cache, failed)
+        if unfinished:
+            raise StateError("the model left out layers in the middle of a replicated run; evict the replicas")
 
     def _argument(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         if name in kwargs:
@@ -224,6 +237,15 @@ class EnterRoot(Hook):
         if index < len(args):
             return (*args[:index], value, *args[index + 1 :]), kwargs
         return args, {**kwargs, name: value}
+
+    def _wants_all(self, module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+        """Whether more than the last hidden states is asked for, or not all layers are to be called."""
+        config: Any = module.config
+        asked = {name: self._argument(name, args, kwargs) for name in _OUTPUTS}
+        asked |= {name: value for name, value in kwargs.items() if name.startswith("output_")}
+        wanted = any(getattr(config, name, False) if value is None else value for name, value in asked.items())
+        count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        return wanted or count != len(self._weights.layers)
 
     def _wants_cache(self, module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
         use_cache = self._argument("use_cache", args, kwargs)
@@ -240,8 +262,10 @@ class LeaveRoot(Hook):
         self._enter = enter
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
-        self._enter.land(failed=output is None)
-        self._enter.gate.leave(id(module))
+        try:
+            self._enter.land(failed=output is None)
+        finally:
+            self._enter.gate.leave(id(module))
 
 
 def _refuse_compilation() -> None:

@@ -7,20 +7,19 @@ it leaves are free. So a migrated layer is the same bits, in the variant that it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from elastic.errors import CapacityError, ConfigError, StateError
-from elastic.hooks.actions import Lender, Waiting, resize_stages
+from elastic.errors import ConfigError, StateError
+from elastic.hooks.actions import Waiting, resize_stages
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.release import require_no_gradients
 from elastic.hooks.slots import Content
+from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
-from elastic.memory.block import Block
 from elastic.memory.copying import Pace
 from elastic.memory.pool import PagePool
 from elastic.types import Change, Migrate, PlanStep
@@ -102,31 +101,21 @@ class MigrateMechanism:
         self,
         weights: ModelWeights,
         routes: Routes,
-        pools: Iterable[PagePool],
-        lender: Lender,
+        tenancy: Tenancy,
         waiting: Waiting,
         pace: Pace,
     ) -> None:
         self._weights = weights
         self._routes = routes
-        self._pools = {pool.name: pool for pool in pools}
-        self._lender = lender
+        self._tenancy = tenancy
         self._waiting = waiting
         self._pace = pace
-        self._resting: dict[object, Block] = {}
-        """What units have left, mapped as long as nobody needs the pages: for those that return."""
-
-    def close(self) -> None:
-        """Give up what rests."""
-        while self._resting:
-            self._resting.popitem()[1].close()
 
     def foresee(self, action: Migrate) -> PlanStep:
         """What the action would do now. Raises `CapacityError` if the place has no room for it."""
         planned = self._check(action)
         pages = sum(relocation.pages for relocation in planned)
-        if not self._lender.could_claim(action.place, pages):
-            raise self._no_room(action.place, pages)
+        self._tenancy.require_room(action.place, pages)
         gained = sum(relocation.leaving_pages.total() for relocation in planned) - pages
         moved = sum(relocation.arriving.form.nbytes for relocation in planned)
         return PlanStep(action, "applied", moved, gained, pages, 0.0)
@@ -136,7 +125,7 @@ class MigrateMechanism:
         prepared = PreparedMigration(action)
         try:
             for relocation in self._check(action):
-                self._take_pages(relocation)
+                self._tenancy.take(relocation.arriving)
                 prepared.relocations.append(relocation)
                 self._fill(relocation)
         except BaseException:
@@ -164,7 +153,7 @@ class MigrateMechanism:
                 self._weights.put(relocation.index, relocation.before)
                 self._routes.lay()
             relocation.contents = {}
-            self._lend(relocation.arriving, self._give_up(relocation.arriving))
+            self._tenancy.lend(relocation.arriving, self._tenancy.give_up(relocation.arriving))
         prepared.relocations.clear()
 
     def finish(self, prepared: PreparedMigration) -> Change:
@@ -173,13 +162,13 @@ class MigrateMechanism:
         for relocation in prepared.relocations:
             relocation.contents = {}
             moved += relocation.arriving.form.nbytes
-            self._lender.settle(relocation.arriving.pool.name, relocation.arriving.pages)
+            self._tenancy.settle(relocation.arriving.pool.name, relocation.arriving.pages)
             released -= relocation.pages * relocation.arriving.pool.page_bytes
             for unit, rest in relocation.remains.items():
                 left = (unit.held_pages - (rest.held_pages if rest else 0)) * unit.pool.page_bytes
                 pages = self._leave(unit, rest, relocation)
-                self._lend(unit, pages)
-                self._lender.settle(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
+                self._tenancy.lend(unit, pages)
+                self._tenancy.settle(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
                 released += pages * unit.pool.page_bytes
                 retained += max(0, left - pages * unit.pool.page_bytes)
         done = tuple(relocation.index for relocation in prepared.relocations)
@@ -191,12 +180,7 @@ class MigrateMechanism:
 
     def _check(self, action: Migrate) -> list[Relocation]:
         """What is to be moved: nothing of a layer that is there already."""
-        if action.place not in self._pools:
-            raise ConfigError(
-                f"place {action.place!r} is none of this model's, which are {sorted(self._pools)}; "
-                "wrap(model, places=…) opens them"
-            )
-        pool = self._pools[action.place]
+        pool = self._tenancy.pool(action.place)
         planned = [self._plan(index, action.parts, pool) for index in self._weights.find(action.layers)]
         return [relocation for relocation in planned if relocation is not None]
 
@@ -228,6 +212,7 @@ class MigrateMechanism:
 
     def _require_movable(self, units: tuple[LayerWeights, ...], whole: bool) -> None:
         name = units[0].name
+        self._weights.require_alone(units[0].index)
         if any(self._waiting.has(unit) for unit in units):
             raise StateError(f"{name} waits for pages to be swapped or restored; migrate it when that is done")
         if units[0].absent and not whole:
@@ -252,20 +237,6 @@ class MigrateMechanism:
                 f"cannot go to another device ({device})"
             )
 
-    def _take_pages(self, relocation: Relocation) -> None:
-        unit, place = relocation.arriving, relocation.arriving.pool.name
-        pages = relocation.pages
-        if not self._lender.claim(place, pages):
-            raise self._no_room(place, pages)
-        left = self._resting.pop(_key(unit), None)
-        if left is not None:
-            unit.blocks[unit.form.key] = left
-        try:
-            unit.block_for(unit.form).fill(unit.owner)
-        except BaseException:
-            self._lender.lend(place, pages)
-            raise
-
     def _fill(self, relocation: Relocation) -> None:
         unit = relocation.arriving
         self._weights.streamer(unit).copier.copy(relocation.pairs(), self._pace).finish()
@@ -276,54 +247,7 @@ class MigrateMechanism:
         if unit.absent:
             self._weights.streamer(unit).forget(unit)
             return resize_stages(self._weights, unit.pool.name)
-        if rest is None:
-            return self._give_up(unit)
-        _settle(unit)
-        block = unit.blocks.pop(unit.form.key)
-        _close(unit)
-        gone = [lies for name in unit.slots if name not in rest.slots for lies in unit.form.entries_of(name)]
-        return block.narrow(gone, partial(self._lender.lend, unit.pool.name))
-
-    def _give_up(self, unit: LayerWeights) -> int:
-        """A unit is no more; returns the pages that are free now."""
-        _settle(unit)
-        block = unit.blocks.pop(unit.form.key)
-        _close(unit)
-        if not block.hide():
-            return block.abandon(partial(self._lender.lend, unit.pool.name))
-        block.rest()
-        self._resting[_key(unit)] = block
-        return block.pages
-
-    def _lend(self, unit: LayerWeights, pages: int) -> None:
-        self._lender.lend(unit.pool.name, pages)
-        unit.pool.tell()
-
-    def _no_room(self, place: str, pages: int) -> CapacityError:
-        pool = self._pools[place]
-        return CapacityError(
-            f"place {place} has no room for these weights beside its KV cache; migrate fewer, or raise its budget",
-            requested_bytes=pages * pool.page_bytes,
-            free_bytes=pool.free_pages * pool.page_bytes,
-            total_bytes=pool.budget_pages * pool.page_bytes,
-        )
-
-
-def _key(unit: LayerWeights) -> object:
-    """What a block is good for."""
-    return unit.index, unit.pool.name, unit.form.key, tuple(unit.form.layout.parameters.items())
-
-
-def _settle(unit: LayerWeights) -> None:
-    """Return when nothing on the device reads the unit's pages any more."""
-    if unit.pool.backend.device.type == "cuda":
-        torch.cuda.synchronize(unit.pool.backend.device)
-
-
-def _close(unit: LayerWeights) -> None:
-    """Blocks of forms that it had before: at rest."""
-    while unit.blocks:
-        unit.blocks.popitem()[1].close()
+        return self._tenancy.narrow(unit, rest) if rest else self._tenancy.give_up(unit)
 
 
 def _rest(unit: LayerWeights, names: set[str]) -> LayerWeights | None:

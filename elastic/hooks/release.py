@@ -99,6 +99,7 @@ class ReleaseMechanism:
             if not streamer.stages and not self._lender.could_claim(layer.pool.name, streamer.stage_pages):
                 raise _no_stage(streamer)
             require_no_gradients(layer)
+            self._weights.require_alone(layer.index)
         return [layer for layer in layers if not layer.absent]
 
     def _have_stages(self, layers: list[LayerWeights]) -> dict[str, int]:

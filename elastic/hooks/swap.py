@@ -123,6 +123,7 @@ class MoveMechanism:
                     raise ConfigError(f"{layer.name} has no weights of its own under {part!r}")
             if layer.absent or form_after(layer, action).key != layer.form.key:
                 require_no_gradients(layer)
+                self._weights.require_alone(layer.index)
                 layers.append(layer)
         for place, here in by_place(layers).items():
             self._require_room(place, here, [form_after(layer, action) for layer in here])

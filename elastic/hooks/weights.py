@@ -4,15 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.detours import Detour
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.slots import Slot
 from elastic.hooks.streaming import Streamer
+from elastic.hooks.timeline import PartTime
 from elastic.types import HOST, Residency
 
 ABSENT = "absent"
+
+
+class Flights(Protocol):
+    """Hears of the forward passes of a model, in their threads."""
+
+    @property
+    def any(self) -> bool:
+        """Whether it cares."""
+        ...
+
+    def begin_forward(self, cache: Any, *, whole: bool) -> None:
+        """An outermost forward pass of the model begins; `whole`: what its layers return for all rows is wanted."""
+        ...
+
+    def end_forward(self) -> bool:
+        """It is over, well or not. Returns whether it has ended in the middle of something."""
+        ...
+
+    def passes(self) -> tuple[tuple[PartTime, ...], ...]:
+        """When the places computed their parts of the last passes, oldest first."""
+        ...
 
 
 class ModelWeights:
@@ -29,6 +52,10 @@ class ModelWeights:
         self.streamers = dict(streamers)
         self.detours: dict[int, tuple[Detour, ...]] = {}
         """Of layers that do more than compute with what they are given, the outermost first."""
+        self.replicas: dict[int, tuple[LayerWeights, ...]] = {}
+        """Copies of layers at other places."""
+        self.flights: Flights | None = None
+        """Hears of the forward passes of the model."""
         self._elsewhere: dict[int, tuple[LayerWeights, ...]] = {}
         for layer in layers:
             self.put(layer.index, (layer,))
@@ -76,7 +103,17 @@ class ModelWeights:
 
     def residencies(self) -> dict[str, tuple[Residency, ...]]:
         """Where each layer exists."""
-        return {layer.name: tuple(map(_residency, self.units(layer.index))) for layer in self.layers}
+        return {
+            layer.name: tuple(map(_residency, (*self.units(layer.index), *self.replicas.get(layer.index, ()))))
+            for layer in self.layers
+        }
+
+    def require_alone(self, layer: int) -> None:
+        """Raises `StateError` for a layer with replicas, which would not follow what is done to it."""
+        places = [unit.pool.name for unit in self.replicas.get(layer, ())]
+        if places:
+            name = self.layers[layer].name
+            raise StateError(f"{name} has a replica at {places[0]}; evict it first: rt.evict({layer}, {places[0]!r})")
 
     def form(self) -> tuple[str, ...]:
         """The variant of each layer; `absent` for one that is not at its place."""

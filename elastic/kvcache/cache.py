@@ -10,10 +10,12 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import ConfigError
-from elastic.kvcache.layers import ElasticLayer, ElasticSlidingLayer
+from elastic.kvcache.layers import ElasticLayer
 from elastic.kvcache.layout import Layout
 from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.pool import KVPool
+from elastic.kvcache.sliding import ElasticSlidingLayer
+from elastic.kvcache.split import SplitLayer
 
 _MAX_TOKENS_IF_UNKNOWN = 8192
 
@@ -48,9 +50,9 @@ class Caches:
         """A forward pass of this thread uses the cache now."""
         self._memory.begin_forward(cache)
 
-    def layers(self, cache: Any) -> list[ElasticLayer]:
+    def layers(self, cache: Any) -> list[ElasticLayer | SplitLayer]:
         """The elastic layers of any cache, or of what is none."""
-        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer)]
+        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer | SplitLayer)]
 
 
 def can_adopt(cache: Any) -> bool:
@@ -84,7 +86,7 @@ class ElasticCache(DynamicCache):  # type: ignore[misc]
 
 
 def _is_used(layer: object) -> bool:
-    if isinstance(layer, ElasticLayer):
+    if isinstance(layer, ElasticLayer | SplitLayer):
         return True
     return bool(getattr(layer, "is_initialized", False) or any(getattr(layer, "is_conv_states_initialized", ())))
 

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.alone import alone
@@ -165,10 +165,10 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticLayer:
-        other = self._like()
+        other = self.like(self.pinned)
         memo[id(self)] = other
         if self.is_initialized:
-            other._replace_with(self)
+            other.hold_as(self, *self._held())
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,6 +207,44 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
     def exchange(self, lease: Lease, origin: int) -> None:
         """Hold the same tokens in another lease, which has them all; the present one goes on."""
         self._lease, self._origin = lease, origin
+
+    # -- as a part of a split layer
+
+    def like(self, pinned: KVPool | None) -> ElasticLayer:
+        """An empty layer of the same kind, in this pool whatever becomes of the decoder layer; None: where that is."""
+        other = self._like()
+        other.pinned = pinned
+        return other
+
+    @alone
+    def hold_as(self, other: ElasticLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold these rows for the tokens that another layer holds. Raises `CapacityError`; nothing is held then."""
+        self.dtype, self.device = keys.dtype, keys.device
+        if self.pinned is other.pinned:
+            self.born = other._resident().store.born
+        self._first, self._length = other._first, other._length
+        self._place(keys, values, tokens=keys.shape[2])
+        self.is_initialized = True
+
+    @alone
+    def overwrite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold other contents of the same shape."""
+        for held, rows in zip(self._held(), (keys, values), strict=True):
+            held.copy_(rows)
+        self._changed()
+
+    def give_up_pages(self) -> None:
+        """Have no pages, if they hold nothing."""
+        if self._lease is not None and not self._length:
+            self.give_up()
+
+    @alone
+    def give_up(self) -> None:
+        """Hold nothing, in pages or on the host, until the next tokens bring a shape."""
+        lease, self._lease, self._host, self.is_initialized = self._lease, None, None, False
+        self._changed()
+        if lease is not None:
+            lease.end()
 
     def copy_to_host(self) -> HostCopy | None:
         """A copy of what is held, in host memory (page-locked beside a GPU); None if there is nothing to copy."""
@@ -295,33 +333,12 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self.give_up()
         self.lazy_initialization(keys, values)
 
-    def give_up_pages(self) -> None:
-        """Have no pages, if they hold nothing."""
-        if self._lease is not None and not self._length:
-            self.give_up()
-
-    @alone
-    def give_up(self) -> None:
-        """Hold nothing, in pages or on the host, until the next tokens bring a shape."""
-        lease, self._lease, self._host, self.is_initialized = self._lease, None, None, False
-        self._changed()
-        if lease is not None:
-            lease.end()
-
     def _move(self, stop: int) -> None:
         """Move to a store with address space up to token `stop`."""
         self._place(*self._held(), tokens=stop - self._first)
 
     def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold other rows for the same tokens."""
-        self._place(keys, values, tokens=keys.shape[2])
-
-    @alone
-    def _replace_with(self, other: ElasticLayer) -> None:
-        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
-        self.born = other._resident().store.born
-        self._first, self._length = other._first, other._length
-        keys, values = other._held()
         self._place(keys, values, tokens=keys.shape[2])
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
@@ -337,62 +354,3 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]
         self._changed()
         if old is not None:
             old.end()
-
-
-class ElasticSlidingLayer(ElasticLayer):
-    """Attention to the last `sliding_window` tokens: pages behind the window go back as it slides on.
-
-    While past is recorded (assisted decoding), nothing is given back before `crop` says what was accepted.
-    """
-
-    is_sliding = True
-
-    def __init__(
-        self, memory: LayerMemory, sliding_window: int, record_past: bool = False, index: int | None = None
-    ) -> None:
-        super().__init__(memory, index)
-        self.sliding_window = sliding_window
-        self.record_past = record_past
-
-    @property
-    def cumulative_length(self) -> int:
-        return self._length
-
-    def activate_past_recording(self) -> None:
-        """Keep what slides out of the window until the next `crop`."""
-        self.record_past = True
-
-    def get_max_length(self) -> int:
-        return self.sliding_window
-
-    @alone
-    def crop(self, tokens_to_remove: int) -> None:
-        if self._length >= self.sliding_window and not self.record_past:
-            raise StateError(
-                f"the window of {self.sliding_window} tokens was passed without recording the past; call "
-                "activate_past_recording() on the cache before tokens are to be cropped"
-            )
-        super().crop(tokens_to_remove)
-        if self._length:
-            first = self._visible_from()
-            self._resident().narrow(first - self._origin, self._length - self._origin)
-            self._first = first
-
-    @alone
-    def to_stock(self) -> DynamicSlidingWindowLayer:
-        stock = DynamicSlidingWindowLayer(self.sliding_window)
-        stock.record_past = self.record_past
-        if self.is_initialized:
-            keys, values = self._copies(self._first if self.record_past else self._visible_from())
-            stock.lazy_initialization(keys, values)
-            stock.keys, stock.values, stock.cumulative_length = keys, values, self._length
-        return stock
-
-    def _visible_from(self) -> int:
-        return max(self._first, self._length - self.sliding_window + 1)
-
-    def _keep_from(self, visible_from: int) -> int:
-        return self._first if self.record_past else visible_from
-
-    def _like(self) -> ElasticLayer:
-        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past, self.index)

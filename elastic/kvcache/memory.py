@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -16,6 +16,7 @@ from elastic.kvcache.layers import ElasticLayer
 from elastic.kvcache.layout import Geometry, Layout
 from elastic.kvcache.lease import Held, Lease
 from elastic.kvcache.pool import KVPool
+from elastic.kvcache.split import SplitLayer
 
 
 class KVMemory:
@@ -46,6 +47,8 @@ class KVMemory:
         self._caches: weakref.WeakSet[object] = weakref.WeakSet()  # those that a forward pass has used
         self._layers: weakref.WeakSet[ElasticLayer] = weakref.WeakSet()
         self._adding = threading.Lock()  # to the last set
+        self.split: weakref.WeakSet[SplitLayer] = weakref.WeakSet()
+        """Layers whose rows lie at several places."""
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -127,13 +130,15 @@ class KVMemory:
         self._latest = {ident: cache for ident, cache in self._latest.items() if ident in alive}
         running = {id(cache()) for cache in self._latest.values()}
         resting = [cache for cache in list(self._caches) if id(cache) not in running]
-        layers = (layer for cache in resting for layer in getattr(cache, "layers", ()))
-        here = [layer for layer in layers if isinstance(layer, ElasticLayer) and layer.is_on(pool)]
+        here = [layer for cache in resting for layer in parts_of(cache) if layer.is_on(pool)]
         return sorted(here, key=lambda layer: layer.stamp)
 
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""
         self.closed = True
+        for split in list(self.split):
+            if isinstance(split, SplitLayer):
+                split.become_stock()
         for layer in list(self._layers):
             if isinstance(layer, ElasticLayer):
                 layer.become_stock()
@@ -151,3 +156,12 @@ def _follows(layer: object) -> bool:
 def _part(pool: KVPool, homes: Sequence[KVPool], layers: Collection[int]) -> Fraction:
     """Of the layers' caches that are in a pool."""
     return Fraction(sum(homes[index] is pool for index in layers), len(layers))
+
+
+def parts_of(cache: object) -> Iterator[ElasticLayer]:
+    """The elastic layers of any cache, and the parts of those that are split."""
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, SplitLayer):
+            yield from (part.layer for part in layer.parts)
+        elif isinstance(layer, ElasticLayer):
+            yield layer

@@ -7,7 +7,7 @@ and switches. A cache that was cropped, reordered or replaced meanwhile is copie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,8 +39,10 @@ class PreparedKV:
 class MigrateKVMechanism:
     """`MigrateKV`: check, prepare, commit, roll back, finish."""
 
-    def __init__(self, memory: KVMemory, pace: Pace) -> None:
+    def __init__(self, memory: KVMemory, pace: Pace, require_alone: Callable[[int], None]) -> None:
+        """`require_alone` raises for a layer whose rows replicas share."""
         self._memory = memory
+        self._require_alone = require_alone
         self._pools = {pool.pool.name: pool for pool in memory.pools}
         self._pace = pace
         self._copiers: dict[torch.device, Copier] = {}
@@ -108,6 +110,8 @@ class MigrateKVMechanism:
         unknown = [index for index in action.layers if not 0 <= index < len(homes)]
         if unknown:
             raise ConfigError(f"layer {unknown[0]} is no decoder layer of this model; use 0 to {len(homes) - 1}")
+        for index in action.layers:
+            self._require_alone(index)
         prepared = PreparedKV(action, pool, tuple(index for index in action.layers if homes[index] is not pool))
         self._require_no_engine(prepared.layers)
         pages, room = self._pages(prepared), pool.available(growing=False)

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.kvcache.layers import ElasticLayer, ElasticSlidingLayer
+from elastic.kvcache.layers import ElasticLayer
 from elastic.kvcache.layout import HEAD_MAJOR, LAYOUTS, Layout
 from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.parcel import Parcel
 from elastic.kvcache.pool import KVPool
+from elastic.kvcache.sliding import ElasticSlidingLayer
 from elastic.memory.copying import Pace, ThreadCopier
 from elastic.memory.faulty import CALLS, FaultyBackend
 from elastic.memory.memfd import MemfdBackend

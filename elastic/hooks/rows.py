@@ -1,0 +1,176 @@
+"""What of a decoder layer's inputs and outputs belongs to which rows of the batch: a table by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.errors import StateError
+from elastic.hooks.detours import Args, Kwargs
+
+Take = Callable[[torch.Tensor, slice, int], torch.Tensor | None]
+"""The rows of a tensor, given the batch; None: it is not of the shape that is known."""
+
+
+def _axis(axis: int, tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """The rows lie along this axis; of length 1 it stands for all of them."""
+    if tensor.shape[axis] == batch:
+        return tensor[(slice(None),) * axis + (rows,)]
+    return tensor if tensor.shape[axis] == 1 else None
+
+
+def _mask(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch or 1, tokens], or [batch or 1, heads or 1, new tokens, tokens]"""
+    return _axis(0, tensor, rows, batch) if tensor.ndim in (2, 4) else None
+
+
+def _positions(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch or 1, tokens], or with an axis before it for each kind of position."""
+    return _axis(tensor.ndim - 2, tensor, rows, batch) if tensor.ndim in (2, 3) else None
+
+
+def _rotary(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch or 1, tokens, dim], or with an axis before it for each kind of position."""
+    return _axis(tensor.ndim - 3, tensor, rows, batch) if tensor.ndim in (3, 4) else None
+
+
+def _hidden(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch, tokens, hidden]"""
+    return tensor[rows] if tensor.ndim == 3 else None
+
+
+def _by_heads(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """[batch * heads, 1, tokens]"""
+    heads, rest = divmod(tensor.shape[0], batch)
+    return None if rest or tensor.ndim != 3 else tensor[rows.start * heads : rows.stop * heads]
+
+
+def _whole(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
+    """The same for every row."""
+    return tensor
+
+
+HIDDEN = "hidden_states"
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+TABLE: dict[str, Take] = {
+    "attention_mask": _mask,
+    "position_ids": _positions,
+    "position_embeddings": _rotary,
+    "position_embeddings_global": _rotary,
+    "position_embeddings_local": _rotary,
+    "alibi": _by_heads,
+    "cache_position": _whole,
+}
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+class NotByRows(Exception):
+    """An input of which it is not known what of it belongs to which rows."""
+
+
+class Rows:
+    """Some rows of a batch, for a device. What several layers are given alike is taken once."""
+
+    def __init__(self, start: int, stop: int, batch: int, device: torch.device) -> None:
+        self.slice = slice(start, stop)
+        self.count = stop - start
+        self.fresh = False
+        """Whether anything was taken since this was last set to False."""
+        self._batch = batch
+        self._device = device
+        self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, which so lives, and its rows
+
+    def take(self, tensor: torch.Tensor, take: Take = _hidden, name: str = HIDDEN) -> torch.Tensor:
+        """Raises `NotByRows`."""
+        if id(tensor) not in self._taken:
+            rows = take(tensor, self.slice, self._batch)
+            if rows is None:
+                raise _not_by_rows(name, tensor)
+            self._taken[id(tensor)] = tensor, rows.to(self._device, non_blocking=True)
+            self.fresh = True
+        return self._taken[id(tensor)][1]
+
+
+class Inputs:
+    """The inputs of one call of a layer, by name."""
+
+    def __init__(self, names: Sequence[str], args: Args, kwargs: Kwargs) -> None:
+        self._named = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._positional = tuple(names[: len(args)])
+        self._more = len(args) > len(names)
+
+    @property
+    def hidden(self) -> Any:
+        return self._named.get(HIDDEN)
+
+    @property
+    def cache(self) -> Any:
+        return next((self._named[name] for name in CACHES if self._named.get(name) is not None), None)
+
+    def take(self, rows: Rows, cache: Any) -> Inputs:
+        """The same call for some rows, with another cache, and the hidden states as they are. Raises `NotByRows`."""
+        if self._more:
+            raise NotByRows("more positional arguments than its forward method names")
+        taken = Inputs((), (), {})
+        taken._positional = self._positional
+        taken._named = {
+            name: cache if name in CACHES and value is not None else _take(name, value, rows)
+            for name, value in self._named.items()
+        }
+        return taken
+
+    def call(self, hidden: torch.Tensor) -> tuple[Args, Kwargs]:
+        """What the layer is called with, and these hidden states."""
+        named = {**self._named, HIDDEN: hidden}
+        args = tuple(named.pop(name) for name in self._positional)
+        return args, named
+
+
+def parameter_names(layer: nn.Module) -> list[str]:
+    """Of a layer's forward method, in their order."""
+    parameters = inspect.signature(type(layer).forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+
+
+def gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+    """One output of the outputs for some rows each: tensors by rows are put together, of all else the first is taken.
+
+    Raises `StateError` if hidden states are not by rows.
+    """
+    if [hidden_of(part).shape[0] for part in parts] != list(rows):
+        raise StateError(f"a layer returned {hidden_of(parts[0]).shape[0]} rows of {rows[0]}; evict its replicas")
+    return _gather(parts, rows, device)
+
+
+def _gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+    first = parts[0]
+    if isinstance(first, tuple | list):
+        return type(first)(_gather(same, rows, device) for same in zip(*parts, strict=True))
+    if not isinstance(first, torch.Tensor) or [part.shape[:1] for part in parts] != [(count,) for count in rows]:
+        return first
+    return torch.cat([part.to(device) for part in parts])
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """What the next layer gets."""
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
+    return hidden
+
+
+def _take(name: str, value: Any, rows: Rows) -> Any:
+    if isinstance(value, PLAIN) or name == HIDDEN:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_take(name, one, rows) for one in value)
+    if name in TABLE and isinstance(value, torch.Tensor) and value.ndim:
+        return rows.take(value, TABLE[name], name)
+    raise _not_by_rows(name, value)
+
+
+def _not_by_rows(name: str, value: Any) -> NotByRows:
+    kind = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return NotByRows(f"{name}, {kind}")

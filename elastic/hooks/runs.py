@@ -1,0 +1,307 @@
+"""Runs of replicated layers: rows of the batch are scattered where one begins and gathered where it ends.
+
+(CoCoServe, section 3.2.) The layer's own forward gets its own rows and goes on through the model's loop with them; the
+replicas of each other place compute theirs beside it, in its lane, layer after layer. Nothing is exchanged in between.
+Where a forward pass wants to see what layers return, or gives them what is not known to belong to rows, the layers' own
+place computes all rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic.errors import StateError
+from elastic.hooks.detours import Args, Kwargs
+from elastic.hooks.lanes import Lane, Mark, Part, add_marks, mark, use_threads
+from elastic.hooks.layer import LayerWeights
+from elastic.hooks.rows import Inputs, NotByRows, Rows, gather
+from elastic.hooks.shares import Speeds, balanced, share_out
+from elastic.hooks.skeleton import Skeleton
+from elastic.hooks.timeline import PartTime, Timeline
+from elastic.hooks.weights import ModelWeights
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY = 32
+"""Passes."""
+HOME = None
+"""The place of a layer itself, whichever that is."""
+
+
+class RowCaches(Protocol):
+    """What runs need of the KV cache."""
+
+    def begin_forward(self, cache: Any, layers: Collection[int]) -> None:
+        """Layers of these indices may be split by rows from now on; all others are whole again, if there is room."""
+        ...
+
+    def rows(self, cache: Any, layer: int, places: Sequence[str | None]) -> tuple[int, ...] | None:
+        """The rows that a layer holds at each place; None: it holds nothing, or others have some."""
+        ...
+
+    def split(self, cache: Any, layers: Sequence[int], rows: Sequence[tuple[str | None, int]]) -> list[Any] | None:
+        """Have so many rows of these layers at each place, in this order: for each place the cache as it sees it.
+
+        None: this cache cannot be split, or a place has no room; it is as it was, and good for all rows together.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A copy of a decoder layer at another place."""
+
+    unit: LayerWeights
+    skeleton: Skeleton
+    lane: Lane
+    version: int
+    """How often its layer had been written when its bytes were copied."""
+
+
+class Run:
+    """Consecutive layers that are at the same places beside their own."""
+
+    def __init__(self, weights: ModelWeights, first: int, replicas: Sequence[Mapping[str, Replica]]) -> None:
+        self.first = first
+        self.replicas = tuple(replicas)
+        """Of each layer, by place."""
+        self.layers = tuple(range(first, first + len(replicas)))
+        self.lanes = [replica.lane for replica in replicas[0].values()]
+        home = weights.layers[first].pool
+        self.home, self.device = home.name, home.backend.device
+        self.places: tuple[str | None, ...] = (HOME, *(lane.place for lane in self.lanes))
+        self.passes = 0
+        self._units = [unit for layer in self.layers for unit in weights.units(layer)]
+        self._version = sum(min(replica.version for replica in by_place.values()) for by_place in replicas)
+
+    def require_unwritten(self) -> None:
+        """Raises `StateError` if a layer was written since it was replicated: its replicas are old."""
+        if sum(unit.version() for unit in self._units) != self._version:
+            raise StateError(
+                f"weights of layers {self.layers[0]} to {self.layers[-1]} were written after they were replicated; "
+                "evict their replicas and replicate them again"
+            )
+
+
+class Flight:
+    """One pass of a batch through a run."""
+
+    def __init__(self, run: Run, inputs: Inputs, counts: Sequence[int], caches: Sequence[Any]) -> None:
+        self.run = run
+        self._at = 0
+        self._marks: list[tuple[Mark, Mark]] = []
+        self._threads = torch.get_num_threads()
+        batch, stops = sum(counts), [sum(counts[: i + 1]) for i in range(len(counts))]
+        devices = [run.device, *(lane.device for lane in run.lanes)]
+        rows = [Rows(b - n, b, batch, d) for b, n, d in zip(stops, counts, devices, strict=True)]
+        self._rows, self._cache, self._hidden = rows[0], caches[0], rows[0].take(inputs.hidden)
+        self._share = self._divide([d for d, count in zip(devices, counts, strict=True) if count])
+        self._parts = [
+            Part(lane, its, inputs.hidden, cache, self._share)
+            for lane, its, cache in zip(run.lanes, rows[1:], caches[1:], strict=True)
+            if its.count
+        ]
+
+    def enter(self, layer: int, inputs: Inputs) -> tuple[Args, Kwargs]:
+        """Begin the next layer: what its own forward is called with. Raises `NotByRows`, with nothing begun."""
+        if self._at == len(self.run.layers) or self.run.layers[self._at] != layer:
+            raise StateError(
+                f"layer {layer} was called out of its turn in the replicated run {self.run.layers}: this model cannot "
+                "be computed by rows; evict the replicas"
+            )
+        own = inputs.take(self._rows, self._cache)
+        theirs = [inputs.take(part.rows, part.cache) for part in self._parts]
+        for part, its in zip(self._parts, theirs, strict=True):
+            part.step(self.run.replicas[self._at][part.lane.place].skeleton.module, its)
+        call = own.call(inputs.hidden if self._at else self._hidden)
+        use_threads(self.run.device, self._share)
+        self._began = mark(self.run.device)
+        return call
+
+    def leave(self, output: Any) -> Any:
+        """The own forward of the layer has ended: after the last one, the output for all rows."""
+        add_marks(self._marks, self._began, mark(self.run.device))
+        self._at += 1
+        return None if not self.ended else self._gather(output)
+
+    @property
+    def ended(self) -> bool:
+        return self._at == len(self.run.layers)
+
+    def abort(self) -> None:
+        """The forward pass has ended half way: return when nothing is computed for it any more."""
+        for part in self._parts:
+            part.join()
+        use_threads(self.run.device, self._threads)
+
+    def times(self) -> list[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]]:
+        """Of each place its rows, and when it computed them."""
+        others = [(part.lane.place, part.lane.device, part.rows.count, part.marks) for part in self._parts]
+        return [(self.run.home, self.run.device, self._rows.count, self._marks), *others]
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every place has rows."""
+        return len(self._parts) == len(self.run.lanes)
+
+    def _gather(self, output: Any) -> Any:
+        try:
+            outputs = [output, *(part.finish(self.run.device) for part in self._parts)]
+        finally:
+            self.abort()
+        return gather(outputs, [self._rows.count, *(part.rows.count for part in self._parts)], self.run.device)
+
+    def _divide(self, devices: Sequence[torch.device]) -> int:
+        """Threads for each place on a CPU, so that they are no more together than one place had."""
+        return max(1, self._threads // max(1, sum(device.type == "cpu" for device in devices)))
+
+
+class RunLayer:
+    """The detour of one layer of a run."""
+
+    def __init__(self, runs: Runs, run: Run, layer: int, names: Sequence[str]) -> None:
+        self._runs = runs
+        self._run = run
+        self._layer = layer
+        self._names = names
+
+    def enter(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        return self._runs.enter(self._run, self._layer, Inputs(self._names, args, kwargs))
+
+    def leave(self, output: Any) -> Any:
+        return self._runs.leave(output)
+
+
+class Runs:
+    """The runs of a model, and what each thread's forward pass does with them."""
+
+    def __init__(self, weights: ModelWeights, caches: RowCaches, names: Sequence[Sequence[str]]) -> None:
+        self._weights = weights
+        self._caches = caches
+        self._names = names
+        self._replicated: tuple[int, ...] = ()
+        self._mine = threading.local()  # .flight, .scattering
+        self._speeds = Speeds()
+        self.timeline = Timeline(self._speeds)
+        self._told: set[str] = set()
+
+    @property
+    def any(self) -> bool:
+        return bool(self._replicated)
+
+    def lay(self, replicas: Mapping[int, Mapping[str, Replica]]) -> None:
+        """Layers have these replicas from now on; at a safe point."""
+        self._replicated = tuple(sorted(layer for layer, by_place in replicas.items() if by_place))
+        runs: dict[int, Run] = {}
+        for stretch in _stretches(self._replicated, replicas):
+            run = Run(self._weights, stretch[0], [dict(sorted(replicas[layer].items())) for layer in stretch])
+            runs |= dict.fromkeys(run.layers, run)
+        for layer, names in enumerate(self._names):
+            others = [d for d in self._weights.detours.get(layer, ()) if not isinstance(d, RunLayer)]
+            mine = [RunLayer(self, runs[layer], layer, names)] if layer in runs else []
+            self._weights.detour(layer, [*others, *mine])
+
+    # -- in the thread of a forward pass
+
+    def begin_forward(self, cache: Any, *, whole: bool) -> None:
+        """An outermost forward pass of the model begins; `whole`: what its layers return for all rows is wanted."""
+        self.end_forward()
+        self._mine.scattering = self.any and not whole
+        if cache is not None:
+            self._caches.begin_forward(cache, self._replicated)
+
+    def end_forward(self) -> bool:
+        """It is over, well or not. Returns whether it has ended in the middle of a run."""
+        flight, self._mine.flight, self._mine.scattering = getattr(self._mine, "flight", None), None, False
+        if flight is not None:
+            flight.abort()
+        return flight is not None
+
+    def enter(self, run: Run, layer: int, inputs: Inputs) -> tuple[Args, Kwargs] | None:
+        flight: Flight | None = getattr(self._mine, "flight", None)
+        try:
+            if flight is None and layer == run.first and getattr(self._mine, "scattering", False):
+                flight = self._mine.flight = self._scatter(run, inputs)
+            return None if flight is None else flight.enter(layer, inputs)
+        except NotByRows as reason:
+            if flight is not None and layer != run.first:
+                raise StateError(
+                    f"layer {layer} was given {reason}, unlike the layers before it; evict the replicas"
+                ) from None
+            self.end_forward()
+            self._mine.scattering = True
+            self._tell(f"layers {run.layers} are computed at one place: it is not known which rows have {reason}")
+            return None
+
+    def leave(self, output: Any) -> Any:
+        flight: Flight | None = getattr(self._mine, "flight", None)
+        if flight is None:
+            return None
+        if output is None:
+            self.end_forward()
+            return None
+        gathered = None
+        try:
+            gathered = flight.leave(output)
+        finally:
+            if flight.ended:
+                self._mine.flight = None
+        if flight.ended:
+            self.timeline.passed(flight.times(), len(flight.run.layers), flight.everywhere)
+        return gathered
+
+    def passes(self) -> tuple[tuple[PartTime, ...], ...]:
+        """When the places computed their parts of the last passes through runs, oldest first."""
+        return self.timeline.passes()
+
+    def _scatter(self, run: Run, inputs: Inputs) -> Flight | None:
+        hidden = inputs.hidden
+        if not isinstance(hidden, torch.Tensor):
+            raise NotByRows("no hidden_states")
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            raise StateError(
+                f"layers {run.layers} have replicas, which are not differentiated: evict them, or run under "
+                "torch.no_grad()"
+            )
+        run.require_unwritten()
+        cache = inputs.cache
+        present = None if cache is None else self._caches.rows(cache, run.first, run.places)
+        counts = self._counts(run, hidden.shape[0], present)
+        caches = [None] * len(counts)
+        if cache is not None:
+            found = self._caches.split(cache, run.layers, list(zip(run.places, counts, strict=True)))
+            if found is None:
+                self._tell(f"layers {run.layers} are computed at one place: their KV cache cannot be split by rows now")
+                return None
+            caches = found
+        return Flight(run, inputs, counts, caches) if any(counts[1:]) else None
+
+    def _counts(self, run: Run, batch: int, present: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The rows of each place. Those of a running generation are thought over now and then only."""
+        run.passes += 1
+        if present is not None and balanced(present) and run.passes % LOOK_EVERY:
+            return present
+        return share_out(batch, self._speeds.of([run.home, *(lane.place for lane in run.lanes)]), present)
+
+    def _tell(self, message: str) -> None:
+        """Once."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
+
+
+def _stretches(layers: Sequence[int], replicas: Mapping[int, Mapping[str, Replica]]) -> list[list[int]]:
+    """Consecutive layers with replicas at the same places."""
+    found: list[list[int]] = []
+    for layer in layers:
+        last = found[-1][-1] if found else None
+        if last == layer - 1 and replicas[last].keys() == replicas[layer].keys():
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
