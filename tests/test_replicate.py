@@ -218,6 +218,30 @@ def test_layers_with_another_state_are_refused(wrapped: Any) -> None:
     assert rt.replicate(3, "cpu#b").layers == (3,)
 
 
+def test_layers_with_adapters_are_refused(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    projection = model.model.layers[1].mlp.up_proj
+    adapted = torch.nn.Module()
+    adapted.base_layer, adapted.lora = projection, torch.nn.Linear(32, 48, bias=False).requires_grad_(False)
+    adapted.forward = lambda hidden: projection(hidden) + adapted.lora(hidden)
+    model.model.layers[1].mlp.up_proj = adapted
+    rt = wrapped(model, three_places()).elastic
+    with pytest.raises(ConfigError, match=r"or adapters \(weight\): a copy would not follow"):
+        rt.replicate(1, "cpu#b")
+
+
+@torch.no_grad()
+def test_a_cache_of_another_batch_is_refused(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1], "cpu#b")
+    cache = model(**prompt(4)).past_key_values
+    for batch in (2, 3, 5):
+        with pytest.raises(ConfigError, match="a cache belongs to one batch"):
+            model(torch.full((batch, 1), 7), past_key_values=cache)
+    assert model(torch.full((4, 1), 7), past_key_values=cache).logits.shape[0] == 4
+
+
 def test_a_forward_method_of_another_library_is_refused(wrapped: Any) -> None:
     model = build("llama-gqa")
     layer = model.model.layers[1].mlp

@@ -169,6 +169,11 @@ class ReplicaMechanism:
             )
         if not any(unit.slots for unit in units):
             raise ConfigError(f"{name} has no weights of its own: others use them too")
+        if units[0].shared():
+            raise ConfigError(
+                f"{name} has parameters that are used elsewhere too, or adapters ({units[0].shared()[0]}): a copy "
+                "would not follow what becomes of them; merge the adapters first"
+            )
         if any(unit.pool is pool for unit in units):
             raise StateError(f"{name} is at {pool.name} itself; replicate it at another place, or migrate it first")
         if any(unit.absent for unit in units):
@@ -180,18 +185,13 @@ class ReplicaMechanism:
         self._require_device(units, pool)
 
     def _require_device(self, units: Sequence[LayerWeights], pool: PagePool) -> None:
-        """On another device there can be layers in full precision that share no parameter."""
+        """On another device there can be layers in full precision."""
         first, device = units[0], pool.backend.device
         if all(unit.pool.backend.device == device for unit in units):
             return
         if any(not unit.form.full for unit in units):
             raise StateError(
                 f"{first.name} is packed for {first.pool.backend.device}; restore it before it is copied to {device}"
-            )
-        if first.shared():
-            raise ConfigError(
-                f"{first.name} has parameters that are used elsewhere too, or adapters ({first.shared()[0]}): it "
-                f"cannot be replicated on another device ({device})"
             )
 
     def _require_unwritten(self, prepared: Prepared) -> None:

@@ -47,7 +47,7 @@ class RowCaches(Protocol):
     def split(self, cache: Any, layers: Sequence[int], rows: Sequence[tuple[str | None, int]]) -> list[Any] | None:
         """Have so many rows of these layers at each place, in this order: for each place the cache as it sees it.
 
-        None: this cache cannot be split, or a place has no room; it is as it was, and good for all rows together.
+        None: this cache cannot be split, or a place has no room; it is good for all rows together, wherever they lie.
         """
         ...
 
@@ -271,6 +271,8 @@ class Runs:
         run.require_unwritten()
         cache = inputs.cache
         present = None if cache is None else self._caches.rows(cache, run.first, run.places)
+        if present is not None and sum(present) != hidden.shape[0]:
+            return None  # the cache has words for it
         counts = self._counts(run, hidden.shape[0], present)
         caches = [None] * len(counts)
         if cache is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ class Timeline:
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
+        self._lock = threading.Lock()
         self._passes: deque[tuple[PartTime, ...]] = deque(maxlen=KEPT)
         self._pending: deque[tuple[bool, list[_Pending]]] = deque(maxlen=KEPT)
         self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
@@ -53,12 +55,14 @@ class Timeline:
     ) -> None:
         """Of each place its rows and marks; `every`: all places of the run took part, so they can be compared."""
         pending = [_Pending(place, device, rows, layers, marks) for place, device, rows, marks in parts]
-        self._pending.append((every, pending))
-        self._resolve()
+        with self._lock:
+            self._pending.append((every, pending))
+            self._resolve()
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
         """Oldest first."""
-        return tuple(self._passes)
+        with self._lock:
+            return tuple(self._passes)
 
     def _resolve(self) -> None:
         while self._pending and all(map(_reached, self._pending[0][1])):

@@ -52,7 +52,7 @@ class RowCaches:
     def split(self, cache: Any, layers: Sequence[int], rows: Sequence[tuple[str | None, int]]) -> list[Any] | None:
         """Have so many rows of these layers at each place, in this order: for each place the cache as it sees it.
 
-        None: this cache cannot be split, or a place has no room; it is as it was, and good for all rows together.
+        None: this cache cannot be split, or a place has no room; it is good for all rows together, wherever they lie.
         """
         split = [self._split(cache, layer) for layer in layers]
         found = [layer for layer in split if layer is not None]
@@ -63,7 +63,7 @@ class RowCaches:
             for layer in found:
                 layer.split(shape)
         except CapacityError as error:
-            logger.warning("a KV cache stays where it is: %s", str(error))
+            logger.info("a KV cache stays where it is: %s", str(error))
             return None
         return [self._view(cache, layers, found, pool) if count else None for pool, count in shape]
 
@@ -92,7 +92,7 @@ def _whole(layer: SplitLayer) -> ElasticLayer | SplitLayer:
     try:
         layer.split([(None, sum(part.rows for part in layer.parts))])
     except CapacityError as error:
-        logger.warning("rows of a KV cache stay where a replica was: %s", str(error))
+        logger.info("rows of a KV cache stay where a replica was: %s", str(error))
     return layer.whole() or layer
 
 
