@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from elastic.config import SLO, Place, Policy
-from elastic.control import choose_policy, set_up_control
-from elastic.controller.plan import Decides
+from elastic.calibration import measure
+from elastic.config import SLO, Place
+from elastic.control import Asked, choose_policy, set_up_control
 from elastic.errors import StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
@@ -66,7 +66,7 @@ _MAX_TOKENS_IF_UNKNOWN = 8192
 def wrap(
     model: Model,
     *,
-    policy: str | Path | Policy | Decides = "manual",
+    policy: Asked | Sequence[Asked] = "manual",
     slo: SLO | None = None,
     order: str | Path | Profile = "front_to_back",
     controller: bool = True,
@@ -89,9 +89,10 @@ def wrap(
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
     (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
-    `order` that is a `Profile`, its file, "front_to_back", "last_first" or "contiguous", and with an eye on `slo`. Any
-    object with `decide(snapshot, state)`: it does what that says. With `controller=False` the thread is not started;
-    `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
+    `order` that is a `Profile`, its file, "front_to_back", "last_first" or "contiguous", and with an eye on `slo`.
+    "scale", or a `Scale`: layers are replicated and moved over `places`. Any object with `decide(snapshot, state)`: it
+    does what that says. Several, as ("balanced", "scale"): the cheapest of their remedies. With `controller=False` the
+    thread is not started; `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
 
     `kv_layout` is "head_major", "batch_major" or "token_major"; None takes the best for the device. `checkpoint` is the
     safetensors file, or the directory of them, that the model was loaded from: released weights are then read from
@@ -120,7 +121,7 @@ def wrap(
         parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
-        make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),
+        make_policy=choose_policy(policy, slo, order, parsed, decoder.layers, partial(measure, decoder, chosen)),
     )
     _installed[model] = installed = _build(model, wanted)
     weakref.finalize(model, janitor.put, installed.abandon).atexit = False

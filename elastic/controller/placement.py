@@ -56,7 +56,7 @@ class Placement:
 
     @property
     def transitions(self) -> int:
-        """δ: how often rows go apart, come together or go elsewhere in a forward pass. (Equation 2)"""
+        """delta: how often rows go apart, come together or go elsewhere in a forward pass. (Equation 2)"""
         return sum(before != after for before, after in pairwise(self.chain))
 
     def runs(self) -> tuple[Run, ...]:

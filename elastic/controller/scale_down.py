@@ -6,7 +6,7 @@ The first that suffices is the last that is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,7 +14,9 @@ from elastic.controller.placement import Need, Placement, PlaceSize
 from elastic.controller.speedup import CostModel, cost
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release
 
+OfLayers = Migrate | MigrateKV | Evict | Release
 Remedy = Literal["none", "migration", "eviction", "reduction"]
+REMEDIES: tuple[Remedy, ...] = ("migration", "eviction", "reduction")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def scale_down(
     rows: int = 1,
     delta: int = 5,
     offload: bool = True,
+    remedies: Sequence[Remedy] = REMEDIES,
 ) -> Reduction:
     """Remedy a shortage; `left` of the answer says what no remedy gave.
 
@@ -65,10 +68,14 @@ def scale_down(
     each time; a layer gives back its `kv_bytes` and its `compute` in proportion to the rows.
     """
     attempt = _Attempt(placement, needs, places, model, shortage, rows)
-    for remedy in (attempt.migrate, attempt.evict, lambda: attempt.reduce(delta, offload)):
-        if attempt.left.over:
-            break
-        remedy()
+    steps: dict[Remedy, Callable[[], None]] = {
+        "migration": attempt.migrate,
+        "eviction": attempt.evict,
+        "reduction": lambda: attempt.reduce(delta, offload),
+    }
+    for remedy in remedies:
+        if not attempt.left.over:
+            steps[remedy]()
     return attempt.answer()
 
 
@@ -87,7 +94,7 @@ class _Attempt:
         self._rooms = {place.name: place for place in places}
         self._source = shortage.place
         self._rows = rows
-        self._actions: list[Action] = []
+        self._actions: list[OfLayers] = []
         self._remedy: Remedy = "none"
 
     def answer(self) -> Reduction:
@@ -205,10 +212,9 @@ def _times(need: Need, share: float) -> Need:
     return Need(0, share * need.compute, round(share * need.kv_bytes))
 
 
-def joined(actions: Sequence[Action]) -> tuple[Action, ...]:
+def joined(actions: Sequence[OfLayers]) -> tuple[Action, ...]:
     """The same with layers of one kind and one target in one action, at the place of the first."""
-    found: dict[Action, list[int]] = {}
+    found: dict[OfLayers, list[int]] = {}
     for action in actions:
-        assert not hasattr(action, "limit_bytes")
-        found.setdefault(replace(action, layers=()), []).extend(action.layers)  # type: ignore[union-attr]
+        found.setdefault(replace(action, layers=()), []).extend(action.layers)
     return tuple(replace(action, layers=tuple(sorted(layers))) for action, layers in found.items())

@@ -147,7 +147,10 @@ class _Search:
         compute = list(accumulate((n.compute * b for n, b in zip(needs, new, strict=True)), initial=0.0))
         free = place.room_bytes - sum(n.total_bytes for n, b in zip(needs, here, strict=True) if b)
         idle = place.room_compute - sum(n.compute for n, b in zip(needs, here, strict=True) if b) + 1e-9
-        ends = [min(bisect_right(nbytes, b + free), bisect_right(compute, c + idle)) - 1 for b, c in zip(nbytes, compute)]
+        ends = [
+            min(bisect_right(nbytes, b + free), bisect_right(compute, c + idle)) - 1
+            for b, c in zip(nbytes, compute, strict=True)
+        ]
         fits = ((first, last) for first, last in _ranges(tally, ends) if first < last <= ends[first])
         return [(first, last) for first, last in fits if any(new[first:last])]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from elastic.controller.placement import Places, Placement, PlaceSize
+from elastic.controller.placement import Placement, Places, PlaceSize
 
 
 class CostModel(Protocol):
@@ -48,7 +48,7 @@ def speedup(model: CostModel, placement: Placement) -> float:
 
 @dataclass(frozen=True)
 class Unlike:
-    """Equations 1 to 3, for unlike devices; δ is recomputed from P.
+    """Equations 1 to 3, for unlike devices; delta is recomputed from P.
 
     `width` is d, the model dimension; `rows` and `tokens` are the batch and l, the length of its sequences. The rows
     bs_ij of a replica are by the speed of its place, or with `even` as many for each; parts of rows are allowed.
@@ -78,7 +78,7 @@ class Unlike:
         return math.fsum(self.width * share * tokens / own.bandwidth(place) for place, share in pairs)
 
     def crossing(self, before: Places, after: Places) -> float:
-        """A transition, or none: they add up to δ."""
+        """A transition, or none: they add up to delta."""
         return float(before != after)
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
@@ -89,8 +89,8 @@ class Unlike:
 class Alike:
     """Equation 4, for alike devices and rows split evenly, as a share of the cost without replicas.
 
-    `per_transition` is C/(d·B), so that γ = δ · `per_transition`, at most 1, follows P. A fixed `gamma` is what the
-    paper has: then only the degrees count, and every replica pays.
+    `per_transition` is C/(d·B), so that gamma = delta · `per_transition`, at most 1, follows P. With a fixed
+    `gamma`, as in the paper, only the degrees count, and every replica pays.
     """
 
     layers: int
@@ -112,11 +112,11 @@ class Alike:
 
 
 def gamma(transitions: int, compute: float, width: int, bandwidth: float) -> float:
-    """γ = δ·C / (d·B). (Equation 4)"""
+    """gamma = delta·C / (d·B). (Equation 4)"""
     return transitions * compute / (width * bandwidth)
 
 
 def alike(gamma: float, inverse_degrees: float | Sequence[int], layers: int) -> float:
-    """S = 1 / (γ + (1-γ)/n · Σ 1/p_i), from the degrees or from their Σ 1/p_i. (Equation 4)"""
+    """S = 1 / (gamma + (1-gamma)/n · Σ 1/p_i), from the degrees or from their Σ 1/p_i. (Equation 4)"""
     total = inverse_degrees if isinstance(inverse_degrees, int | float) else sum(1 / p for p in inverse_degrees)
     return 1 / (gamma + (1 - gamma) / layers * total)

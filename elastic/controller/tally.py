@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from elastic.controller.placement import Places, Placement
+from elastic.controller.placement import Placement, Places
 from elastic.controller.speedup import CostModel
 
 
