@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -44,6 +45,40 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
         hidden = {count: _hidden(given) for count, given in inputs.items()}
         links = {(a.name, b.name): _link_points(hidden, a.device, b.device) for a, b in combinations(places, 2)}
         return fit({place.name: points[place.device] for place in places}, links, _beside(layers, inputs, places))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is assumed of a kind of device."""
+
+    flops: float
+    """Operations a second."""
+    memory: float
+    """Bytes a second from its memory."""
+    link: float
+    """Bytes a second to another device."""
+    handing_s: float
+    """Seconds to have another place begin."""
+
+
+ASSUMED = {"cpu": Speed(5e10, 1e10, 5e9, 5e-5), "cuda": Speed(2e14, 2e12, 2e10, 2e-5)}
+"""By type of device: one core, and a large GPU; within a few times of most."""
+
+
+def assume(places: Sequence[Place], layer_bytes: int, layer_parameters: int) -> Calibration:
+    """A calibration without measuring: a layer reads its weights once, and computes twice their number for a token.
+
+    Places of one CPU are taken to have a core each, those of one GPU to share it.
+    """
+    speeds = {place.name: ASSUMED[place.device.type] for place in places}
+    layers = {name: Line(layer_bytes / s.memory, 2 * layer_parameters / s.flops) for name, s in speeds.items()}
+    links = {}
+    for a, b in combinations(places, 2):
+        slower = min((speeds[a.name], speeds[b.name]), key=lambda speed: speed.link)
+        rate = slower.memory if a.device == b.device else slower.link
+        links[a.name, b.name] = Line(slower.handing_s, 1 / rate)
+    gpus = [place.device for place in places if place.device.type == "cuda"]
+    return Calibration(layers, links, 2.0 if len(set(gpus)) < len(gpus) else 1.0)
 
 
 class _Caught(Exception):

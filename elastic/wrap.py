@@ -83,29 +83,26 @@ def wrap(
     From then on the weights of its decoder layers and its KV cache live in pages of the same budget, under
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
     may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
-    free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
-    are kept in host memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first
-    place of their device; "auto" fills the places in their order, as far as leaves room for a KV cache.
+    free); a place's budget covers everything of the model there. Layers that it is too small for are kept in host
+    memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first place of their
+    device; "auto" fills the places in their order, as far as leaves room for a KV cache.
 
-    `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
-    (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
-    `order` that is a `Profile`, its file, "front_to_back", "last_first" or "contiguous", and with an eye on `slo`.
-    "scale", or a `Scale`: layers are replicated and moved over `places`. Any object with `decide(snapshot, state)`: it
-    does what that says. Several, as ("balanced", "scale"): the cheapest of their remedies. With `controller=False` the
-    thread is not started; `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
+    `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy` or its file: a
+    controller swaps layers under pressure and restores them after it, in an `order` that is a `Profile`, its file,
+    "front_to_back", "last_first" or "contiguous". "scale", a `Scale`: it replicates and moves them over `places`. An
+    object with `decide(snapshot, state)`: what that says. Several, in a tuple: their cheapest remedy. All look at
+    `slo`; with `controller=False` the thread waits for `start()`. (docs/controller.md)
 
-    `kv_layout` is "head_major", "batch_major" or "token_major"; None takes the best for the device. `checkpoint` is the
-    safetensors file, or the directory of them, that the model was loaded from: released weights are then read from
-    there by mmap, and not held in memory. It must not be changed while the model is wrapped.
+    `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: safetensors
+    that the model was loaded from, a file or a directory, unchanged; released weights are read from there by mmap.
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
     layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where
-    they are kept on disk too: the second start reads them from there, and processes of a host share them. `copy_rate`,
-    such as "2GB", bounds the bytes a second of swaps and restores, where they would slow down what computes beside them
-    (on a CPU); None: as fast as they can.
+    they are kept on disk too, for the second start and for other processes. `copy_rate`, such as "2GB", bounds the
+    bytes a second of what is moved, where it would slow down what computes beside it (a CPU); None: it does not.
 
-    Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for a
-    budget too small for the model; in each case the model is as it was.
+    Raises `ConfigError` for what cannot work, `StateError` for a wrapped model, `CapacityError` for a budget too small
+    for the model; in each case the model is as it was.
     """
     decoder = check_model(model)
     chosen = choose_places(decoder, places)

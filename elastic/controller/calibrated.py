@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from elastic.controller.placement import Places
+from elastic.controller.speedup import CostModel
 from elastic.errors import ConfigError
 
 Points = Sequence[tuple[float, float]]
@@ -130,6 +131,25 @@ class Calibrated:
             Line(times * known[place].fixed_s, times * known[place].each_s * self.tokens)
             for times, place in zip(slow, places, strict=True)
         ]
+
+
+class Weighted:
+    """Several forward passes of a kind, such as one of a prompt and many of one token: (how many, model)."""
+
+    def __init__(self, *parts: tuple[float, CostModel]) -> None:
+        self._parts = parts
+
+    def work(self, places: Places) -> float:
+        return math.fsum(times * model.work(places) for times, model in self._parts)
+
+    def traffic(self, places: Places) -> float:
+        return math.fsum(times * model.traffic(places) for times, model in self._parts)
+
+    def crossing(self, before: Places, after: Places) -> float:
+        return math.fsum(times * model.crossing(before, after) for times, model in self._parts)
+
+    def total(self, work: float, traffic: float, crossings: float) -> float:
+        return work + traffic + crossings
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ The keys are stable; new ones may be added, and `version` grows when one changes
   empty for a model that is not wrapped
 - `status`: the fields of `elastic.Status` (places with their owners, KV caches, residencies, host memory), or null
 - `events`: the last actions, oldest first, at most 100: the fields of `elastic.Event`, where `action` is
-  `{"kind": "swap", ...}` with the fields of the action; `kind` is `swap`, `restore`, `release` or `resize_kv`
+  `{"kind": "swap", ...}` with the fields of the action; `kind` is `swap`, `restore`, `release`, `resize_kv`, `migrate`,
+  `migrate_kv`, `replicate` or `evict`
 - `controller`: what `health()` of the runtime says, or null where there is no controller
 """
 
@@ -26,12 +27,21 @@ from typing import Any
 
 from elastic.engines.engine import Engine
 from elastic.runtime import Runtime
-from elastic.types import HOST, Event, Release, ResizeKV, Restore, Status, Swap
+from elastic.types import HOST, Event, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Status, Swap
 
 VERSION = 1
 EVENTS_SHOWN = 100
 ABSENT = "absent"
-KINDS: dict[type, str] = {Swap: "swap", Restore: "restore", Release: "release", ResizeKV: "resize_kv"}
+KINDS: dict[type, str] = {
+    Swap: "swap",
+    Restore: "restore",
+    Release: "release",
+    ResizeKV: "resize_kv",
+    Migrate: "migrate",
+    MigrateKV: "migrate_kv",
+    Replicate: "replicate",
+    Evict: "evict",
+}
 
 
 def document(engine: Engine, name: str, state: str, since_s: float) -> dict[str, Any]:
