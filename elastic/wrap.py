@@ -93,8 +93,8 @@ def wrap(
     object with `decide(snapshot, state)`: what that says. Several, in a tuple: their cheapest remedy. All look at
     `slo`; with `controller=False` the thread waits for `start()`. (docs/controller.md)
 
-    `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: safetensors
-    that the model was loaded from, a file or a directory, unchanged; released weights are read from there by mmap.
+    `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
+    safetensors that the model was loaded from, a file or a directory; released weights are read from there by mmap.
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`. Each is packed now, for every
     layer, and kept in host memory beside the full weights. `variant_cache` is a directory, such as the model's, where

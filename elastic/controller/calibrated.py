@@ -166,6 +166,10 @@ def split_rows(rows: int, lines: Sequence[Line]) -> tuple[int, ...]:
     """Whole rows for places of these speeds, so that the last one to end ends as early as it can."""
     given = [0] * len(lines)
     together = _meeting(rows, lines)
+    flat = min((i for i, line in enumerate(lines) if line.each_s <= 0), key=lambda i: lines[i].fixed_s, default=None)
+    if flat is not None and lines[flat].fixed_s <= together:  # as many rows as there are, in the same time
+        given[flat] = rows
+        return tuple(given)
     for i, line in enumerate(lines):
         if line.each_s > 0 and together > line.fixed_s:
             given[i] = min(rows - sum(given), math.floor((together - line.fixed_s) / line.each_s))
@@ -185,7 +189,7 @@ def _meeting(rows: int, lines: Sequence[Line]) -> float:
         speed += 1 / line.each_s
         filled += line.fixed_s / line.each_s
         end = (rows + filled) / speed
-    return end if math.isfinite(end) else 0.0
+    return end
 
 
 @cache

@@ -60,19 +60,27 @@ def plan_together(
 ) -> dict[str, Placement]:
     """Placements of several models that lend each other places, by instance.
 
-    First each may have an equal part of every room, the slowest (by S) first; then what is left goes round once more.
+    First each may have an equal part of every room, the slowest (by S) first; then each is planned again with all that
+    the others leave.
     Bytes and compute that one takes, the next does not have.
     """
     found = {name: instance.placement for name, instance in instances.items()}
     rooms = {place.name: place for place in places}
     for parts in (len(instances), 1):
         for name in sorted(found, key=lambda name: (speedup(instances[name].model, found[name]), name)):
-            one, before = instances[name], found[name]
+            one = instances[name]
+            _take(rooms, one, found[name], -1)
             offered = [_part(room, parts) for room in rooms.values()]
-            found[name] = plan_up(before, one.needs, offered, one.model, t_up)
-            for place, layer in _new(before, found[name]):
-                rooms[place] = rooms[place].having(one.needs[layer])
+            found[name] = plan_up(one.placement, one.needs, offered, one.model, t_up)
+            _take(rooms, one, found[name], 1)
     return found
+
+
+def _take(rooms: dict[str, PlaceSize], one: Instance, planned: Placement, times: int) -> None:
+    """What was planned for an instance leaves the rooms, or with -1 comes back."""
+    pairs = enumerate(zip(one.placement.layers, planned.layers, strict=True))
+    for place, layer in [(place, i) for i, (old, new) in pairs for place in new if place not in old]:
+        rooms[place] = rooms[place].having(one.needs[layer], times)
 
 
 def _part(room: PlaceSize, parts: int) -> PlaceSize:
@@ -80,11 +88,6 @@ def _part(room: PlaceSize, parts: int) -> PlaceSize:
     free = room.free_bytes - room.room_bytes + room.room_bytes // parts
     idle = room.idle - room.room_compute * (1 - 1 / parts) / room.compute if room.compute else room.idle
     return replace(room, free_bytes=free, idle=idle)
-
-
-def _new(before: Placement, after: Placement) -> list[tuple[str, int]]:
-    pairs = enumerate(zip(before.layers, after.layers, strict=True))
-    return [(place, layer) for layer, (old, new) in pairs for place in new if place not in old]
 
 
 class _Search:
