@@ -141,12 +141,13 @@ class ScalePolicy:
         state: ScaleState,
         remedies: Sequence[Remedy] = REMEDIES,
     ) -> Plan:
-        settings, rows = self.settings, max(1, load.rows)
+        settings = self.settings
+        rows = max(1, load.rows) if shortage.nbytes <= 0 else 1  # what finds no KV block waits: that bound is there
         found = scale_down(
             load.placement,
             load.needs,
             load.places,
-            self._model(rows),
+            self._model(max(1, load.rows)),
             shortage,
             rows=rows,
             delta=settings.delta,
@@ -154,7 +155,7 @@ class ScalePolicy:
             remedies=remedies,
         )
         actions = found.actions
-        if found.rows < rows and settings.offload and shortage.nbytes <= 0:
+        if found.rows < rows and settings.offload:
             used = next(p.kv_used_bytes for p in snapshot.places if p.name == shortage.place)
             actions = (*actions, ResizeKV(shortage.place, used * found.rows // rows))
         allowed = tuple(action for action in actions if not _is_refused(action, state, snapshot.at_s))

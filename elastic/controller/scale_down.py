@@ -186,17 +186,18 @@ class _Attempt:
 
     def reduce(self, delta: int, offload: bool) -> None:
         """Fewer rows, and while memory is short, layers to the host."""
-        at_first = self._rows
+        here = [self._needs[layer] for layer in self._placement.at(self._source)]
+        per_row = Need(0, sum(n.compute for n in here) / self._rows, sum(n.kv_bytes for n in here) // self._rows)
+        rows_help = per_row.compute > 0 or per_row.kv_bytes > 0
         resident = [i for i, places in enumerate(self._placement.layers) if places == (self._source,)]
-        while not self.left.over and (self._rows > 1 or (offload and resident)):
-            share = min(delta, self._rows - 1) / at_first
-            self._rows -= min(delta, self._rows - 1)
-            here = [self._needs[layer] for layer in self._placement.at(self._source)]
-            for need in here:
-                freed = Need(0, share * need.compute, round(share * need.kv_bytes))
-                self._take(freed, "reduction")
-            if offload and resident and self.left.nbytes > 0:
-                layer = resident.pop()
+        while not self.left.over:
+            fewer = min(delta, self._rows - 1) if rows_help else 0
+            layer = resident.pop() if offload and resident and self.left.nbytes > 0 else None
+            if not fewer and layer is None:
+                return
+            self._rows -= fewer
+            self._take(_times(per_row, fewer), "reduction")
+            if layer is not None and self.left.nbytes > 0:
                 self._actions.append(Release((layer,)))
                 self._take(Need(self._needs[layer].nbytes), "reduction")
 

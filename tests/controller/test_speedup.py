@@ -21,7 +21,7 @@ AB = Placement((("a",), ("a", "b"), ("a", "b"), ("a",)))
 
 def test_what_a_placement_says() -> None:
     assert AB.degrees == (1, 2, 2, 1)
-    assert AB.runs() == (Run(range(0, 1), ("a",)), Run(range(1, 3), ("a", "b")), Run(range(3, 4), ("a",)))
+    assert AB.runs() == (Run(range(1), ("a",)), Run(range(1, 3), ("a", "b")), Run(range(3, 4), ("a",)))
     assert AB.transitions == 2
     assert AB.at("b") == (1, 2)
     assert AB.alone_at_home == Placement.alone(4, "a")
