@@ -81,6 +81,7 @@ class Calibrated:
         self.tokens = tokens
         self.token_bytes = token_bytes
         self._known: dict[Places, _Shares] = {}
+        self._scaled: dict[tuple[str, float], Line] = {}
 
     def split(self, places: Places) -> tuple[int, ...]:
         """Rows for each of a layer's places; some may get none."""
@@ -121,16 +122,18 @@ class Calibrated:
 
     def _lines(self, places: Places) -> list[Line]:
         """Seconds for so many rows at each place."""
-        known = self.calibration.layers
-        for place in places:
-            if place not in known:
-                raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(known)}")
+        if self.calibration.beside == 1.0:
+            return [self._line(place, 1.0) for place in places]
         beside = Counter(map(_device, places))
-        slow = [self.calibration.beside if beside[_device(place)] > 1 else 1.0 for place in places]
-        return [
-            Line(times * known[place].fixed_s, times * known[place].each_s * self.tokens)
-            for times, place in zip(slow, places, strict=True)
-        ]
+        return [self._line(place, self.calibration.beside if beside[_device(place)] > 1 else 1.0) for place in places]
+
+    def _line(self, place: str, times: float) -> Line:
+        if (place, times) not in self._scaled:
+            line = self.calibration.layers.get(place)
+            if line is None:
+                raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(self.calibration.layers)}")
+            self._scaled[place, times] = Line(times * line.fixed_s, times * line.each_s * self.tokens)
+        return self._scaled[place, times]
 
 
 class Weighted:

@@ -17,7 +17,7 @@ from elastic.controller.scale_up import GAIN, eligible, scale_up
 from elastic.controller.speedup import CostModel, speedup
 from elastic.controller.tally import Change, Tally
 
-MOST_SWEEPS = 4
+MOST_SWEEPS = 3
 FEW_RANGES = 32
 """Layers up to which every range is looked at; of more, those that begin or end where runs do or room ends."""
 SMALL = 48
