@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from elastic.config import SLO, Place, Policy
+from elastic.config import SLO, Place, Policy, Scale
 from elastic.errors import (
     BackendUnavailable,
     CapacityError,
@@ -82,6 +82,7 @@ __all__ = [
     "Runtime",
     "SLO",
     "Sampling",
+    "Scale",
     "StateError",
     "Status",
     "Swap",

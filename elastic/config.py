@@ -178,6 +178,51 @@ class Policy:
         return low <= self.kv_high - self.margin + 1e-9
 
 
+@dataclass(frozen=True)
+class Scale:
+    """When layers are replicated, moved, and taken back: the policy `scale`. (CoCoServe, section 4)"""
+
+    tick_s: float = 0.2
+    """Seconds between two ticks."""
+    t_up: float = 0.4
+    """T_up: a place with a larger share of its memory and compute free is used for replicas."""
+    t_down: float = 0.05
+    """T_down: modules leave a place when a larger share of the requests misses an SLO,"""
+    kv_high: float = 0.85
+    """or when a place's KV cache is as full as this."""
+    margin: float = 0.1
+    """Share of each place's memory and compute that planning leaves alone."""
+    delta: int = 5
+    """Rows by which the batch shrinks at a time, when nothing else helps."""
+    offload: bool = True
+    """Whether layers may be released, and the KV cache limited, when nothing else helps."""
+    least_gain: float = 0.05
+    """Replicas must make a step faster by this share at least."""
+    pressure_ticks: int = 3
+    """Ticks of a shortage in a row, before anything leaves."""
+    vacancy_ticks: int = 10
+    """Ticks without one in a row, before anything is replicated."""
+    cooldown_s: float = 1.0
+    """Seconds between two decisions at least."""
+    dwell_s: float = 10.0
+    """Seconds from the last shortage to the first replica at least; it doubles with each that must leave soon."""
+    action_bytes: int = 1 << 30
+    """Bytes that one action copies at most, if it moves more than one layer."""
+
+    def __post_init__(self) -> None:
+        shares = ("t_up", "t_down", "kv_high", "margin", "least_gain")
+        for name in shares:
+            _require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
+        for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
+            value = getattr(self, name)
+            _require(_is_integer(value) and value >= 1, name, value, "a whole number, at least 1")
+        for name in ("cooldown_s", "dwell_s"):
+            value = getattr(self, name)
+            _require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+        _require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        _require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
+
+
 MODES: dict[str, dict[str, Any]] = {
     "accuracy": {"layers_per_action": 1, "max_layers": 4, "kv_high": 0.92, "queue_high_s": 0.2},
     "balanced": {},
@@ -201,6 +246,10 @@ def _require(holds: bool, name: str, value: object, allowed: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_share(value: object) -> bool:
+    return _is_number(value) and 0 <= float(str(value)) <= 1
 
 
 def _is_integer(value: object) -> bool:

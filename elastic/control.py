@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from elastic.config import MODES, SLO, Policy
+from elastic.config import MODES, SLO, Policy, Scale
+from elastic.controller.arbiter import Arbiter
+from elastic.controller.calibrated import Calibrated, Calibration
 from elastic.controller.host import read_host
-from elastic.controller.monitor import Monitor
+from elastic.controller.monitor import Monitor, Placed
 from elastic.controller.nvml import Nvml
+from elastic.controller.placement import Need
 from elastic.controller.plan import Decides
 from elastic.controller.policy import SwapPolicy
-from elastic.controller.snapshot import Memory, Snapshot
+from elastic.controller.scale import ScalePolicy
+from elastic.controller.snapshot import Memory, PlaceReading, Snapshot
+from elastic.controller.speedup import CostModel
 from elastic.controller.steps import LayerSize
 from elastic.controller.thread import TICK_S, Controller
 from elastic.errors import ConfigError
 from elastic.hooks.weights import ModelWeights
 from elastic.memory.pool import PagePool
-from elastic.types import Action
+from elastic.types import Action, KVStatus, PlaceStatus
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
     from elastic.kvcache.pool import KVPool
     from elastic.quant.profile_file import Profile
+    from elastic.quant.variants import Variant
     from elastic.runtime import Runtime
 
 MakePolicy = Callable[[ModelWeights], Decides]
+Asked = str | Path | Policy | Scale | Decides
+Calibrate = Callable[[], Calibration]
+EVENTS_SEEN = 16
+"""Of the last ones, those that a policy sees."""
 
 
 def make_monitor(
@@ -44,31 +56,71 @@ def make_monitor(
         return here is not None and here.busy
 
     nvml = Nvml({p.name: p.backend.device.index or 0 for p in pools if p.backend.device.type == "cuda"})
-    monitor = Monitor(run.counters, lambda: _kv(memory), weights.form, busy, nvml.read, read_host)
-    return monitor, nvml
+
+    def placed() -> Placed:
+        here = known()
+        return Placed() if here is None else _placed(here, memory, weights, pools)
+
+    return Monitor(run.counters, lambda: _kv(memory), weights.form, busy, nvml.read, read_host, placed=placed), nvml
 
 
 def choose_policy(
-    policy: str | Path | Policy | Decides,
+    policy: Asked | Sequence[Asked],
     slo: SLO | None,
     order: str | Path | Profile,
-    variants: Sequence[str],
+    variants: Sequence[Variant],
     layers: Sequence[nn.Module],
+    calibrate: Calibrate,
 ) -> MakePolicy | None:
     """Check what `wrap` was asked for, before anything is done. None: actions are called by hand.
 
-    `layers` are the plain decoder layers. Raises `ConfigError` for what cannot work.
+    `layers` are the plain decoder layers; `calibrate` measures them, if a policy needs that. Raises `ConfigError` for
+    what cannot work.
     """
     indices = _parse_order(order, layers)
-    parsed = _parse_policy(policy)
-    if not isinstance(parsed, Policy):
-        return None if parsed is None else lambda weights: parsed
+    asked = tuple(policy) if isinstance(policy, tuple | list) else (policy,)
+    parsed = [_parse_policy(one) for one in asked]
+    if (len(asked) > 1 and None in parsed) or not asked:
+        raise ConfigError(f"policy={policy!r} cannot be; several policies must all be ones that act")
+    if parsed == [None]:
+        return None
+    for one in parsed:
+        if isinstance(one, Policy):
+            _require_variants(policy, one, [variant.name for variant in variants])
+    measured = calibrate() if len(parsed) > 1 or any(isinstance(one, Scale) for one in parsed) else None
+    width = _width(layers)
+
+    def make(weights: ModelWeights) -> Decides:
+        model = partial(_cost_model, measured, width) if measured else None
+        made = [_make(one, slo, indices, weights, model) for one in parsed if one is not None]
+        if len(made) == 1 or model is None:
+            return made[0]
+        return Arbiter(made, _sizes(weights), needs(weights), model)
+
+    return make
+
+
+def _make(
+    parsed: Policy | Scale | Decides,
+    slo: SLO | None,
+    order: Sequence[int],
+    weights: ModelWeights,
+    model: Callable[[int], CostModel] | None,
+) -> Decides:
+    if isinstance(parsed, Policy):
+        return _swap_policy(parsed, slo, order, weights)
+    if isinstance(parsed, Scale):
+        assert model is not None
+        return ScalePolicy(parsed, needs(weights), model, slo)
+    return parsed
+
+
+def _require_variants(policy: object, parsed: Policy, variants: Sequence[str]) -> None:
     if not variants:
         raise ConfigError(f"policy={policy!r} swaps layers and needs variants to swap to: wrap(…, variants=('int4',))")
     unknown = [level for level in parsed.levels if level not in variants]
     if unknown:
         raise ConfigError(f"levels={parsed.levels} has {unknown[0]!r}; the model has the variants {tuple(variants)}")
-    return lambda weights: _swap_policy(parsed, slo, indices, weights)
 
 
 def set_up_control(
@@ -102,23 +154,25 @@ def make_controller(run: Runtime, policy: Decides) -> Controller:
     return Controller(sense, policy, act, tick_s=getattr(policy, "tick_s", TICK_S))
 
 
-def _parse_policy(policy: str | Path | Policy | Decides) -> Policy | Decides | None:
-    if isinstance(policy, Policy):
+def _parse_policy(policy: Asked) -> Policy | Scale | Decides | None:
+    if isinstance(policy, Policy | Scale):
         return policy
     if isinstance(policy, str | Path):
         name = str(policy)
         if name == "manual":
             return None
+        if name == "scale":
+            return Scale()
         if name in MODES:
             return Policy.named(name)
         if Path(name).suffix in (".toml", ".json"):
             return Policy.from_file(name)
     elif callable(getattr(policy, "decide", None)):
         return policy
-    modes = ", ".join(map(repr, ("manual", *MODES)))
+    modes = ", ".join(map(repr, ("manual", *MODES, "scale")))
     raise ConfigError(
-        f"policy={policy!r} is not known; use one of {modes}, an elastic.Policy, a *.toml or *.json file of one, or an "
-        "object with decide(snapshot, state)"
+        f"policy={policy!r} is not known; use one of {modes}, an elastic.Policy or Scale, a *.toml or *.json file of a "
+        "Policy, or an object with decide(snapshot, state)"
     )
 
 
@@ -134,15 +188,60 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
 
 
 def _swap_policy(settings: Policy, slo: SLO | None, order: Sequence[int], weights: ModelWeights) -> SwapPolicy:
+    sizes = _sizes(weights)
+    swappable = [index for index in order if sizes[index].variants]
+    total = {name: sum(sizes[i].variants[name] for i in swappable) for i in swappable[:1] for name in sizes[i].variants}
+    levels = settings.levels or tuple(sorted(total, key=lambda name: -total[name]))
+    return SwapPolicy(settings, swappable, levels, sizes, slo)
+
+
+def _sizes(weights: ModelWeights) -> list[LayerSize]:
     sizes = []
     for layer in weights.layers:
         page = layer.pool.page_bytes
         variants = {name: layer.pages_in(layer.form_with(name)) * page for name in layer.variants}
         sizes.append(LayerSize(layer.dtype, layer.pages * page, variants))
-    swappable = [index for index in order if sizes[index].variants]
-    total = {name: sum(sizes[i].variants[name] for i in swappable) for i in swappable[:1] for name in sizes[i].variants}
-    levels = settings.levels or tuple(sorted(total, key=lambda name: -total[name]))
-    return SwapPolicy(settings, swappable, levels, sizes, slo)
+    return sizes
+
+
+def needs(weights: ModelWeights) -> list[Need]:
+    """Bytes of the layers, in whole pages, and of the modules right inside them, the largest first."""
+    found = []
+    for layer in weights.layers:
+        modules: Counter[str] = Counter()
+        for name, slot in layer.slots.items():
+            modules[name.partition(".")[0]] += slot.parameter.nbytes
+        parts = {name: Need(nbytes) for name, nbytes in modules.most_common() if nbytes * 10 > layer.nbytes}
+        found.append(Need(layer.pages * layer.pool.page_bytes, parts=parts))
+    return found
+
+
+def _width(layers: Sequence[nn.Module]) -> int:
+    """Bytes of one token's hidden state: the shortest side of a layer's matrices is d, or smaller."""
+    matrices = [p for p in layers[0].parameters() if p.ndim == 2]
+    return max((min(p.shape) * p.element_size() for p in matrices), default=1)
+
+
+def _cost_model(calibration: Calibration, token_bytes: int, rows: int) -> CostModel:
+    """Of a step: one new token for each row."""
+    return Calibrated(calibration, rows, 1, token_bytes)
+
+
+def _placed(run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequence[PagePool]) -> Placed:
+    """Where the layers are and what their places have left; where there is one place only, just the events."""
+    events = run.events()[-EVENTS_SEEN:]
+    if len(pools) < 2:
+        return Placed(events=events)
+    known = weights.residencies()
+    residencies = tuple((w.pool.name, *(r.place for r in known[w.name][1:] if not r.part)) for w in weights.layers)
+    caches = {pool.pool.name: pool.status() for pool in memory.pools}
+    return Placed(residencies, tuple(_reading(pool.status(), caches[pool.name]) for pool in pools), events)
+
+
+def _reading(place: PlaceStatus, kv: KVStatus) -> PlaceReading:
+    return PlaceReading(
+        place.name, place.budget_bytes, place.free_bytes, kv.used_bytes, kv.capacity_bytes, kv.maximum_bytes
+    )
 
 
 def _kv(memory: KVMemory) -> Memory:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from elastic.assembly import homes, kv_memory, make_reserves, move_weights, open_places, pack
-from elastic.config import SLO, Place, Policy
-from elastic.control import choose_policy, set_up_control
-from elastic.controller.plan import Decides
+from elastic.calibration import measure
+from elastic.config import SLO, Place
+from elastic.control import Asked, choose_policy, set_up_control
 from elastic.errors import StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.gate import Gate
@@ -54,7 +54,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def wrap(
     model: Model,
     *,
-    policy: str | Path | Policy | Decides = "manual",
+    policy: Asked | Sequence[Asked] = "manual",
     slo: SLO | None = None,
     order: str | Path | Profile = "front_to_back",
     controller: bool = True,
@@ -71,19 +71,18 @@ def wrap(
     From then on the weights of its decoder layers and its KV cache live in pages of the same budget, under
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
     may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
-    free); a place's budget covers everything of the model there. If it is too small for all layers, as many as needed
-    are kept in host memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first
-    place of their device; "auto" fills the places in their order, as far as leaves room for a KV cache.
+    free); a place's budget covers everything of the model there. Layers that it is too small for are kept in host
+    memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first place of their
+    device; "auto" fills the places in their order, as far as leaves room for a KV cache.
 
-    `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy`, a file of one
-    (*.toml, *.json): a controller on a thread of its own swaps layers under pressure and restores them after it, in an
-    `order` that is a `Profile`, its file, "front_to_back", "last_first" or "contiguous", and with an eye on `slo`. Any
-    object with `decide(snapshot, state)`: it does what that says. With `controller=False` the thread is not started;
-    `model.elastic.controller` has `start()` and `tick()`. (docs/controller.md)
+    `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy` or its file: a
+    controller swaps layers under pressure and restores them after it, in an `order` that is a `Profile`, its file,
+    "front_to_back", "last_first" or "contiguous". "scale", a `Scale`: it replicates and moves them over `places`. An
+    object with `decide(snapshot, state)`: what that says. Several, in a tuple: their cheapest remedy. All look at
+    `slo`; with `controller=False` the thread waits for `start()`. (docs/controller.md)
 
-    `kv_layout` is "head_major", "batch_major" or "token_major"; None takes the best for the device. `checkpoint` is the
-    safetensors file, or the directory of them, that the model was loaded from: released weights are then read from
-    there by mmap, and not held in memory. It must not be changed while the model is wrapped.
+    `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
+    safetensors that the model was loaded from, a file or a directory; released weights are read from there by mmap.
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`, packed now and kept in host
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
@@ -105,7 +104,7 @@ def wrap(
         parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
-        make_policy=choose_policy(policy, slo, order, [variant.name for variant in parsed], decoder.layers),
+        make_policy=choose_policy(policy, slo, order, parsed, decoder.layers, partial(measure, decoder, chosen)),
     )
     _remember(model, _build(model, wanted))
     return model

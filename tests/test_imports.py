@@ -12,7 +12,7 @@ import elastic
 ROOT = Path(elastic.__file__).parent
 LEAVES = {"types", "errors", "config"}
 MIDDLE = {"hooks", "kvcache", "quant", "controller"}
-TOP = {"options", "assembly", "wrap", "control", "migration", "replication", "runtime", "worker"}
+TOP = {"assembly", "calibration", "options", "wrap", "control", "migration", "replication", "runtime", "worker"}
 BELOW = {
     **dict.fromkeys(LEAVES, LEAVES),
     "memory": LEAVES | {"memory"},

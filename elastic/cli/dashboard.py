@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.cli.grid import layers_at, of_status
 from elastic.cli.reading import ControllerHealth, Moment
 from elastic.cli.view import actions, mib, pages_by_owner
 from elastic.controller.snapshot import Memory, Quantiles, Traffic
@@ -47,6 +48,7 @@ def frame(seen: Moment, history: Sequence[Sample], url: str, problem: str = "") 
     parts: list[RenderableType] = [header(seen, url, problem), side_by_side]
     if seen.status is not None:
         parts += [kv_cache(memory(seen.status), history), layers(seen.layers)]
+        parts += [layers_at(*of_status(seen.status))] if len(seen.status.places) > 1 else []
     parts.append(controller(seen.controller))
     if seen.status is not None:
         parts.append(actions(seen.events, last=EVENTS))

@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
     add_bench(commands.add_parser("bench", help="replay a trace of requests, and compare what came of it"))
     _add_top(commands.add_parser("top", help="watch a server"))
+    _add_plan(commands.add_parser("plan", help="where to put layers and their replicas, and what that gains"))
     return root
 
 
@@ -38,6 +39,20 @@ def _add_top(command: argparse.ArgumentParser) -> None:
     command.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="(%(default)s)")
     command.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
     command.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="model directory; config.json is enough without --measure")
+    command.add_argument("--places", required=True, metavar="PLACES", help="such as cpu#a=1GiB,cpu#b=2GiB")
+    command.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (8)")
+    command.add_argument("--tokens", type=int, default=512, metavar="N", help="of each prompt (512)")
+    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="generated for each (128)")
+    command.add_argument(
+        "--margin", type=float, default=0.1, metavar="X", help="share of each place to leave free (0.1)"
+    )
+    command.add_argument(
+        "--measure", action="store_true", help="measure a layer and copies here; else speeds are assumed"
+    )
 
 
 def _add_common(command: argparse.ArgumentParser, *, prompt: str | None, tokens: int) -> None:
@@ -106,6 +121,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
             from elastic.cli.top import top
 
             return top
+        if name == "plan":
+            from elastic.cli.plan import plan
+
+            return plan
         from elastic.cli.demo import demo
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"{error}; the live view needs: pip install 'elastic-llm[cli]'") from error

@@ -8,9 +8,19 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from elastic.controller.snapshot import Traffic
-from elastic.types import Event, Release, ResizeKV, Restore, Status, Swap
+from elastic.types import Event, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Status, Swap
 
 VERSION = 1
+KINDS = {
+    "swap": Swap,
+    "restore": Restore,
+    "release": Release,
+    "resize_kv": ResizeKV,
+    "migrate": Migrate,
+    "migrate_kv": MigrateKV,
+    "replicate": Replicate,
+    "evict": Evict,
+}
 LARGEST = 2**63
 """What a number is below; not a number is below nothing."""
 
@@ -114,8 +124,7 @@ def _one_of(kinds: tuple[Any, ...], value: object, where: str) -> Any:
     """One of several: by being null, or, for actions, by the kind."""
     if Swap in kinds:
         of = value.get("kind") if isinstance(value, dict) else None
-        known = {"swap": Swap, "restore": Restore, "release": Release, "resize_kv": ResizeKV}
-        return read(known.get(of, Other) if isinstance(of, str) else Other, value, where)
+        return read(KINDS.get(of, Other) if isinstance(of, str) else Other, value, where)
     if value is None and type(None) in kinds:
         return None
     return read(kinds[0], value, where)

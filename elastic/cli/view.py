@@ -11,8 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.cli.grid import layers_at, of_status
 from elastic.memory.backend import runs
-from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status
+from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status, Swap
+
+_KINDS = {"migratekv": "migrate KV of"}
 
 
 def _in_words(action: Any) -> str:
@@ -21,9 +24,10 @@ def _in_words(action: Any) -> str:
         return f"KV limit {mib(action.limit_bytes)}"
     spans = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in runs(sorted(action.layers)))
     kind = getattr(action, "kind", type(action).__name__.lower())
-    there = getattr(action, "variant", None) or getattr(action, "place", None)
-    to = f" {'from' if isinstance(action, Evict) else 'to'} {there}" if there else ""
-    return f"{kind} layer{'s' * (len(action.layers) != 1)} {spans}{to}"
+    target = action.variant if isinstance(action, Swap) else getattr(action, "place", "")
+    to = f" {'from' if isinstance(action, Evict) else 'to'} {target}" if target else ""
+    parts = f" ({', '.join(action.parts)})" if getattr(action, "parts", ()) else ""
+    return f"{_KINDS.get(kind, kind)} layer{'s' * (len(action.layers) != 1)} {spans}{parts}{to}"
 
 
 def mib(nbytes: int) -> str:
@@ -35,7 +39,8 @@ def screen(text: str, status: Status, events: Sequence[Event], *, lines: int = 1
     """One frame: the text so far, the ledger of each place, the last actions."""
     tail = "\n".join(text.splitlines()[-lines:])
     pages = [pages_by_owner(place, kv) for place, kv in zip(status.places, status.kv, strict=True)]
-    return Group(Panel(Text(tail), title="text", height=lines + 2), *pages, actions(events))
+    grid = [layers_at(*of_status(status))] if len(status.places) > 1 else []
+    return Group(Panel(Text(tail), title="text", height=lines + 2), *pages, *grid, actions(events))
 
 
 def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from elastic.controller.counters import Counters
-from elastic.controller.snapshot import Device, Host, Memory, Snapshot
+from elastic.controller.snapshot import Device, Host, Memory, PlaceReading, Snapshot
+from elastic.types import Event
 
 SENSORS_S = 1.0
 """NVML and host memory are read no more often: they are slow to ask, and slow to change."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The fields of a snapshot that say where layers are, and what was done lately."""
+
+    residencies: tuple[tuple[str, ...], ...] = ()
+    places: tuple[PlaceReading, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 class Monitor:
@@ -25,6 +36,7 @@ class Monitor:
         devices: Callable[[], tuple[Device, ...]],
         host: Callable[[], Host],
         clock: Callable[[], float] = time.monotonic,
+        placed: Callable[[], Placed] = Placed,
     ) -> None:
         self.counters = counters
         self.kv = kv
@@ -34,6 +46,7 @@ class Monitor:
         self._devices = devices
         self._host = host
         self._clock = clock
+        self._placed = placed
         self._machine: tuple[tuple[Device, ...], Host] = (), Host()
         self._machine_s: float | None = None
         self._asking = threading.Lock()
@@ -47,4 +60,11 @@ class Monitor:
                 self._machine_s = now
         busy = self._busy()  # before the layers: if nothing is under way, they are as they stay
         devices, host = self._machine
-        return Snapshot(now, self.counters.read(), self.kv(), self._layers(), busy, devices, host)
+        traffic, kv, layers, placed = self.counters.read(), self.kv(), self._layers(), self._placed()
+        places = _with_idle(placed.places, devices)
+        return Snapshot(now, traffic, kv, layers, busy, devices, host, placed.residencies, places, placed.events)
+
+
+def _with_idle(places: tuple[PlaceReading, ...], devices: tuple[Device, ...]) -> tuple[PlaceReading, ...]:
+    used = {device.place: device.utilization for device in devices if device.utilization is not None}
+    return tuple(replace(place, idle=1 - used[place.name]) if place.name in used else place for place in places)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.types import Event
+
 
 @dataclass(frozen=True)
 class Quantiles:
@@ -94,6 +96,21 @@ class Host:
 
 
 @dataclass(frozen=True)
+class PlaceReading:
+    """One place of the instance."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """That nobody owns."""
+    kv_used_bytes: int = 0
+    kv_capacity_bytes: int = 0
+    kv_maximum_bytes: int = 0
+    idle: float | None = None
+    """Share of its compute that nobody uses, from 0 to 1."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """One moment of one instance."""
 
@@ -107,3 +124,8 @@ class Snapshot:
     """Whether actions that were asked for are still under way or deferred."""
     devices: tuple[Device, ...] = ()
     host: Host = Host()
+    residencies: tuple[tuple[str, ...], ...] = ()
+    """For each decoder layer the places that have it, its own first; () where nobody tells."""
+    places: tuple[PlaceReading, ...] = ()
+    events: tuple[Event, ...] = ()
+    """The last actions, oldest first."""

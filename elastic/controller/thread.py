@@ -18,7 +18,7 @@ from typing import Any
 from elastic.controller.plan import Decides, Plan
 from elastic.controller.snapshot import Snapshot
 from elastic.errors import ConfigError, StateError
-from elastic.types import Action, Release, ResizeKV, Restore, Swap
+from elastic.types import Action
 
 logger = logging.getLogger(__name__)
 FAULTS_KEPT = 20
@@ -201,7 +201,7 @@ def _checked(plan: object) -> Plan:
     if not isinstance(plan, Plan) or not isinstance(plan.reason, str) or not isinstance(plan.actions, tuple):
         raise ConfigError(f"the policy returned {str(plan)[:200]!r}; it must be a Plan, with a tuple and a text")
     for action in plan.actions:
-        if not isinstance(action, Swap | Restore | Release | ResizeKV):
+        if not isinstance(action, Action):
             raise ConfigError(f"the policy asked for {str(action)[:200]!r}, which is no action")
     return plan
 

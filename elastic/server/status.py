@@ -55,8 +55,13 @@ def document(engine: Engine, name: str, state: str, since_s: float) -> dict[str,
 
 def variants(status: Status) -> list[str]:
     """For each decoder layer the variant it is in, or "absent"."""
-    here = ([r.variant for r in residencies if r.place != HOST] for residencies in status.residencies.values())
-    return [found[0] if found else ABSENT for found in here]
+    found, layer = [], ""
+    for name, residencies in status.residencies.items():
+        if layer and name.startswith(f"{layer}."):
+            continue  # modules of the layer that are elsewhere
+        layer = name
+        found.append(next((r.variant for r in residencies if r.place != HOST), ABSENT))
+    return found
 
 
 def event(happened: Event) -> dict[str, Any]:

@@ -1,0 +1,171 @@
+"""`elastic plan`: where the layers of a model could be, with which replicas, and what that gains. Nothing is loaded
+but the config, unless it is asked to measure."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from elastic.calibration import assume, measure
+from elastic.cli.grid import layers_at
+from elastic.cli.loading import load_model
+from elastic.cli.view import mib
+from elastic.config import Place
+from elastic.controller.calibrated import Calibrated, Calibration, Weighted
+from elastic.controller.placement import Need, Placement, PlaceSize
+from elastic.controller.search import plan_up
+from elastic.controller.speedup import CostModel, cost, speedup
+from elastic.errors import ConfigError
+from elastic.hooks.structure import Decoder, find_decoder
+from elastic.memory.places import free_bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model, in bytes."""
+
+    layers: tuple[int, ...]
+    fixed: int
+    """Embedding, head, norms: at the first place."""
+    kv_token: int
+    """KV cache of one token in one layer."""
+    hidden: int
+    """Hidden state of one token."""
+    parameters: int
+    """Of the largest layer, how many."""
+
+
+def plan(options: Namespace) -> int:
+    """Print the placement, the predicted speed-up, and the memory of each place."""
+    places = _places(options)
+    model = _meta_model(options.model, places)
+    sizes = sizes_of(find_decoder(model), model)
+    calibration = _calibration(options, places, sizes)
+    rows = options.batch
+    needs = [Need(nbytes, kv_bytes=rows * _tokens(options) * sizes.kv_token) for nbytes in sizes.layers]
+    rooms = [PlaceSize(p.name, _budget(p), _budget(p), margin=options.margin) for p in places]
+    home, rooms = spread(rooms, needs, sizes.fixed)
+    step = Calibrated(calibration, rows, 1, sizes.hidden)
+    prompt = Calibrated(calibration, rows, options.tokens, sizes.hidden)
+    whole = Weighted((1.0, prompt), (float(options.new_tokens), step))
+    found = plan_up(home, [_half_kv(need) for need in needs], rooms, whole, t_up=0.0)
+    console = Console()
+    console.print(layers_at([p.name for p in places], found.layers))
+    console.print(_memory(found, rooms, needs))
+    console.print(_speed(found, {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}))
+    kind = "measured here" if options.measure else "assumed; --measure measures them"
+    console.print(f"speeds are {kind}; {rows} sequences at once; compute is taken to be idle", soft_wrap=True)
+    return 0
+
+
+def _half_kv(need: Need) -> Need:
+    """Of a replica, which has half of the rows at most."""
+    return Need(need.nbytes, kv_bytes=-(-need.kv_bytes // 2))
+
+
+def sizes_of(decoder: Decoder, model: Any) -> Sizes:
+    """From shapes alone: the model may be on the meta device."""
+    layers = tuple(sum(p.nbytes for p in layer.parameters()) for layer in decoder.layers)
+    total = sum(p.nbytes for p in model.parameters())  # tied ones once
+    config, itemsize = decoder.config, next(iter(decoder.layers[0].parameters())).element_size()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    parameters = max(sum(p.numel() for p in layer.parameters()) for layer in decoder.layers)
+    hidden = config.hidden_size * itemsize
+    return Sizes(layers, total - sum(layers), 2 * kv_heads * head_dim * itemsize, hidden, parameters)
+
+
+def spread(rooms: Sequence[PlaceSize], needs: Sequence[Need], fixed: int) -> tuple[Placement, list[PlaceSize]]:
+    """Every layer at a place of its own, in their order, and the rooms that are left.
+
+    Raises `ConfigError` if they do not fit below the margins.
+    """
+    left = [room.having(Need(fixed)) if i == 0 else room for i, room in enumerate(rooms)]
+    homes: list[tuple[str]] = []
+    here = 0
+    for need in needs:
+        while here < len(left) and not left[here].fits(need):
+            here += 1
+        if here == len(left):
+            wanted, have = fixed + sum(need.total_bytes for need in needs), sum(room.total_bytes for room in rooms)
+            raise ConfigError(
+                f"the model needs {wanted:,} bytes with its KV cache; the places have {have:,} less their margins, and "
+                "no layer is split: give larger places, a smaller --batch or fewer --tokens"
+            )
+        left[here] = left[here].having(need)
+        homes.append((left[here].name,))
+    return Placement(tuple(homes)), left
+
+
+def _places(options: Namespace) -> list[Place]:
+    places = [Place.parse(text) for text in options.places.split(",")]
+    if len({place.name for place in places}) < len(places):
+        raise ConfigError(f"--places {options.places} names a place twice; write cpu#a=1GiB,cpu#b=1GiB")
+    for name in ("batch", "tokens", "new_tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    if not 0 <= options.margin < 1:
+        raise ConfigError(f"--margin {options.margin} must be a share from 0 to below 1")
+    return places
+
+
+def _budget(place: Place) -> int:
+    return place.budget_bytes if place.budget_bytes is not None else free_bytes(place.device)
+
+
+def _tokens(options: Namespace) -> int:
+    return int(options.tokens + options.new_tokens)
+
+
+def _meta_model(path: str, places: Sequence[Place]) -> Any:
+    """The model without memory, in the dtype that it would be loaded in."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"MODEL {path}: no model there (a directory with config.json is needed)")
+    try:
+        config = AutoConfig.from_pretrained(path)
+        on_cpu = places[0].device.type == "cpu"
+        dtype = torch.float32 if on_cpu else getattr(config, "dtype", None) or torch.bfloat16
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"MODEL {path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _calibration(options: Namespace, places: Sequence[Place], sizes: Sizes) -> Calibration:
+    if not options.measure:
+        return assume(places, max(sizes.layers), sizes.parameters)
+    model, _ = load_model(options.model, places[0].device, option="MODEL")
+    return measure(find_decoder(model.to(places[0].device)), places, (1, options.batch, 8 * options.batch))
+
+
+def _memory(found: Placement, left: Sequence[PlaceSize], needs: Sequence[Need]) -> Table:
+    """What each place has; `left` is what own layers leave, replicas come on top."""
+    table = Table("place", "budget", "own", "replicas", "free", title="memory, KV cache included")
+    for room in left:
+        own = room.total_bytes - room.free_bytes
+        more = sum(
+            _half_kv(need).total_bytes
+            for need, places in zip(needs, found.layers, strict=True)
+            if room.name in places[1:]
+        )
+        table.add_row(room.name, *map(mib, (room.total_bytes, own, more, room.free_bytes - more)))
+    return table
+
+
+def _speed(found: Placement, models: dict[str, CostModel]) -> Table:
+    """Predicted seconds of the decoder layers, without and with replicas."""
+    table = Table("forward pass", "without replicas, s", "with, s", "speed-up", title="predicted")
+    for name, model in models.items():
+        seconds = [cost(model, found.alone_at_home), cost(model, found)]
+        table.add_row(name, *(f"{s:.4g}" for s in seconds), f"{speedup(model, found):.2f}")
+    return table

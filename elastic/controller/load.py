@@ -1,0 +1,117 @@
+"""What a snapshot says about placement: what the layers need, what the places have left, and what is short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from elastic.config import SLO, Scale
+from elastic.controller.placement import Need, Placement, PlaceSize
+from elastic.controller.pressure import alone, share
+from elastic.controller.scale_down import Shortage
+from elastic.controller.snapshot import PlaceReading, Quantiles, Snapshot, Traffic
+
+
+@dataclass(frozen=True)
+class Load:
+    """The instance as planners see it. Compute is counted in shares of one place."""
+
+    placement: Placement
+    needs: tuple[Need, ...]
+    places: tuple[PlaceSize, ...]
+    rows: int
+    """Requests that run."""
+
+    @property
+    def replica_needs(self) -> tuple[Need, ...]:
+        """Of one more replica of each layer: half of the rows at most."""
+        return tuple(replace(n, compute=n.compute / 2, kv_bytes=-(-n.kv_bytes // 2)) for n in self.needs)
+
+
+def describe(snapshot: Snapshot, needs: Sequence[Need], settings: Scale) -> Load:
+    """From readings: KV bytes and compute of each place are divided among the layers that are there.
+
+    Where nobody tells how busy a place is, it is taken to be as busy as its share of the layers while requests run:
+    they run one after another.
+    """
+    placement = Placement(snapshot.residencies)
+    readings = {place.name: place for place in snapshot.places}
+    busy = {name: _busy(one, placement, snapshot.traffic) for name, one in readings.items()}
+    counts = {name: len(placement.at(name)) for name in readings}
+    found = []
+    for need, (own, *_) in zip(needs, placement.layers, strict=True):
+        one = readings[own]
+        kv, compute = one.kv_used_bytes // counts[own], busy[own] / counts[own]
+        found.append(replace(need, compute=compute, kv_bytes=kv, parts=_parts(need, compute)))
+    places = (
+        PlaceSize(one.name, one.total_bytes, one.free_bytes, 1.0, 1 - busy[one.name], margin=settings.margin)
+        for one in snapshot.places
+    )
+    return Load(placement, tuple(found), tuple(places), snapshot.traffic.running)
+
+
+def find_shortage(
+    snapshot: Snapshot, load: Load, settings: Scale, slo: SLO | None, waits: int
+) -> tuple[Shortage | None, str]:
+    """What is short, and why that is thought, in words. `waits`: how often requests had found no KV block before."""
+    traffic = snapshot.traffic
+    if traffic.arrived and not traffic.running and not traffic.waiting:
+        return None, ""
+    stalled = traffic.stalls + traffic.preemptions > waits
+    fullest = max((p for p in snapshot.places if load.placement.at(p.name)), key=_use)
+    if _use(fullest) >= settings.kv_high or stalled:
+        target = settings.kv_high - settings.margin
+        missing = int(fullest.kv_used_bytes / target) - fullest.kv_capacity_bytes
+        words = "requests find no KV block" if stalled else f"the KV cache of {fullest.name} is nearly full"
+        return Shortage(fullest.name, max(1, missing)), words
+    if alone(traffic) or violations(traffic, slo) <= settings.t_down:
+        return None, ""
+    busiest = min((p for p in load.places if load.placement.at(p.name)), key=lambda p: p.idle)
+    excess = 1 - 1 / _times_over(traffic, slo)
+    return Shortage(busiest.name, compute=excess * (1 - busiest.idle)), "SLOs are missed"
+
+
+def violations(traffic: Traffic, slo: SLO | None) -> float:
+    """The SLO violation rate: the share of requests that misses the SLO missed most, as far as quantiles tell."""
+    return max((_above(limit, seen) for limit, seen in _promised(traffic, slo)), default=0.0)
+
+
+def _above(limit: float, seen: Quantiles) -> float:
+    """At least this share was above a limit; between known quantiles, on a straight line."""
+    points = [(seen.p50, 0.5), (seen.p95, 0.05), (seen.p99, 0.01)]
+    known = [(value, rate) for value, rate in points if value is not None]
+    if not known or known[-1][0] <= limit:
+        return 0.0
+    for (low, more), (high, less) in pairwise(known):
+        if low <= limit < high:
+            return less + (more - less) * (high - limit) / (high - low)
+    return 0.5
+
+
+def _times_over(traffic: Traffic, slo: SLO | None) -> float:
+    return max(((seen.p95 or 0.0) / limit for limit, seen in _promised(traffic, slo)), default=1.0) or 1.0
+
+
+def _promised(traffic: Traffic, slo: SLO | None) -> list[tuple[float, Quantiles]]:
+    pairs = ((slo.ttft_s, traffic.ttft_s), (slo.tpot_s, traffic.tpot_s)) if slo else ()
+    return [(limit, seen) for limit, seen in pairs if limit]
+
+
+def _use(place: PlaceReading) -> float:
+    return share(place.kv_used_bytes, place.kv_capacity_bytes)
+
+
+def _busy(place: PlaceReading, placement: Placement, traffic: Traffic) -> float:
+    """Share of a place's compute that is in use."""
+    if place.idle is not None:
+        return 1 - place.idle
+    if not traffic.running and not traffic.waiting:
+        return 0.0
+    return sum(1 / len(p) for p in placement.layers if place.name in p) / len(placement.layers)
+
+
+def _parts(need: Need, compute: float) -> dict[str, Need]:
+    """Modules take compute as they take bytes: decoding reads every weight once."""
+    whole = max(1, need.nbytes)
+    return {name: replace(part, compute=compute * part.nbytes / whole) for name, part in need.parts.items()}

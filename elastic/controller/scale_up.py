@@ -1,0 +1,48 @@
+"""Scale up by replicas of layers: algorithm 1 as printed. (CoCoServe, section 4.1)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.controller.placement import Need, Placement, PlaceSize
+from elastic.controller.speedup import CostModel
+from elastic.controller.tally import Tally
+
+GAIN = 1e-9
+"""Of the cost; what gains less gains nothing."""
+
+
+def scale_up(
+    placement: Placement, needs: Sequence[Need], places: Sequence[PlaceSize], model: CostModel, t_up: float = 0.2
+) -> Placement:
+    """Replicas at every place whose vacancy is above `t_up`: each that raises S, candidates by continuity.
+
+    `needs` are of all layers. No place is filled beyond its margin. Its weakness: where only several replicas together
+    pay, it finds none; `elastic.controller.search` looks at those too.
+    """
+    tally = Tally(model, placement)
+    for place in eligible(places, t_up):
+        for layer in candidates(tally.placement, needs, place):
+            if tally.cost_with(layer, place.name) < tally.cost * (1 - GAIN):
+                tally.add(layer, place.name)
+    return tally.placement
+
+
+def eligible(places: Sequence[PlaceSize], t_up: float) -> list[PlaceSize]:
+    """Those with a vacancy above the threshold, in the order given."""
+    return [place for place in places if place.vacancy > t_up]
+
+
+def candidates(placement: Placement, needs: Sequence[Need], place: PlaceSize) -> list[int]:
+    """The layers that a place has not, by continuity: of the longest run first, ties by index; max_replicas of them."""
+    most = min(map(place.replicas, set(needs)), default=0)
+    runs: list[list[int]] = []
+    for layer in range(len(placement.layers)):
+        if place.name in placement.layers[layer]:
+            continue
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    runs.sort(key=lambda run: -len(run))  # stable: ties stay by index
+    return [layer for run in runs for layer in run][:most]
