@@ -19,15 +19,8 @@ def of_status(status: Status) -> tuple[list[str], list[tuple[str, ...]], dict[in
     """Places, the places of each layer with its own first, and the places that have modules of a layer only."""
     names = [place.name for place in status.places]
     names += [HOST] if any(r.place == HOST for found in status.residencies.values() for r in found) else []
-    layers: list[tuple[str, ...]] = []
-    parts: dict[int, set[str]] = {}
-    last = ""
-    for name, found in status.residencies.items():
-        if last and name.startswith(f"{last}."):
-            parts.setdefault(len(layers) - 1, set()).update(r.place for r in found)
-        else:
-            last = name
-            layers.append(tuple(dict.fromkeys(r.place for r in found)))
+    layers = [tuple(dict.fromkeys(r.place for r in found if not r.part)) for found in status.residencies.values()]
+    parts = {i: {r.place for r in found if r.part} for i, found in enumerate(status.residencies.values())}
     return names, layers, parts
 
 
