@@ -54,7 +54,7 @@ def test_a_snapshot_says_where_layers_are(wrapped: Any) -> None:
     rt.migrate("model.layers.2.mlp", "cpu#b")
     seen = rt.snapshot()
     assert seen.residencies == (("cpu#a",), ("cpu#b",), ("cpu#a",))
-    assert [event.id for event in seen.events] == [0, 1]
+    assert [event.id for event in seen.events] == [0, 1, 2]  # weights, their KV cache, a module
     plan = rt.controller.tick()
     assert plan.actions == ()
     assert rt.health().faults == ()

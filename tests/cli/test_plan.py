@@ -30,11 +30,9 @@ def status() -> Status:
     full = [Residency(place.name, "float32") for place in places]
     residencies = {
         "model.layers.0": (full[0],),
-        "model.layers.1": (full[0], full[1]),
-        "model.layers.1.mlp": (full[1],),
+        "model.layers.1": (full[0], full[1], Residency("cpu#b", "float32", part="mlp")),
         "model.layers.2": (Residency("host", "float32"),),
-        "model.layers.10": (full[1],),
-        "model.layers.10.mlp.up_proj": (full[0],),
+        "model.layers.10": (full[1], Residency("cpu#a", "float32", part="mlp.up_proj")),
     }
     return Status(4, places, kv, residencies, HostStatus(0, 0, 0), 0)
 
@@ -43,7 +41,7 @@ def test_a_grid_has_a_line_for_each_place() -> None:
     places, layers, parts = of_status(status())
     assert places == ["cpu#a", "cpu#b", "host"]
     assert layers == [("cpu#a",), ("cpu#a", "cpu#b"), ("host",), ("cpu#b",)]
-    assert parts == {1: {"cpu#b"}, 3: {"cpu#a"}}
+    assert {layer: at for layer, at in parts.items() if at} == {1: {"cpu#b"}, 3: {"cpu#a"}}
     lines = printed(layers_at(places, layers, parts)).splitlines()
     assert "cpu#a ██·▖ 0-1" in lines[1]
     assert "cpu#b ·▒·█ 1, 3" in lines[2]
