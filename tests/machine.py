@@ -203,8 +203,9 @@ class Machine(RuleBasedStateMachine):
     def replicate(self, layers: set[int]) -> None:
         """At the place where they are not."""
         for layer in layers:
-            here, *others = self.residencies(layer)
-            there = next(pool.pool.name for pool in self.pools if pool.pool.name != here.place)
+            _, *others = self.residencies(layer)
+            own = self.rt._weights.layers[layer].pool  # also of one in host memory
+            there = next(pool.pool.name for pool in self.pools if pool.pool is not own)
             if others:  # a replica, or modules elsewhere
                 continue
             try:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from architectures import CONFIGS, build, prompt
-from helpers import bits, small
+from helpers import bits, small, tight
 
 import elastic
 from elastic import ConfigError, Scale, calibration
 from elastic.calibration import assume, measure
 from elastic.controller.arbiter import Arbiter
+from elastic.controller.calibrated import Calibrated, Calibration, Line
+from elastic.controller.placement import Need
 from elastic.controller.scale import ScalePolicy
+from elastic.controller.snapshot import Memory, PlaceReading, Snapshot, Traffic
+from elastic.controller.thread import Controller
 from elastic.hooks.structure import find_decoder
 
 PLACES = [small(64 << 20, "cpu#a"), small(64 << 20, "cpu#b")]
@@ -84,3 +92,63 @@ def test_policies_that_cannot_be(policy: Any) -> None:
 def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         Scale(**fields)
+
+
+EAGER = Scale(pressure_ticks=1, vacancy_ticks=1, cooldown_s=0.0, dwell_s=0.0, t_up=0.0, least_gain=0.0)
+
+
+def until_done(rt: Any) -> None:
+    deadline = time.monotonic() + 30
+    while rt.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_layers_leave_a_place_whose_kv_cache_is_full(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    expected = model(**prompt(2)).logits
+    page = 4096
+    here = tight(model, 60)
+    places = [elastic.Place("cpu#a", here.device, here.budget_bytes, page), small(64 << 20, "cpu#b")]
+    rt = wrapped(model, places, policy=replace(EAGER, kv_high=0.5), controller=False).elastic
+    before = rt.snapshot().places[0].kv_capacity_bytes
+    caches = []
+    while rt.snapshot().places[0].kv_used_bytes < 0.55 * before:
+        caches.append(t.DynamicCache(config=model.config))
+        model(**prompt(1, 8), past_key_values=caches[-1])
+    plan = rt.controller.tick()
+    assert isinstance(plan.actions[0], elastic.Migrate), plan
+    until_done(rt)
+    assert rt.events()[-1].ok
+    assert rt.events()[-1].why.startswith("the KV cache of cpu#a is nearly full: migration")
+    after = rt.snapshot()
+    assert ("cpu#b",) in after.residencies
+    assert after.places[0].kv_capacity_bytes > before
+    assert torch.equal(model(**prompt(2)).logits, expected)
+
+
+def test_what_cannot_be_done_is_a_fault_and_not_repeated_at_once() -> None:
+    class Refuses:
+        def apply(self, actions: Any, why: str) -> Any:
+            future: Future[Any] = Future()
+            future.set_exception(elastic.StateError("not under this engine"))
+            asked.append(actions[0])
+            return future
+
+    asked: list[Any] = []
+    clock = iter(range(1000))
+    policy = ScalePolicy(replace(EAGER, dwell_s=5.0), [Need(100)] * 3, lambda rows: Calibrated(known, rows, 1, 1))
+    known = Calibration({"a": Line(1.0, 1.0), "b": Line(1.0, 1.0)})
+    places = (PlaceReading("a", 1000, 700), PlaceReading("b", 1000, 1000))
+
+    def sense() -> Snapshot:
+        traffic = Traffic(running=8, arrived=9)
+        forms, here = ("float32",) * 3, (("a",),) * 3
+        return Snapshot(next(clock), traffic, Memory(0, 1, 1), forms, residencies=here, places=places)
+
+    controller = Controller(sense, policy, Refuses().apply)
+    for _ in range(30):
+        controller.tick()
+    assert {type(action) for action in asked} == {elastic.Replicate}
+    assert len(asked) < 8
+    assert controller.health().faults[-1].text == "StateError: not under this engine"

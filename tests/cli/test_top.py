@@ -258,9 +258,9 @@ def test_whatever_a_server_says_is_drawn_or_refused(wrong: list[tuple[tuple[Any,
 
 
 def test_actions_of_later_versions_are_shown() -> None:
-    action = {"kind": "teleport", "layers": [1, 2], "to": "cuda:1"}
+    action = {"kind": "reshard", "layers": [1, 2], "to": "cuda:1"}
     said = document(events=[asdict(events()[0]) | {"action": action}])
-    assert "teleport layers 1-2" in drawn(frame(moment(said), [], "x"))
+    assert "reshard layers 1-2" in drawn(frame(moment(said), [], "x"))
 
 
 def test_what_the_server_of_this_version_says_is_read() -> None:

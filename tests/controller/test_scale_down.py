@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from placements import random_case
 
@@ -121,6 +121,7 @@ def test_actions_of_one_kind_and_target_are_one() -> None:
     assert joined(actions) == (Migrate((1, 2), "b"), MigrateKV((2,), "b"), Migrate((0,), "c"))
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 900), st.floats(0, 0.5), st.integers(1, 30))
 def test_survivors_keep_their_margins_and_later_remedies_come_last(
     seed: int, nbytes: int, compute: float, rows: int

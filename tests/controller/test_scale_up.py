@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from placements import Case, random_case
 
@@ -78,6 +78,7 @@ def filled(case: Case, after: Placement) -> None:
         assert set(before) <= set(now)
 
 
+@settings(deadline=None, max_examples=60)
 @given(seeds, st.booleans())
 def test_planners_leave_margins_alone_and_never_make_it_slower(seed: int, printed: bool) -> None:
     case = random_case(seed, printed=printed, layers=12)
@@ -90,6 +91,7 @@ def test_planners_leave_margins_alone_and_never_make_it_slower(seed: int, printe
     assert (scale_up(*args), plan_up(*args)) == (first, second)  # the same again
 
 
+@settings(deadline=None, max_examples=60)
 @given(seeds, st.booleans())
 def test_every_replica_that_algorithm_1_keeps_raised_s(seed: int, printed: bool) -> None:
     """By a plain reading of the algorithm, that prices every placement anew."""

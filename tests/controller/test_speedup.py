@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.controller.calibrated import Calibrated, Calibration, Line, Weighted, fit, split_rows
@@ -58,6 +58,7 @@ def test_the_way_from_one_placement_to_another() -> None:
     assert difference(AB, AB) == ()
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(*[st.sets(st.sampled_from("abcd"), min_size=1).map(sorted)] * 2), min_size=1, max_size=5))
 def test_the_way_leads_there(pairs: Any) -> None:
     before, after = (Placement(tuple(tuple(pair[i]) for pair in pairs)) for i in (0, 1))
@@ -142,6 +143,7 @@ def test_nothing_measured_is_an_error() -> None:
         Calibrated(Calibration({"a": Line(1, 1)}), 1, 1, 1).work(("a", "z"))
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 12), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=3))
 def test_rows_are_split_as_well_as_can_be(rows: int, speeds: list[tuple[int, int]]) -> None:
     lines = [Line(*map(float, speed)) for speed in speeds]
