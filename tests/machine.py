@@ -524,7 +524,7 @@ class Machine(RuleBasedStateMachine):
     def pages_of_weights(self, pool: Any) -> int:
         """At the place of a KV pool, stages included."""
         weights = self.rt._weights
-        units = [unit for layer in range(3) for unit in weights.units(layer)]
+        units = [u for layer in range(3) for u in (*weights.units(layer), *weights.replicas.get(layer, ()))]
         streamer = weights.streamers[pool.pool.name]
         return sum(u.held_pages for u in units if u.pool is pool.pool) + streamer.stages * streamer.stage_pages
 
@@ -559,6 +559,7 @@ class Machine(RuleBasedStateMachine):
             writer.join()
             assert not writer.wrong, writer.wrong
         self.views.clear()
+        self.evict({0, 1, 2})  # a limit that was set stays with its place, whose rows it then bounds
         self.rt.kv.resize(self.rt.kv.maximum_bytes)
         if self.tight:
             self.kept.clear()
