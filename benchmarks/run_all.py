@@ -29,6 +29,9 @@ BENCHMARKS = (
     "controller",
     "continuous",
     "migrate",
+    "replicate",
+    "planner",
+    "lending",
 )
 
 

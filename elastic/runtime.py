@@ -102,7 +102,7 @@ class Runtime(Migrating, Replicating):
         return Status(
             layers=len(self._weights.layers),
             places=tuple(pool.status() for pool in self._places),
-            kv=tuple(pool.status() for pool in self.kv.memory.pools),
+            kv=self.kv.memory.status(),
             residencies=self._weights.residencies(),
             host=host.status(),
             events=len(self._events),

@@ -218,6 +218,8 @@ class KVStatus:
     idle_bytes: int
     retained_bytes: int
     revision: int
+    share: float = 1.0
+    """Of the decoder layers, how many have their cache here; 0: none."""
 
 
 @dataclass(frozen=True)

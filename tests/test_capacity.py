@@ -135,3 +135,10 @@ def test_layers_that_wait_for_pages_return_when_the_cache_moves_away(wrapped: An
     assert set(rt.form()) == {"float32"}
     assert cache.get_seq_length() == length
     rt.check()
+
+
+def test_the_status_says_what_share_of_the_cache_is_where(wrapped: Any) -> None:
+    rt = wrapped(build("llama-gqa"), [small(16 << 20, "cpu#a"), small(16 << 20, "cpu#b")]).elastic
+    assert [kv.share for kv in rt.status().kv] == [1.0, 0.0]
+    rt.migrate_kv([0], "cpu#b")
+    assert [kv.share for kv in rt.status().kv] == pytest.approx([2 / 3, 1 / 3])

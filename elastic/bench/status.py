@@ -42,7 +42,7 @@ class ServerStatus:
 def parse_state(document: Mapping[str, Any], t_s: float) -> State:
     """The state in a status document."""
     traffic, status = document["traffic"], document["status"]
-    caches = status["kv"] if status else None
+    caches = [kv for kv in status["kv"] if kv.get("share", 1)] if status else None
     return State(
         t_s,
         traffic["waiting"],

@@ -94,9 +94,10 @@ def latencies(traffic: Traffic) -> Panel:
 
 
 def memory(status: Status) -> Memory:
-    """The KV cache over all places."""
+    """The KV cache over all places that have any of it."""
+    caches = [kv for kv in status.kv if kv.share]
     used, capacity, maximum = (
-        sum(getattr(kv, f"{name}_bytes") for kv in status.kv) for name in ("used", "capacity", "maximum")
+        sum(getattr(kv, f"{name}_bytes") for kv in caches) for name in ("used", "capacity", "maximum")
     )
     return Memory(used, capacity, maximum)
 

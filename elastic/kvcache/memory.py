@@ -17,6 +17,7 @@ from elastic.kvcache.layout import Geometry, Layout
 from elastic.kvcache.lease import Held, Lease
 from elastic.kvcache.pool import KVPool
 from elastic.kvcache.split import SplitLayer
+from elastic.types import KVStatus
 
 
 class KVMemory:
@@ -66,6 +67,11 @@ class KVMemory:
         groups = self._groups or [range(len(homes))]
         found = {pool: max(_part(pool, homes, group) for group in groups) for pool in self.pools}
         return {pool: share for pool, share in found.items() if share}
+
+    def status(self) -> tuple[KVStatus, ...]:
+        """Of every place."""
+        shares = self.shares()
+        return tuple(replace(pool.status(), share=float(shares.get(pool, 0))) for pool in self.pools)
 
     def tick(self) -> int:
         """A number above all earlier ones: the clock by which the longest unused caches are found."""

@@ -13,7 +13,7 @@ from elastic.controller.snapshot import Quantiles, Traffic
 from elastic.engines.engine import Engine
 from elastic.runtime import Runtime
 from elastic.server.status import variants
-from elastic.types import KINDS, Event, Status
+from elastic.types import KINDS, Event, KVStatus, Status
 
 _STATUSES = ("applied", "deferred", "stale")
 _WINDOWS = {"ttft": "ttft_s", "tpot": "tpot_s", "itl": "itl_s", "queue": "queued_s"}
@@ -72,9 +72,8 @@ class Collector:
         for word in ("used", "capacity", "limit", "maximum", "idle", "retained"):
             sizes: dict[Labels, float] = {(kv.place,): getattr(kv, f"{word}_bytes") for kv in now.kv}
             yield self._gauge(f"kv_{word}_bytes", f"KV cache: {word}.", sizes, ["place"])
-        used, capacity = (sum(getattr(kv, f"{w}_bytes") for kv in now.kv) for w in ("used", "capacity"))
-        share = used / capacity if capacity else float(bool(used))
-        yield self._gauge("kv_cache_usage_perc", "Used share of the KV capacity; 1 is all of it.", {(): share})
+        fullest = max((_use(kv) for kv in now.kv if kv.share), default=0.0)
+        yield self._gauge("kv_cache_usage_perc", "Used share of the KV capacity; 1 is all of it.", {(): fullest})
 
     def _changes(self, runtime: Runtime) -> Iterator[Metric]:
         done, pauses, moved = self._actions.read(runtime)
@@ -135,3 +134,7 @@ def _outcome(event: Event) -> str:
 def _quantiles(of: Quantiles) -> dict[str, float]:
     found = {"0.5": of.p50, "0.95": of.p95, "0.99": of.p99}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _use(kv: KVStatus) -> float:
+    return kv.used_bytes / kv.capacity_bytes if kv.capacity_bytes else float(bool(kv.used_bytes))
