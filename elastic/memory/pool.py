@@ -98,6 +98,8 @@ class PagePool:
         """`count` created pages for `owner`, all or none; parked ones first. Raises `CapacityError`."""
         self._make_room(count)
         with self._lock:
+            if count + len(self._in_creation) > self._unshown_pages:  # what is being created is needed too
+                self._none_in_creation.wait_for(lambda: not self._in_creation)
             self._require_room(owner, count)
             fresh_count = max(0, count - len(self._parked))
             pages = [heapq.heappop(self._parked) for _ in range(count - fresh_count)]

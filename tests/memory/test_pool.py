@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -291,3 +292,32 @@ def test_pages_that_are_held_back_are_nobodys_to_take() -> None:
     assert len(pool.take("kv", 4)) == 4
     pool.let_go("staging", 4)
     assert len(pool.take("kv", 4)) == 4
+
+
+def test_pages_that_are_being_created_are_waited_for_where_all_are_needed() -> None:
+    """Else they would be above the budget once they are there."""
+    pool = new_pool(8)
+    pool.ready_pages = 2
+    begun, go, create = threading.Event(), threading.Event(), pool.backend.create
+
+    def slowly(pages: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+        create(pages)
+
+    pool.backend.create = slowly  # type: ignore[method-assign]
+    creating = threading.Thread(target=pool.replenish)
+    creating.start()
+    assert begun.wait(60)
+    taken: list[int] = []
+    taking = threading.Thread(target=lambda: taken.extend(pool.take("kv", 8)))
+    taking.start()
+    taking.join(0.05)
+    go.set()
+    creating.join(60)
+    taking.join(60)
+    assert sorted(taken) == list(range(8))
+    assert (pool.parked_pages, pool.free_pages) == (0, 0)
+    pool.give_back(taken)
+    pool.check()
+    pool.close()
