@@ -40,12 +40,14 @@ def main() -> None:
     parser.add_argument("--machine", required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="+", default=BENCHMARKS, choices=BENCHMARKS)
+    parser.add_argument("--rounds", type=int, help="instead of each benchmark's own number")
     options = parser.parse_args()
     target = HERE / "results" / f"{options.machine}.json"
     results = json.loads(target.read_text()) if target.exists() else {}
     for name in options.only:
         print(f"== {name}", flush=True)
         command = [sys.executable, str(HERE / f"{name}.py"), "--device", options.device]
+        command += ["--rounds", str(options.rounds)] if options.rounds else []
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         print(out, flush=True)
         results[name] = json.loads(out.splitlines()[-1])
