@@ -77,7 +77,7 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
     runtime, there, found = model.elastic, f"{device}#b", []
     for count in counts:
         units = [runtime._weights.layers[i] for i in range(count)]
-        sources = [tensor for unit in units for tensor in unit.block.show(unit.layout).values()]
+        sources = [tensor.clone() for unit in units for tensor in unit.block.show(unit.layout).values()]
         targets = [torch.empty_like(tensor).fill_(0) for tensor in sources]
 
         def plain(pairs: list[Any]) -> None:
@@ -114,13 +114,14 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     on_cpu = options.device == "cpu"
     shape = (256, 512, 4) if options.quick else (1024, 2816, 12) if on_cpu else (5120, 13824, 40)
-    sizes = (16, 8) if options.quick else (64, 64)
-    batches = (8, 16) if options.quick else (8, 16, 32, 64)
+    sizes = (16, 8) if options.quick else (64, 24)
+    batches = (8, 16) if options.quick else (8, 16, 32)
     counts = [1, 2] if options.quick else [1, 3, 6, 12] if on_cpu else [1, 10, 20, 30, 40]
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model = small_model(*shape, dtype, options.device)
     gib = 4 if on_cpu else 60
-    elastic.wrap(model, places=[f"{options.device}#a={gib}GiB", f"{options.device}#b={gib}GiB"])
+    places = [f"{options.device}#{label}={gib}GiB" for label in "ab"]
+    elastic.wrap(model, places=places, kv_layout="batch_major" if on_cpu else None)  # one mapping a sequence
     shared = [throughput(model, options.device, batch, sizes, options.rounds) for batch in batches]
     copied = copies(model, options.device, counts, options.rounds)
     elastic.unwrap(model)
