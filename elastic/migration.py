@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-from elastic.hooks.weights import ModelWeights
+from elastic.acting import Acting, Layers
 from elastic.results import together
 from elastic.types import Action, Change, Migrate, MigrateKV
 
-Layers = int | str | Iterable[int | str]
 
-
-class Migrating:
+class Migrating(Acting):
     """The part of a runtime that has weights and KV caches at other places."""
-
-    _weights: ModelWeights
-
-    def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
-        """Do actions, all or none."""
-        raise NotImplementedError
 
     @overload
     def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: Literal[True] = True) -> Change: ...

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
+from elastic.acting import Acting, Layers
 from elastic.hooks.actions import Waiting
 from elastic.hooks.replicate import ReplicaMechanism
 from elastic.hooks.rows import parameter_names
@@ -16,12 +16,10 @@ from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.timeline import PartTime
 from elastic.hooks.weights import ModelWeights
 from elastic.memory.copying import Pace
-from elastic.types import Action, Change, Evict, Replicate
+from elastic.types import Change, Evict, Replicate
 
 if TYPE_CHECKING:
     from elastic.kvcache.memory import KVMemory
-
-Layers = int | str | Iterable[int | str]
 
 
 def replication(
@@ -43,14 +41,8 @@ def replication(
     return mechanism
 
 
-class Replicating:
+class Replicating(Acting):
     """The part of a runtime that adds copies of layers at other places, and takes them away."""
-
-    _weights: ModelWeights
-
-    def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
-        """Do actions, all or none."""
-        raise NotImplementedError
 
     @property
     def replicated(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal, overload
 
+from elastic.acting import Layers
 from elastic.config import SLO
 from elastic.controller.counters import Counters
 from elastic.controller.monitor import Monitor
@@ -29,7 +30,7 @@ from elastic.kvcache.control import KV
 from elastic.memory.host import host
 from elastic.memory.pool import PagePool
 from elastic.migration import Migrating
-from elastic.replication import Layers, Replicating
+from elastic.replication import Replicating
 from elastic.results import together
 from elastic.types import (
     Action,

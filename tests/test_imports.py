@@ -12,7 +12,18 @@ import elastic
 ROOT = Path(elastic.__file__).parent
 LEAVES = {"types", "errors", "config"}
 MIDDLE = {"hooks", "kvcache", "quant", "controller"}
-TOP = {"assembly", "calibration", "options", "wrap", "control", "migration", "replication", "runtime", "worker"}
+TOP = {
+    "acting",
+    "assembly",
+    "calibration",
+    "options",
+    "wrap",
+    "control",
+    "migration",
+    "replication",
+    "runtime",
+    "worker",
+}
 BELOW = {
     **dict.fromkeys(LEAVES, LEAVES),
     "memory": LEAVES | {"memory"},

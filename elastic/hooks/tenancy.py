@@ -75,7 +75,9 @@ class Tenancy:
         if not block.hide():
             return block.abandon(partial(self._lender.lend, unit.pool.name))
         block.rest()
-        self._resting[_key(unit)] = block
+        earlier, self._resting[_key(unit)] = self._resting.get(_key(unit)), block
+        if earlier is not None:
+            earlier.close()
         return block.pages
 
     def lend(self, unit: LayerWeights, pages: int) -> None:
