@@ -248,6 +248,8 @@ def _install(
     hooks, attention = ModelHooks(gate, Caches(memory), weights, run.generations), AttentionSwitch(model)
     stack.callback(hooks.remove)
     hooks.install(decoder)
+    if len(weights.streamers) > 1:
+        hooks.let_stand_in(decoder)
     stack.callback(attention.remove)
     attention.install()
     memory.attention_follows = attention.everywhere

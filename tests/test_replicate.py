@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 import threading
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import elastic
 from elastic import CapacityError, ConfigError, StateError
+from elastic.hooks import runs
+from elastic.hooks.shares import Speeds
 from elastic.kvcache.split import SplitLayer
 from elastic.memory import copying, places
 from elastic.memory.faulty import CALLS, FaultyBackend
@@ -101,6 +104,70 @@ def test_replicas_come_and_go_in_mid_generation(architecture: str, batch: int, w
     assert_same_bits(model, before)
     elastic.unwrap(model)
     assert_same_bits(model, before)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@torch.no_grad()
+def test_one_row_is_computed_at_the_best_place_alone(architecture: str, monkeypatch: Any, wrapped: Any) -> None:
+    """And goes to another one in mid-generation, its KV with it, where that has become better."""
+    model, choose, layers = build(architecture), random.Random(architecture), replicable(architecture)
+    inputs = prompt(1, length=28)
+    tokens = torch.randint(3, 96, (1, 3 * STEPS), generator=torch.Generator().manual_seed(5))
+    plain = decode(model, inputs, tokens)
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate(layers, "cpu#b")
+    rt.replicate(layers, "cpu#c")
+    monkeypatch.setattr(Speeds, "best_alone", lambda self, places, present=None: choose.randrange(len(places)))
+    monkeypatch.setattr(runs, "LOOK_EVERY", 2)
+    logits = decode(model, inputs, tokens)
+    assert (logits - plain).abs().max() < 1e-4
+    seen = rt.passes()
+    assert all(len(parts) == 1 for parts in seen)
+    assert {parts[0].place for parts in seen} >= {"cpu#b", "cpu#c"}
+    rt.check()
+
+
+@torch.no_grad()
+def test_a_row_finds_out_which_place_is_best(wrapped: Any) -> None:
+    """Its first generations try the places; it stays where it is, unless another is clearly faster."""
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([0, 1, 2], "cpu#b")
+    tried = []
+    for _ in range(2):
+        before = len(rt.passes())
+        decode(model, prompt(1), torch.ones(1, STEPS, dtype=torch.long))
+        tried.append({parts[0].place for parts in rt.passes()[before:]})
+    assert tried == [{"cpu#a"}, {"cpu#b"}]
+
+
+@torch.no_grad()
+def test_a_forward_that_fails_in_a_layers_place_is_forgotten(monkeypatch: Any, wrapped: Any) -> None:
+    model = build("llama-gqa")
+    expected = model(**prompt(1)).logits
+    rt = wrapped(model, three_places()).elastic
+    rt.replicate([1, 2], "cpu#b")
+    monkeypatch.setattr(Speeds, "best_alone", lambda self, places, present=None: 1)
+    fails = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**prompt(1))
+    fails.remove()
+    rt.evict([1, 2], "cpu#b")
+    assert torch.equal(model(**prompt(1)).logits, expected)
+
+
+def test_a_layers_dispatcher_goes_as_it_came(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    expected = model(**prompt(1)).logits
+    wrapped(model, three_places())
+    assert all("forward" in layer.__dict__ for layer in model.model.layers)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    elastic.unwrap(model)
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+    assert torch.equal(other(**prompt(1)).logits, expected)
+    wrapped(other, three_places())
+    elastic.unwrap(other)
+    assert torch.equal(other(**prompt(1)).logits, expected)
 
 
 class Acting(LogitsProcessor):

@@ -49,6 +49,21 @@ def test_rows_with_a_cache_move_only_where_it_pays() -> None:
     assert share_out(8, [1.0, 1.0], present=(8, 0)) == (4, 4)
 
 
+def test_one_row_tries_the_places_and_stays_unless_another_is_clearly_faster() -> None:
+    speeds, places = Speeds(), ["a", "b", "c"]
+    assert speeds.best_alone(places) == 0
+    assert speeds.best_alone(places, present=2) == 2
+    for place, seconds in (("a", 2.0), ("b", 1.9), ("c", 1.0)):
+        assert speeds.best_alone(places) == places.index(place)
+        for _ in range(WARM_UP):
+            speeds.measured_alone(place, 50.0)
+        assert not speeds.knows_alone(place)
+        speeds.measured_alone(place, seconds)
+    assert speeds.best_alone(places[:2]) == 0
+    assert speeds.best_alone(places[:2], present=1) == 1
+    assert speeds.best_alone(places, present=1) == 2
+
+
 def test_speeds_are_averages_of_what_was_seen_together() -> None:
     speeds = Speeds()
     assert speeds.of(["a", "b"]) == [1.0, 1.0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.gate import Gate
 from elastic.hooks.generations import Generations
+from elastic.hooks.stand_in import install, remove
 from elastic.hooks.structure import Decoder
 from elastic.hooks.weights import ModelWeights
 
@@ -62,6 +64,7 @@ class ModelHooks:
         self._weights = weights
         self._generations = generations
         self._handles: list[RemovableHandle] = []
+        self._dispatching: list[weakref.ref[nn.Module]] = []
 
     def install(self, decoder: Decoder) -> None:
         for root in decoder.roots:
@@ -74,8 +77,18 @@ class ModelHooks:
                 hook: Any = AsInTheCheckpoint(self._weights, index)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
+    def let_stand_in(self, decoder: Decoder) -> None:
+        """Have replicas called in the places of layers, where that is the best place."""
+        for layer in decoder.layers:
+            install(layer)
+            self._dispatching.append(weakref.ref(layer))
+
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
+        while self._dispatching:
+            layer = self._dispatching.pop()()
+            if layer is not None:
+                remove(layer)
         while self._handles:
             self._handles.pop().remove()
 

@@ -20,6 +20,7 @@ from elastic.hooks.layer import LayerWeights
 from elastic.hooks.release import require_no_gradients
 from elastic.hooks.runs import Replica, Runs
 from elastic.hooks.skeleton import Skeleton
+from elastic.hooks.stand_in import dispatches
 from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.weights import ModelWeights
 from elastic.memory.copying import Pace
@@ -215,7 +216,9 @@ class ReplicaMechanism:
             raise StateError("the model is gone")
         skeleton = Skeleton(module)
         self._tenancy.take(unit)
-        prepared.replicas[layer] = Replica(unit, skeleton, self._lane(unit.pool), self._version(layer))
+        prepared.replicas[layer] = Replica(
+            unit, skeleton, self._lane(unit.pool), dispatches(module), self._version(layer)
+        )
         self._weights.streamer(unit).copier.copy(self._pairs(layer, unit), self._pace).finish()
         skeleton.put(unit.slots, unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout)))
         skeleton.bring_buffers(unit.pool.backend.device)

@@ -21,10 +21,11 @@ from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.lanes import Lane, Mark, Part, add_marks, mark, use_threads
 from elastic.hooks.layer import LayerWeights
-from elastic.hooks.rows import Inputs, NotByRows, Rows, gather
+from elastic.hooks.rows import Inputs, NotByRows, Rows, gather, hidden_of
 from elastic.hooks.shares import Speeds, balanced, share_out
 from elastic.hooks.skeleton import Skeleton
-from elastic.hooks.timeline import PartTime, Timeline
+from elastic.hooks.stand_in import call_instead
+from elastic.hooks.timeline import Learn, PartTime, Timeline
 from elastic.hooks.weights import ModelWeights
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Replica:
     unit: LayerWeights
     skeleton: Skeleton
     lane: Lane
+    stands_in: bool
+    """Whether it can be called in its layer's place."""
     version: int
     """How often its layer had been written when its bytes were copied."""
 
@@ -76,6 +79,9 @@ class Run:
         home = weights.layers[first].pool
         self.home, self.device = home.name, home.backend.device
         self.places: tuple[str | None, ...] = (HOME, *(lane.place for lane in self.lanes))
+        self.names = (home.name, *(lane.place for lane in self.lanes))
+        self.stand_in = all(replica.stands_in for by_place in replicas for replica in by_place.values())
+        """Whether replicas can be called in their layers' places."""
         self.passes = 0
         self._units = [unit for layer in self.layers for unit in weights.units(layer)]
         self._version = sum(min(replica.version for replica in by_place.values()) for by_place in replicas)
@@ -90,7 +96,10 @@ class Run:
 
 
 class Flight:
-    """One pass of a batch through a run."""
+    """One pass of a batch through a run.
+
+    `here`, the first place that has rows, computes them in this thread, the others theirs in their lanes.
+    """
 
     def __init__(self, run: Run, inputs: Inputs, counts: Sequence[int], caches: Sequence[Any]) -> None:
         self.run = run
@@ -100,12 +109,15 @@ class Flight:
         batch, stops = sum(counts), [sum(counts[: i + 1]) for i in range(len(counts))]
         devices = [run.device, *(lane.device for lane in run.lanes)]
         rows = [Rows(b - n, b, batch, d) for b, n, d in zip(stops, counts, devices, strict=True)]
-        self._rows, self._cache, self._hidden = rows[0], caches[0], rows[0].take(inputs.hidden)
+        here = next(place for place, count in enumerate(counts) if count)
+        self._place, self._name, self._device = run.places[here], run.names[here], devices[here]
+        self._rows, self._cache, self._hidden = rows[here], caches[here], rows[here].take(inputs.hidden)
+        self._lone_step = inputs.hidden.shape[:2] == (1, 1)
         self._share = self._divide([d for d, count in zip(devices, counts, strict=True) if count])
         self._parts = [
             Part(lane, its, inputs.hidden, cache, self._share)
             for lane, its, cache in zip(run.lanes, rows[1:], caches[1:], strict=True)
-            if its.count
+            if its.count and its is not self._rows
         ]
 
     def enter(self, layer: int, inputs: Inputs) -> tuple[Args, Kwargs]:
@@ -119,16 +131,17 @@ class Flight:
         theirs = [inputs.take(part.rows, part.cache) for part in self._parts]
         for part, its in zip(self._parts, theirs, strict=True):
             part.step(self.run.replicas[self._at][part.lane.place].skeleton.module, its)
-        call = own.call(inputs.hidden if self._at else self._hidden)
-        use_threads(self.run.device, self._share)
+        use_threads(self._device, self._share)
         compute_part(self._rows.count, self._rows.batch)
-        self._began = mark(self.run.device)
-        return call
+        call_instead(self.run.replicas[self._at][self._place].skeleton.module if self._place is not HOME else None)
+        self._began = mark(self._device)
+        return own.call(inputs.hidden if self._at and self._place is HOME else self._hidden)
 
     def leave(self, output: Any) -> Any:
         """The own forward of the layer has ended: after the last one, the output for all rows."""
-        add_marks(self._marks, self._began, mark(self.run.device))
+        add_marks(self._marks, self._began, mark(self._device))
         compute_all()
+        self._hidden = hidden_of(output)
         self._at += 1
         return None if not self.ended else self._gather(output)
 
@@ -140,18 +153,21 @@ class Flight:
         """The forward pass has ended half way: return when nothing is computed for it any more."""
         for part in self._parts:
             part.join()
-        use_threads(self.run.device, self._threads)
+        use_threads(self._device, self._threads)
         compute_all()
+        call_instead(None)
 
     def times(self) -> list[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]]:
         """Of each place its rows, and when it computed them."""
         others = [(part.lane.place, part.lane.device, part.rows.count, part.marks) for part in self._parts]
-        return [(self.run.home, self.run.device, self._rows.count, self._marks), *others]
+        return [(self._name, self._device, self._rows.count, self._marks), *others]
 
     @property
-    def everywhere(self) -> bool:
-        """Whether every place has rows."""
-        return len(self._parts) == len(self.run.lanes)
+    def learn(self) -> Learn:
+        """What its times tell."""
+        if len(self._parts) == len(self.run.lanes):
+            return "together"
+        return "alone" if self._lone_step else "nothing"
 
     def _gather(self, output: Any) -> Any:
         try:
@@ -256,7 +272,7 @@ class Runs:
             if flight.ended:
                 self._mine.flight = None
         if flight.ended:
-            self.timeline.passed(flight.times(), len(flight.run.layers), flight.everywhere)
+            self.timeline.passed(flight.times(), len(flight.run.layers), flight.learn)
         return gathered
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -285,14 +301,21 @@ class Runs:
                 self._tell(f"layers {run.layers} are computed at one place: their KV cache cannot be split by rows now")
                 return None
             caches = found
-        return Flight(run, inputs, counts, caches) if any(counts[1:]) else None
+        return Flight(run, inputs, counts, caches) if any(counts[1:]) or self._to_be_timed(run, hidden) else None
 
     def _counts(self, run: Run, batch: int, present: tuple[int, ...] | None) -> tuple[int, ...]:
         """The rows of each place. Those of a running generation are thought over now and then only."""
         run.passes += 1
         if present is not None and balanced(present) and run.passes % LOOK_EVERY:
             return present
-        return share_out(batch, self._speeds.of([run.home, *(lane.place for lane in run.lanes)]), present)
+        if batch == 1 and run.stand_in:
+            best = self._speeds.best_alone(run.names, None if present is None else present.index(1))
+            return tuple(int(place == best) for place in range(len(run.names)))
+        return share_out(batch, self._speeds.of(run.names), present)
+
+    def _to_be_timed(self, run: Run, hidden: torch.Tensor) -> bool:
+        """Whether this is a step of one row at the layers' own place, and it is not known how long that takes."""
+        return hidden.shape[:2] == (1, 1) and run.stand_in and not self._speeds.knows_alone(run.home)
 
     def _tell(self, message: str) -> None:
         """Once."""

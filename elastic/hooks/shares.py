@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 WEIGHT = 0.2
@@ -13,11 +14,16 @@ GAIN = 0.8
 
 
 class Speeds:
-    """Seconds that each place takes for a row: a moving average over passes in which all of them took part."""
+    """Seconds that each place takes for a row: a moving average over passes in which all of them took part.
+
+    Those of one row by itself are known apart: by its decode steps.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._seen: dict[frozenset[str], int] = {}
+        self._alone: dict[str, float] = {}
+        self._steps: Counter[str] = Counter()
 
     def measured(self, seconds_per_row: Mapping[str, float]) -> None:
         """What the places took, side by side in one pass."""
@@ -28,6 +34,28 @@ class Speeds:
         for place, seconds in seconds_per_row.items():
             before = self._seconds.get(place, seconds)
             self._seconds[place] = before + WEIGHT * (seconds - before)
+
+    def measured_alone(self, place: str, seconds: float) -> None:
+        """What one row took for a decode step through a layer."""
+        self._steps[place] += 1
+        if self._steps[place] > WARM_UP:
+            before = self._alone.get(place, seconds)
+            self._alone[place] = before + WEIGHT * (seconds - before)
+
+    def knows_alone(self, place: str) -> bool:
+        return place in self._alone
+
+    def best_alone(self, places: Sequence[str], present: int | None = None) -> int:
+        """Where one row is computed: where it is, or at the first place, unless another is clearly faster.
+
+        A row that has no KV cache yet goes where it is not known how fast that is.
+        """
+        unknown = [index for index, place in enumerate(places) if not self.knows_alone(place)]
+        if unknown:
+            return unknown[0] if present is None else present
+        stays = present or 0
+        best = min(range(len(places)), key=lambda index: self._alone[places[index]])
+        return best if self._alone[places[best]] < GAIN * self._alone[places[stays]] else stays
 
     def of(self, places: Sequence[str]) -> list[float]:
         """Seconds for a row; all alike as long as one of them is unknown."""

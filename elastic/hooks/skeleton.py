@@ -11,6 +11,7 @@ from torch import nn
 
 from elastic.errors import ConfigError
 from elastic.hooks.slots import Content, Slot
+from elastic.hooks.stand_in import dispatches, remove
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -41,6 +42,8 @@ class Skeleton:
             memo |= {id(t): t for t in (*tensors, getattr(module, "config", None)) if t is not None}
             memo |= {id(hooks): OrderedDict() for name in _HOOKS if (hooks := module.__dict__.get(name)) is not None}
         self.module: nn.Module = copy.deepcopy(original, memo)
+        for module in self.module.modules():
+            remove(module)
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 
     def put(self, slots: Mapping[str, Slot], contents: Mapping[str, Content]) -> None:
@@ -67,7 +70,7 @@ class Skeleton:
 def _require_own_forward(layer: nn.Module) -> None:
     """A `forward` on an instance is bound to it: what its copy calls would be the original."""
     for name, module in layer.named_modules():
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ and not dispatches(module):
             raise ConfigError(
                 f"{name or type(layer).__name__} has a forward method of its own, put there by another library: this "
                 "layer cannot be replicated; remove it (accelerate: remove_hook_from_module) before elastic.wrap"

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,8 @@ from elastic.hooks.lanes import Mark
 from elastic.hooks.shares import Speeds
 
 KEPT = 256
+Learn = Literal["together", "alone", "nothing"]
+"""All places of a run took part, so they can be compared; one place did a decode step of one row; neither."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,16 @@ class Timeline:
         self._speeds = speeds
         self._lock = threading.Lock()
         self._passes: deque[tuple[PartTime, ...]] = deque(maxlen=KEPT)
-        self._pending: deque[tuple[bool, list[_Pending]]] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[Learn, list[_Pending]]] = deque(maxlen=KEPT)
         self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
 
     def passed(
-        self, parts: Sequence[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]], layers: int, every: bool
+        self, parts: Sequence[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]], layers: int, learn: Learn
     ) -> None:
-        """Of each place its rows and marks; `every`: all places of the run took part, so they can be compared."""
+        """Of each place its rows and marks, and what there is to learn from them."""
         pending = [_Pending(place, device, rows, layers, marks) for place, device, rows, marks in parts]
         with self._lock:
-            self._pending.append((every, pending))
+            self._pending.append((learn, pending))
             self._resolve()
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -66,11 +69,14 @@ class Timeline:
 
     def _resolve(self) -> None:
         while self._pending and all(map(_reached, self._pending[0][1])):
-            every, pending = self._pending.popleft()
+            learn, pending = self._pending.popleft()
             parts = tuple(map(self._read, pending))
             self._passes.append(parts)
-            if every:
-                self._speeds.measured({part.place: part.seconds / part.rows / part.layers for part in parts})
+            seconds = {part.place: part.seconds / part.rows / part.layers for part in parts}
+            if learn == "together":
+                self._speeds.measured(seconds)
+            elif learn == "alone":
+                self._speeds.measured_alone(parts[0].place, seconds[parts[0].place])
 
     def _read(self, part: _Pending) -> PartTime:
         spans = tuple((self._seconds(a, part.device), self._seconds(b, part.device)) for a, b in part.marks)
