@@ -3,7 +3,7 @@
 (CoCoServe, section 3.2.) The layer's own forward gets its own rows and goes on through the model's loop with them; the
 replicas of each other place compute theirs beside it, in its lane, layer after layer. Nothing is exchanged in between.
 Where a forward pass wants to see what layers return, or gives them what is not known to belong to rows, the layers' own
-place computes all rows.
+place computes all rows. Where one row holds the tokens of many requests, the requests are shared out (`spans.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +21,10 @@ from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.lanes import Lane, Mark, Part, add_marks, mark, use_threads
 from elastic.hooks.layer import LayerWeights
-from elastic.hooks.rows import Inputs, NotByRows, Rows, gather
-from elastic.hooks.shares import Speeds, balanced, share_out
+from elastic.hooks.rows import BY_ROWS, Inputs, NotByRows, Reading, Rows, gather
+from elastic.hooks.shares import Speeds, balanced, share_out, share_requests
 from elastic.hooks.skeleton import Skeleton
+from elastic.hooks.spans import BY_REQUESTS, RequestCache, request_cache
 from elastic.hooks.timeline import PartTime, Timeline
 from elastic.hooks.weights import ModelWeights
 
@@ -91,14 +93,24 @@ class Run:
 class Flight:
     """One pass of a batch through a run."""
 
-    def __init__(self, run: Run, inputs: Inputs, counts: Sequence[int], caches: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        inputs: Inputs,
+        counts: Sequence[int],
+        caches: Sequence[Any],
+        reading: Reading = BY_ROWS,
+        *,
+        alike: bool = True,
+    ) -> None:
         self.run = run
+        self._alike = alike
         self._at = 0
         self._marks: list[tuple[Mark, Mark]] = []
         self._threads = torch.get_num_threads()
         batch, stops = sum(counts), [sum(counts[: i + 1]) for i in range(len(counts))]
         devices = [run.device, *(lane.device for lane in run.lanes)]
-        rows = [Rows(b - n, b, batch, d) for b, n, d in zip(stops, counts, devices, strict=True)]
+        rows = [Rows(b - n, b, batch, d, reading) for b, n, d in zip(stops, counts, devices, strict=True)]
         self._rows, self._cache, self._hidden = rows[0], caches[0], rows[0].take(inputs.hidden)
         self._share = self._divide([d for d, count in zip(devices, counts, strict=True) if count])
         self._parts = [
@@ -145,16 +157,17 @@ class Flight:
         return [(self.run.home, self.run.device, self._rows.count, self._marks), *others]
 
     @property
-    def everywhere(self) -> bool:
-        """Whether every place has rows."""
-        return len(self._parts) == len(self.run.lanes)
+    def comparable(self) -> bool:
+        """Whether every place has rows, and they are alike, so that seconds for a row can be compared."""
+        return self._alike and len(self._parts) == len(self.run.lanes)
 
     def _gather(self, output: Any) -> Any:
         try:
             outputs = [output, *(part.finish(self.run.device) for part in self._parts)]
         finally:
             self.abort()
-        return gather(outputs, [self._rows.count, *(part.rows.count for part in self._parts)], self.run.device)
+        counts = [self._rows.count, *(part.rows.count for part in self._parts)]
+        return gather(outputs, counts, self.run.device, self._rows.reading.axis)
 
     def _divide(self, devices: Sequence[torch.device]) -> int:
         """Threads for each place on a CPU, so that they are no more together than one place had."""
@@ -252,7 +265,7 @@ class Runs:
             if flight.ended:
                 self._mine.flight = None
         if flight.ended:
-            self.timeline.passed(flight.times(), len(flight.run.layers), flight.everywhere)
+            self.timeline.passed(flight.times(), len(flight.run.layers), flight.comparable)
         return gathered
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -269,6 +282,9 @@ class Runs:
                 "torch.no_grad()"
             )
         run.require_unwritten()
+        requests = request_cache(inputs)
+        if requests is not None:
+            return self._scatter_requests(run, inputs, requests)
         cache = inputs.cache
         present = None if cache is None else self._caches.rows(cache, run.first, run.places)
         if present is not None and sum(present) != hidden.shape[0]:
@@ -278,17 +294,33 @@ class Runs:
         if cache is not None:
             found = self._caches.split(cache, run.layers, list(zip(run.places, counts, strict=True)))
             if found is None:
-                self._tell(f"layers {run.layers} are computed at one place: their KV cache cannot be split by rows now")
+                if any(counts[1:]):
+                    self._tell(f"layers {run.layers} are computed at one place: their KV cache cannot be split by rows")
                 return None
             caches = found
         return Flight(run, inputs, counts, caches) if any(counts[1:]) else None
+
+    def _scatter_requests(self, run: Run, inputs: Inputs, cache: RequestCache) -> Flight | None:
+        """Each place computes some requests of an engine's batch; their KV cache stays where it is."""
+        tokens = cache.new_tokens()
+        shares = share_requests(tokens, self._seconds(run))
+        cuts = list(pairwise(accumulate(shares, initial=0)))
+        counts = [sum(tokens[start:stop]) for start, stop in cuts]
+        if not any(counts[1:]):
+            return None
+        caches = [cache.of_requests(start, stop) if stop > start else None for start, stop in cuts]
+        return Flight(run, inputs, counts, caches, BY_REQUESTS, alike=len(set(tokens)) == 1)
+
+    def _seconds(self, run: Run) -> list[float]:
+        """That each place takes for a row."""
+        return self._speeds.of([run.home, *(lane.place for lane in run.lanes)])
 
     def _counts(self, run: Run, batch: int, present: tuple[int, ...] | None) -> tuple[int, ...]:
         """The rows of each place. Those of a running generation are thought over now and then only."""
         run.passes += 1
         if present is not None and balanced(present) and run.passes % LOOK_EVERY:
             return present
-        return share_out(batch, self._speeds.of([run.home, *(lane.place for lane in run.lanes)]), present)
+        return share_out(batch, self._seconds(run), present)
 
     def _tell(self, message: str) -> None:
         """Once."""

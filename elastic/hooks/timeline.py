@@ -22,6 +22,7 @@ class PartTime:
 
     place: str
     rows: int
+    """Under an engine, tokens."""
     layers: int
     spans_s: tuple[tuple[float, float], ...]
     """Seconds of `time.perf_counter` from beginning to end: of each layer; on CUDA of all together."""
@@ -53,7 +54,7 @@ class Timeline:
     def passed(
         self, parts: Sequence[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]], layers: int, every: bool
     ) -> None:
-        """Of each place its rows and marks; `every`: all places of the run took part, so they can be compared."""
+        """Of each place its rows and marks; `every`: all places of the run took part, in what can be compared."""
         pending = [_Pending(place, device, rows, layers, marks) for place, device, rows, marks in parts]
         with self._lock:
             self._pending.append((every, pending))
