@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
@@ -79,8 +80,8 @@ def _cut(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
     cuts = [0]
     for speed, left in zip(speeds[:-1], range(len(seconds) - 1, 0, -1), strict=True):
         wanted = ends[-1] * speed / speeds[-1]
-        possible = range(cuts[-1] + 1, len(ends) - left)
-        cuts.append(min(possible, key=lambda cut: abs(ends[cut] - wanted)))
+        cut = bisect_left(ends, wanted, first := cuts[-1] + 1, len(ends) - 1 - left)
+        cuts.append(cut - 1 if cut > first and wanted - ends[cut - 1] < ends[cut] - wanted else cut)
     return [*cuts, len(ends) - 1]
 
 
