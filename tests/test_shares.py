@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.hooks.shares import WARM_UP, Speeds, share_out, share_requests
+from elastic.hooks.shares import WARM_UP, Speeds, share_out
 
 SECONDS = st.floats(0.01, 100)
 
@@ -47,40 +47,6 @@ def test_rows_with_a_cache_move_only_where_it_pays() -> None:
     assert share_out(8, [1.0, 1.2], present=(4, 4)) == (4, 4)
     assert share_out(8, [1.0, 3.0], present=(4, 4)) == (6, 2)
     assert share_out(8, [1.0, 1.0], present=(8, 0)) == (4, 4)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seconds", "requests"),
-    [
-        ([1] * 8, [1, 1], (4, 4)),
-        ([1] * 9, [1, 1, 1], (3, 3, 3)),
-        ([1] * 9, [1, 2], (6, 3)),
-        ([1] * 16, [1, 1.2], (8, 8)),  # hardly faster: all places get alike
-        ([1, 1, 1, 1, 60], [1, 1], (4, 1)),
-        ([60, 1, 1, 1, 1], [1, 1], (1, 4)),
-        ([1, 1, 60], [1, 100], (2, 1)),  # it is still measured
-        ([1, 60, 1], [1, 1, 1], (1, 1, 1)),
-        ([40], [100, 1], (1, 0)),  # the first place's layer is called in any case
-        ([5, 5], [1, 5, 1], (1, 0, 1)),
-    ],
-)
-def test_requests_go_whole_and_in_order(tokens: list[int], seconds: list[float], requests: tuple[int, ...]) -> None:
-    assert share_requests(tokens, seconds) == requests
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.lists(SECONDS, min_size=1, max_size=4))
-def test_every_place_gets_requests_as_far_as_there_are_some(tokens: list[int], seconds: list[float]) -> None:
-    requests = share_requests(tokens, seconds)
-    assert sum(requests) == len(tokens)
-    assert requests[0] > 0
-    assert sum(map(bool, requests)) == min(len(tokens), len(seconds))
-
-
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=20))
-def test_no_other_cut_between_two_alike_places_is_faster(tokens: list[int]) -> None:
-    first = share_requests(tokens, [1, 1])[0]
-    longest = [max(sum(tokens[:cut]), sum(tokens[cut:])) for cut in range(1, len(tokens))]
-    assert longest[first - 1] == min(longest)
 
 
 def test_speeds_are_averages_of_what_was_seen_together() -> None:

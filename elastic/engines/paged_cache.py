@@ -166,6 +166,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
     def close(self) -> None:
         """Give the memory back."""
         with self.memory.lock:
+            self._seen = {}
             for allocator in self.cache_allocators.values():
                 allocator.drop()
             self.memory.close()

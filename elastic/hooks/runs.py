@@ -21,8 +21,9 @@ from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.lanes import Lane, Mark, Part, add_marks, mark, use_threads
 from elastic.hooks.layer import LayerWeights
+from elastic.hooks.requests import TokenSpeeds, share_requests
 from elastic.hooks.rows import BY_ROWS, Inputs, NotByRows, Reading, Rows, gather
-from elastic.hooks.shares import Speeds, balanced, share_out, share_requests
+from elastic.hooks.shares import Speeds, balanced, share_out
 from elastic.hooks.skeleton import Skeleton
 from elastic.hooks.spans import BY_REQUESTS, RequestCache, request_cache
 from elastic.hooks.timeline import PartTime, Timeline
@@ -100,11 +101,8 @@ class Flight:
         counts: Sequence[int],
         caches: Sequence[Any],
         reading: Reading = BY_ROWS,
-        *,
-        alike: bool = True,
     ) -> None:
         self.run = run
-        self._alike = alike
         self._at = 0
         self._marks: list[tuple[Mark, Mark]] = []
         self._threads = torch.get_num_threads()
@@ -157,9 +155,14 @@ class Flight:
         return [(self.run.home, self.run.device, self._rows.count, self._marks), *others]
 
     @property
-    def comparable(self) -> bool:
-        """Whether every place has rows, and they are alike, so that seconds for a row can be compared."""
-        return self._alike and len(self._parts) == len(self.run.lanes)
+    def everywhere(self) -> bool:
+        """Whether every place has rows."""
+        return len(self._parts) == len(self.run.lanes)
+
+    @property
+    def by_requests(self) -> bool:
+        """Whether what it has for rows are tokens of requests."""
+        return self._rows.reading is BY_REQUESTS
 
     def _gather(self, output: Any) -> Any:
         try:
@@ -200,7 +203,8 @@ class Runs:
         self._replicated: tuple[int, ...] = ()
         self._mine = threading.local()  # .flight, .scattering
         self._speeds = Speeds()
-        self.timeline = Timeline(self._speeds)
+        self._token_speeds = TokenSpeeds()
+        self.timeline = Timeline(self._speeds, self._token_speeds)
         self._told: set[str] = set()
 
     @property
@@ -265,7 +269,8 @@ class Runs:
             if flight.ended:
                 self._mine.flight = None
         if flight.ended:
-            self.timeline.passed(flight.times(), len(flight.run.layers), flight.comparable)
+            times, layers = flight.times(), len(flight.run.layers)
+            self.timeline.passed(times, layers, flight.everywhere, tokens=flight.by_requests)
         return gathered
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -303,24 +308,20 @@ class Runs:
     def _scatter_requests(self, run: Run, inputs: Inputs, cache: RequestCache) -> Flight | None:
         """Each place computes some requests of an engine's batch; their KV cache stays where it is."""
         tokens = cache.new_tokens()
-        shares = share_requests(tokens, self._seconds(run))
+        shares = share_requests(tokens, self._token_speeds.of([run.home, *(lane.place for lane in run.lanes)]))
         cuts = list(pairwise(accumulate(shares, initial=0)))
         counts = [sum(tokens[start:stop]) for start, stop in cuts]
         if not any(counts[1:]):
             return None
         caches = [cache.of_requests(start, stop) if stop > start else None for start, stop in cuts]
-        return Flight(run, inputs, counts, caches, BY_REQUESTS, alike=len(set(tokens)) == 1)
-
-    def _seconds(self, run: Run) -> list[float]:
-        """That each place takes for a row."""
-        return self._speeds.of([run.home, *(lane.place for lane in run.lanes)])
+        return Flight(run, inputs, counts, caches, BY_REQUESTS)
 
     def _counts(self, run: Run, batch: int, present: tuple[int, ...] | None) -> tuple[int, ...]:
         """The rows of each place. Those of a running generation are thought over now and then only."""
         run.passes += 1
         if present is not None and balanced(present) and run.passes % LOOK_EVERY:
             return present
-        return share_out(batch, self._seconds(run), present)
+        return share_out(batch, self._speeds.of([run.home, *(lane.place for lane in run.lanes)]), present)
 
     def _tell(self, message: str) -> None:
         """Once."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.hooks.lanes import Mark
+from elastic.hooks.requests import TokenSpeeds
 from elastic.hooks.shares import Speeds
 
 KEPT = 256
@@ -44,20 +45,29 @@ class _Pending:
 class Timeline:
     """The last passes. Times of a device are read when it has got there, so nothing waits for them."""
 
-    def __init__(self, speeds: Speeds) -> None:
+    def __init__(self, speeds: Speeds, token_speeds: TokenSpeeds) -> None:
         self._speeds = speeds
+        self._token_speeds = token_speeds
         self._lock = threading.Lock()
         self._passes: deque[tuple[PartTime, ...]] = deque(maxlen=KEPT)
-        self._pending: deque[tuple[bool, list[_Pending]]] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[bool, bool, list[_Pending]]] = deque(maxlen=KEPT)
         self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
 
     def passed(
-        self, parts: Sequence[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]], layers: int, every: bool
+        self,
+        parts: Sequence[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]],
+        layers: int,
+        every: bool,
+        *,
+        tokens: bool = False,
     ) -> None:
-        """Of each place its rows and marks; `every`: all places of the run took part, in what can be compared."""
+        """Of each place its rows and marks; `every`: all places of the run took part, so they can be compared.
+
+        `tokens`: rows are tokens of requests.
+        """
         pending = [_Pending(place, device, rows, layers, marks) for place, device, rows, marks in parts]
         with self._lock:
-            self._pending.append((every, pending))
+            self._pending.append((every, tokens, pending))
             self._resolve()
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -66,11 +76,14 @@ class Timeline:
             return tuple(self._passes)
 
     def _resolve(self) -> None:
-        while self._pending and all(map(_reached, self._pending[0][1])):
-            every, pending = self._pending.popleft()
+        while self._pending and all(map(_reached, self._pending[0][-1])):
+            every, tokens, pending = self._pending.popleft()
             parts = tuple(map(self._read, pending))
             self._passes.append(parts)
-            if every:
+            if tokens:
+                for part in parts:
+                    self._token_speeds.measured(part.place, part.rows, part.seconds / part.layers)
+            elif every:
                 self._speeds.measured({part.place: part.seconds / part.rows / part.layers for part in parts})
 
     def _read(self, part: _Pending) -> PartTime:
