@@ -1,6 +1,6 @@
 """Random actions on replicas while an engine serves random requests; run by test_replicas.py in a child.
 
-    python tests/engines/replicas.py --examples 10 --steps 30
+    python tests/engines/replicas.py --examples 8 --steps 30
 
 A request gets the tokens that the plain model gives it, whatever happens meanwhile, and none is lost; the ledger is
 right after each action; no KV leaves the place of the cache.
@@ -30,6 +30,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import elastic
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.engine import Request
+from elastic.memory import places as opened
+from elastic.memory.faulty import CALLS, FaultyBackend
 
 MODELS = ["llama-gqa", "gemma3", "mixtral", "gpt2"]
 PROMPTS = prompts([1, 5, 9, 30, 64, 100], VOCAB)
@@ -37,6 +39,8 @@ MOST = 40
 LAYERS = st.sets(st.integers(0, 2), min_size=1).map(sorted)
 PLACES = st.sampled_from(["cpu#b", "cpu#c"])
 done: Counter[str] = Counter()
+make_backend = opened.make_backend
+opened.make_backend = lambda place: FaultyBackend(make_backend(place))
 
 
 @functools.cache
@@ -81,9 +85,14 @@ class Serving(RuleBasedStateMachine):
             last = self.requests[-1]
             self.heard.wait_for_tokens(last.id, min(tokens, last.max_tokens), 60)
 
-    @rule(layers=LAYERS, place=PLACES)
-    def replicate(self, layers: list[int], place: str) -> None:
+    @rule(layers=LAYERS, place=PLACES, fault=st.none() | st.tuples(st.sampled_from(CALLS), st.integers(1, 3)))
+    def replicate(self, layers: list[int], place: str, fault: tuple[str, int] | None) -> None:
+        backend = next(pool.backend for pool in self.rt._places if pool.name == place)
+        if fault:
+            self.rt.kv.trim()
+            backend.fail(*fault)
         self.act("replicated", lambda: self.rt.replicate(layers, place))
+        backend.disarm()
 
     @rule(place=PLACES)
     def evict(self, place: str) -> None:
@@ -106,8 +115,8 @@ class Serving(RuleBasedStateMachine):
             done[what] += 1
         except elastic.StateError as error:
             done[f"refused: {'replicas' if 'replica' in str(error) else error}"] += 1
-        except elastic.CapacityError:
-            done["refused: no room"] += 1
+        except elastic.CapacityError as error:
+            done["failed" if "injected" in str(error) else "refused: no room"] += 1
 
     def places_of(self, layer: int) -> list[str]:
         return [residency.place for residency in list(self.rt.status().residencies.values())[layer]]
@@ -138,7 +147,7 @@ class Serving(RuleBasedStateMachine):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--examples", type=int, default=10)
+    parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--random", action="store_true", help="other examples each time")

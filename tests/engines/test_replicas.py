@@ -20,6 +20,7 @@ from helpers import PAGE, small
 
 import elastic
 from elastic import CapacityError
+from elastic.engines import subbatch
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.engine import Request
 
@@ -111,6 +112,27 @@ def test_one_request_stays_with_the_layers_and_several_are_shared_out(engines: A
         ("cpu#b", 1, 3),
         ("cpu#c", 1, 3),
     ]
+
+
+def test_places_attend_at_the_same_time(engines: Any, monkeypatch: Any) -> None:
+    model = architectures.build("gemma3")
+    asked = prompts([70, 30], architectures.VOCAB)
+    expected = [continuation(model, p, 12) for p in asked]
+    engine = engines(model)
+    engine.runtime.replicate(range(3), "cpu#b")
+    both, real, met = threading.Barrier(2), subbatch.attend, []
+
+    def attend(*args: Any) -> torch.Tensor:
+        if len(engine._cache.new_tokens()) == 2:
+            both.wait(timeout=60)  # breaks, and fails the requests, if one place waits for the other
+            met.append(threading.get_ident())
+        return real(*args)
+
+    monkeypatch.setattr(subbatch, "attend", attend)
+    requests = [Request(p, 12) for p in asked]
+    heard = serve(engine, requests)
+    assert all(right(model, r, heard.tokens[r.id], e) for r, e in zip(requests, expected, strict=True))
+    assert len(set(met)) == 2
 
 
 def test_requests_that_share_a_beginning_are_computed_at_several_places(engines: Any) -> None:
