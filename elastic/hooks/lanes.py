@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.batch import compute_part
 from elastic.hooks.rows import Inputs, Rows, hidden_of
 
 Mark = float | torch.cuda.Event
@@ -118,6 +119,7 @@ class Part:
 
     def _forward(self, layer: nn.Module, inputs: Inputs) -> None:
         device = self.lane.device
+        compute_part(self.rows.count, self.rows.batch)
         start = mark(device)
         args, kwargs = inputs.call(self._hidden)
         self.output = layer(*args, **kwargs)

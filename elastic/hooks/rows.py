@@ -100,16 +100,16 @@ class Rows:
         self.reading = reading
         self.slice = slice(start, stop)
         self.count = stop - start
+        self.batch = batch
         self.fresh = False
         """Whether anything was taken since this was last set to False."""
-        self._batch = batch
         self._device = device
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, which so lives, and its rows
 
     def take(self, tensor: torch.Tensor, name: str = HIDDEN) -> torch.Tensor:
         """Raises `NotByRows`."""
         if id(tensor) not in self._taken:
-            rows = self.reading.table[name](tensor, self.slice, self._batch)
+            rows = self.reading.table[name](tensor, self.slice, self.batch)
             if rows is None:
                 raise _not_by_rows(name, tensor)
             self._taken[id(tensor)] = tensor, rows.to(self._device, non_blocking=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic.batch import compute_all, compute_part
 from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.lanes import Lane, Mark, Part, add_marks, mark, use_threads
@@ -130,12 +131,14 @@ class Flight:
             part.step(self.run.replicas[self._at][part.lane.place].skeleton.module, its)
         call = own.call(inputs.hidden if self._at else self._hidden)
         use_threads(self.run.device, self._share)
+        compute_part(self._rows.count, self._rows.batch)
         self._began = mark(self.run.device)
         return call
 
     def leave(self, output: Any) -> Any:
         """The own forward of the layer has ended: after the last one, the output for all rows."""
         add_marks(self._marks, self._began, mark(self.run.device))
+        compute_all()
         self._at += 1
         return None if not self.ended else self._gather(output)
 
@@ -148,6 +151,7 @@ class Flight:
         for part in self._parts:
             part.join()
         use_threads(self.run.device, self._threads)
+        compute_all()
 
     def times(self) -> list[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]]:
         """Of each place its rows, and when it computed them."""

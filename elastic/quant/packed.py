@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from elastic.batch import in_whole_batch
 from elastic.quant.formats import Bound, Matrix, Parts, Path, Target, bind, format_of
 from elastic.quant.paths import Product, bucket_of, paths
 from elastic.weights import FORWARD_FUNCTIONS, Function, Source, Weight, on_values, register
@@ -44,7 +45,7 @@ class Packed:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., inputs] times the matrix: [..., outputs], in the dtype of x."""
         rows = x.reshape(-1, self.matrix.inputs)
-        tokens = rows.shape[0]
+        tokens = in_whole_batch(rows.shape[0])
         bucket, version = bucket_of(tokens), paths.version
         bound = self._bound.get((x.dtype, bucket, version))
         if bound is None:

@@ -220,6 +220,19 @@ def test_replicas_are_in_the_variant_of_layers_that_were_swapped_while_serving(e
     assert [right(model, r, heard.tokens[r.id], e) for r, e in zip(requests, expected, strict=True)] == [True] * 3
 
 
+def test_replicas_of_packed_layers_serve(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine = engines(model, wrap={"variants": ("int4",)})
+    engine.runtime.swap([0, 1], "int4")
+    engine.runtime.replicate(range(3), "cpu#b")
+    requests = [Request(p, 20) for p in prompts(LENGTHS, architectures.VOCAB)]
+    heard = serve(engine, requests)
+    assert any(len(parts) > 1 for parts in engine.runtime.passes())
+    engine.runtime.evict(range(3), "cpu#b")
+    for request in requests:
+        assert same_unless_close(model, request.prompt, heard.tokens[request.id], close=1e-2)
+
+
 def test_the_model_generates_beside_its_engine_with_replicas(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     asked = prompts([20, 20, 20], architectures.VOCAB)

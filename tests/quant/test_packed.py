@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from architectures import build
 
+from elastic.batch import compute_all, compute_part
 from elastic.errors import StateError
 from elastic.quant.codes import Integers
 from elastic.quant.formats import Target
 from elastic.quant.packed import Packed, PackedSource, paths
+from elastic.quant.paths import PathTable
 from elastic.quant.static import pack_static
 from elastic.quant.variants import pack_parameter
 from elastic.weights import Weight
@@ -120,3 +122,25 @@ def test_a_transposed_view_stays_packed(monkeypatch: pytest.MonkeyPatch) -> None
             assert flipped.shape == (64, 48)
             torch.testing.assert_close(x @ flipped, x @ value.T)
         torch.testing.assert_close(F.linear(x, packed.T.T), x @ value.T)
+
+
+def test_a_part_of_a_batch_goes_by_the_path_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = weight(48, 64)
+    asked: list[int] = []
+    known = PathTable.path
+
+    def path(self: PathTable, product: Any, tokens: int, among: Any) -> Any:
+        asked.append(tokens)
+        return known(self, product, tokens, among)
+
+    monkeypatch.setattr(PathTable, "path", path)
+    x = torch.randn(2, 100, 64)
+    whole = F.linear(x, packed)
+    compute_part(1, 2)
+    try:
+        half = F.linear(x[:1], packed)
+    finally:
+        compute_all()
+    assert torch.allclose(half, whole[:1], atol=1e-5)
+    F.linear(x[:1], packed)
+    assert asked == [200, 100], "the half went by what was bound for all, and 100 by themselves by another"
