@@ -17,11 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SEED = 0
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str, **flags: str) -> argparse.Namespace:
+    """What a benchmark is asked for; `flags` are further options and their help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    for name, help_ in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help_)
     options = parser.parse_args()
     torch.manual_seed(SEED)
     random.seed(SEED)

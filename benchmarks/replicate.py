@@ -1,13 +1,14 @@
 """A batch shared out between replicas of all layers, beside one place alone; and the price of a replica.
 
-    python benchmarks/replicate.py
+    python benchmarks/replicate.py [--served]
 
 On a CPU, two places with one thread each, so as many cores are needed; peer: the same model at one place, with one
 thread. Decode steps of one generation after a prompt, prefill apart. Overlap: the share of the shorter place's time in
 which the other computed too, by timestamps. Replicating: bytes per second against a plain copy of the same tensors,
 with pages at rest from the last time ("mapped") and with pages that are mapped first. Targets: 1.6 x the throughput at
 batch 8 and more, 80 % overlap, 90 % of the copy's bytes per second. A decode step that is bound by reading the weights,
-as those of small batches are on a CPU, cannot be faster at two places that each read all of them.
+as those of small batches are on a CPU, cannot be faster at two places that each read all of them. With `--served` also
+the throughput of continuous batching, requests shared out between the places, beside one place.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 from common import arguments, finish, paired, ratio, seconds, show, small_model, table
+from continuous import BATCH_TOKENS, BLOCK, NEW, ours, prompts
 
 import elastic
+from elastic.engines.continuous import ContinuousEngine
 from elastic.memory.copying import copy
 
 
@@ -72,6 +75,32 @@ def overlap(parts: Any) -> float:
     return both / min(part.seconds for part in parts)
 
 
+def served(model: Any, device: str, count: int, rounds: int) -> dict[str, Any]:
+    """Requests through the engine until the last has ended, at one place and with replicas of all layers, in turn."""
+    runtime, layers, there = model.elastic, range(model.config.num_hidden_layers), f"{device}#b"
+    asked = prompts(count, model.config.vocab_size)
+    took: dict[str, list[float]] = {"alone": [], "shared": []}
+    tokens: dict[str, Any] = {}
+    with ContinuousEngine(model, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False) as engine:
+        for round_ in range(rounds + 1):
+            for name, times in took.items():
+                if name == "shared":
+                    runtime.replicate(layers, there)
+                spent = seconds(lambda name=name: tokens.update({name: ours(engine, asked)}), device)
+                if name == "shared":
+                    overlaps = [overlap(parts) for parts in runtime.passes() if len(parts) > 1]
+                    runtime.evict(layers, there)
+                if round_:
+                    times.append(spent)
+    return {
+        "requests": count,
+        "tokens_per_s": {name: count * NEW / statistics.median(times) for name, times in took.items()},
+        "throughput_ratio": ratio(took["alone"], took["shared"]),
+        "overlap": statistics.median(overlaps),
+        "same_continuations": statistics.mean(a == b for a, b in zip(*tokens.values(), strict=True)),
+    }
+
+
 def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
     """Replicating so many layers at once."""
     runtime, there, found = model.elastic, f"{device}#b", []
@@ -111,7 +140,7 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    options = arguments(__doc__.splitlines()[0], served="continuous batching too")
     on_cpu = options.device == "cpu"
     shape = (256, 512, 4) if options.quick else (1024, 2816, 12) if on_cpu else (5120, 13824, 40)
     sizes = (16, 8) if options.quick else (64, 24)
@@ -123,6 +152,7 @@ def main() -> None:
     places = [f"{options.device}#{label}={gib}GiB" for label in "ab"]
     elastic.wrap(model, places=places, kv_layout="batch_major" if on_cpu else None)  # one mapping a sequence
     shared = [throughput(model, options.device, batch, sizes, options.rounds) for batch in batches]
+    batched = [served(model, options.device, n, options.rounds) for n in (batches if options.served else ())]
     copied = copies(model, options.device, counts, options.rounds)
     elastic.unwrap(model)
     table(
@@ -139,6 +169,21 @@ def main() -> None:
             for s in shared
         ],
     )
+    if batched:
+        header = ["requests", "tokens/s at one place", "with replicas", "ratio", "overlap", "same continuations"]
+        table(
+            header,
+            [
+                [
+                    s["requests"],
+                    *(f"{speed:.0f}" for speed in s["tokens_per_s"].values()),
+                    show(s["throughput_ratio"]),
+                    f"{s['overlap']:.2f}",
+                    f"{s['same_continuations']:.0%}",
+                ]
+                for s in batched
+            ],
+        )
     table(
         ["layers", "MB", "copy GB/s", "mapped", "of the copy", "to be mapped", "of the copy", "pause ms P50", "max"],
         [
@@ -153,7 +198,7 @@ def main() -> None:
             for c in copied
         ],
     )
-    finish("replicate", options.device, {"throughput": shared, "copies": copied})
+    finish("replicate", options.device, {"throughput": shared, "served": batched, "copies": copied})
 
 
 if __name__ == "__main__":

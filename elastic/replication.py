@@ -64,10 +64,10 @@ class Replicating(Acting):
 
         Rows are scattered where a run of layers with the same replicas begins and gathered where it ends; each place
         gets as many as it has been fast, and keeps the KV cache of those. Running generations go on, their rows' KV
-        moving with them. A layer with replicas is not swapped, released or migrated before they are evicted. Raises
-        `ConfigError` for what is no layer or no place, `CapacityError` where the place has no room, `StateError` for a
-        layer that is there itself, is released, or while an engine serves. With `wait=False`, a future.
-        (CoCoServe, section 3.2)
+        moving with them. Under an engine requests are shared out instead, and their KV stays where it is. A layer with
+        replicas is not swapped, released or migrated before they are evicted. Raises `ConfigError` for what is no layer
+        or no place, `CapacityError` where the place has no room, `StateError` for a layer that is there itself, or is
+        released. With `wait=False`, a future. (CoCoServe, section 3.2)
         """
         done = self.apply((Replicate(self._weights.find(layers), place),), wait=wait)
         return done if isinstance(done, Future) else done[0]

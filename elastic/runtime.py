@@ -225,8 +225,6 @@ class Runtime(Migrating, Replicating):
         self._require_running()
         _require_once(a.layers for a in actions if isinstance(a, ON_LAYERS))
         _require_once(a.layers for a in actions if isinstance(a, MigrateKV))
-        if self._occupied and any(isinstance(action, Replicate) for action in actions):
-            raise StateError(f"rows of a batch cannot be shared out: the model is in use by {self._occupied[0]}")
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         done = self._worker.put(actions, why)

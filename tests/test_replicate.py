@@ -629,22 +629,6 @@ def test_two_models_replicate_on_each_others_places(wrapped: Any) -> None:
     assert torch.allclose(second(**prompt(3)).logits, expected[1], atol=1e-5)
 
 
-def test_an_engine_and_replicas_exclude_each_other(wrapped: Any) -> None:
-    from elastic.engines.continuous import ContinuousEngine
-
-    model = build("llama-gqa")
-    rt = wrapped(model, three_places()).elastic
-    rt.replicate(1, "cpu#b")
-    with pytest.raises(StateError, match=r"layers \[1\] have replicas"):
-        ContinuousEngine(model)
-    rt.evict(1, "cpu#b")
-    engine = ContinuousEngine(model)
-    with pytest.raises(StateError, match="in use by a continuous batching engine"):
-        rt.replicate(1, "cpu#b")
-    engine.stop()
-    assert rt.replicate(1, "cpu#b").layers == (1,)
-
-
 def test_generations_in_several_threads_while_replicas_come_and_go() -> None:
     in_child(
         """

@@ -88,7 +88,6 @@ class ContinuousEngine:
             from elastic.engines.paged_cache import ElasticPagedCache
 
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
-            _require_one_copy(self.runtime)
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
             self._kv = _one_pool(model)
@@ -287,15 +286,6 @@ class _NoteForm(Hook):
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         self._engine.note_form()
-
-
-def _require_one_copy(runtime: Runtime) -> None:
-    """The tokens of all requests are one row of one batch: there is nothing to share out between replicas."""
-    if runtime.replicated:
-        raise StateError(
-            f"layers {list(runtime.replicated)} have replicas, which serve generate() only; evict them before "
-            "an engine is made"
-        )
 
 
 def _one_pool(model: Any) -> KVPool:

@@ -16,10 +16,10 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from elastic.engines.allocators import ALLOCATORS
-from elastic.engines.attention import attend
-from elastic.engines.batch import Batch, Part, make_batch
+from elastic.engines.batch import Part
 from elastic.engines.sectors import SectorPool
-from elastic.errors import CapacityError, ConfigError
+from elastic.engines.subbatch import SubBatch
+from elastic.errors import CapacityError
 from elastic.kvcache.blocks import BlockMemory
 from elastic.kvcache.pool import KVPool
 from elastic.kvcache.promises import Claim, promised_sectors
@@ -68,7 +68,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._promised: int | None = 0  # sectors, until blocks or sectors change
         self._providing = False
         self._parts: list[Part] = []
-        self._batches: dict[int, Batch] = {}
+        self._seen: dict[tuple[int, int], SubBatch] = {}
         self.refused = False
         """Whether a request found no room in this step. New ones wait then: they would only take the room of those
         that live, and of those before them in the queue."""
@@ -104,7 +104,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     def begin_step(self) -> None:
         """The next batch is put together."""
-        self._parts, self._batches, self.refused = [], {}, False
+        self._parts, self._seen, self.refused = [], {}, False
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         """Whether a request may have the blocks for its next tokens; it has them then."""
@@ -166,6 +166,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
     def close(self) -> None:
         """Give the memory back."""
         with self.memory.lock:
+            self._seen = {}
             for allocator in self.cache_allocators.values():
                 allocator.drop()
             self.memory.close()
@@ -181,8 +182,8 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Asked by other attention functions, for keys and values that they could not tell apart."""
-        raise ConfigError("this model's attention adds to its scores (softcap, sinks, biases); use generate instead")
+        """Asked by other attention functions. Raises `ConfigError`."""
+        return self.of_requests(0, len(self._parts)).update(*args, **kwargs)
 
     def attend(
         self,
@@ -197,12 +198,18 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
 
         Returns [1, new, heads, dim].
         """
-        allocator = self.layer_to_allocator[layer]
-        batch = self._batches.get(allocator.index)
-        if batch is None:
-            batch = self._batches[allocator.index] = make_batch(self._parts, allocator, self.device, self.dtype)
-        where = write_index[allocator.index]
-        return attend(query[0], key[0], value[0], allocator.layers[layer], batch, where, scaling)[None]
+        whole = self.of_requests(0, len(self._parts))
+        return whole.attend(layer, query, key, value, scaling, write_index)
+
+    def new_tokens(self) -> list[int]:
+        """Of each request of the batch, in order."""
+        return [part.count for part in self._parts]
+
+    def of_requests(self, start: int, stop: int) -> SubBatch:
+        """The cache as these requests of the batch see it, the same one throughout a step."""
+        if (start, stop) not in self._seen:
+            self._seen[start, stop] = SubBatch(self, self._parts[start:stop])
+        return self._seen[start, stop]
 
     # -- inside, under the lock
 

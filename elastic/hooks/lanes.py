@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -85,7 +85,8 @@ class Part:
 
     def step(self, layer: nn.Module, inputs: Inputs) -> None:
         """Have the next layer computed with these inputs, of its rows."""
-        after, self.rows.fresh = record(self._home) if self.rows.fresh else None, False
+        devices = {self._home, self.lane.device} if self.rows.fresh else set()
+        after, self.rows.fresh = [event for event in map(record, devices) if event is not None], False
         self._last = self.lane.put(lambda: self._compute(layer, inputs, after))
 
     def join(self) -> BaseException | None:
@@ -105,13 +106,13 @@ class Part:
         self._order_before(device)
         return self.output
 
-    def _compute(self, layer: nn.Module, inputs: Inputs, after: torch.cuda.Event | None) -> None:
+    def _compute(self, layer: nn.Module, inputs: Inputs, after: Sequence[torch.cuda.Event]) -> None:
         if self._error is not None:
             return
         try:
             use_threads(self.lane.device, self._threads)
-            if after is not None:
-                torch.cuda.current_stream(self.lane.device).wait_event(after)
+            for event in after:
+                go_on_after(event, self.lane.device)
             self._mode.run(lambda: self._forward(layer, inputs))
         except BaseException as error:  # for `finish`, in the thread of the forward pass
             self._error = error
@@ -128,10 +129,9 @@ class Part:
     def _order_before(self, device: torch.device) -> None:
         if self.lane.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(device)
         stop = self.marks[-1][1]
         assert isinstance(stop, torch.cuda.Event)
-        stream.wait_event(stop)
+        go_on_after(stop, device)
         for tensor in self.output if isinstance(self.output, tuple | list) else (self.output,):
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -140,6 +140,14 @@ class Part:
 def record(device: torch.device) -> torch.cuda.Event | None:
     """An event after all that this thread has begun on a device."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def go_on_after(event: torch.cuda.Event, device: torch.device) -> None:
+    """Have what this thread begins on a device from now on come after an event."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_event(event)
+    else:
+        event.synchronize()
 
 
 def mark(device: torch.device) -> Mark:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def _whole(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
 HIDDEN = "hidden_states"
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 TABLE: dict[str, Take] = {
+    HIDDEN: _hidden,
     "attention_mask": _mask,
     "position_ids": _positions,
     "position_embeddings": _rotary,
@@ -68,14 +70,34 @@ TABLE: dict[str, Take] = {
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How to find what of a layer's inputs belongs to a part of the batch."""
+
+    axis: int
+    """Of hidden states [batch, tokens, hidden]: the one that is shared out."""
+    table: Mapping[str, Take]
+    caches: Collection[str]
+    """Names of KV caches: each part has its own."""
+    whole: Collection[str] = ()
+    """Names of what goes to every part as it is."""
+
+
+BY_ROWS = Reading(0, TABLE, CACHES)
+
+
 class NotByRows(Exception):
     """An input of which it is not known what of it belongs to which rows."""
 
 
 class Rows:
-    """Some rows of a batch, for a device. What several layers are given alike is taken once."""
+    """Some rows of a batch, or what another reading has for rows, for a device.
 
-    def __init__(self, start: int, stop: int, batch: int, device: torch.device) -> None:
+    What several layers are given alike is taken once.
+    """
+
+    def __init__(self, start: int, stop: int, batch: int, device: torch.device, reading: Reading = BY_ROWS) -> None:
+        self.reading = reading
         self.slice = slice(start, stop)
         self.count = stop - start
         self.batch = batch
@@ -84,10 +106,10 @@ class Rows:
         self._device = device
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, which so lives, and its rows
 
-    def take(self, tensor: torch.Tensor, take: Take = _hidden, name: str = HIDDEN) -> torch.Tensor:
+    def take(self, tensor: torch.Tensor, name: str = HIDDEN) -> torch.Tensor:
         """Raises `NotByRows`."""
         if id(tensor) not in self._taken:
-            rows = take(tensor, self.slice, self.batch)
+            rows = self.reading.table[name](tensor, self.slice, self.batch)
             if rows is None:
                 raise _not_by_rows(name, tensor)
             self._taken[id(tensor)] = tensor, rows.to(self._device, non_blocking=True)
@@ -109,7 +131,11 @@ class Inputs:
 
     @property
     def cache(self) -> Any:
-        return next((self._named[name] for name in CACHES if self._named.get(name) is not None), None)
+        return self.first(CACHES)
+
+    def first(self, names: Collection[str]) -> Any:
+        """The first input of these names that is there, if any."""
+        return next((self._named[name] for name in names if self._named.get(name) is not None), None)
 
     def take(self, rows: Rows, cache: Any) -> Inputs:
         """The same call for some rows, with another cache, and the hidden states as they are. Raises `NotByRows`."""
@@ -118,7 +144,7 @@ class Inputs:
         taken = Inputs((), (), {})
         taken._positional = self._positional
         taken._named = {
-            name: cache if name in CACHES and value is not None else _take(name, value, rows)
+            name: cache if name in rows.reading.caches and value is not None else _take(name, value, rows)
             for name, value in self._named.items()
         }
         return taken
@@ -136,23 +162,25 @@ def parameter_names(layer: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
-def gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+def gather(parts: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int = 0) -> Any:
     """One output of the outputs for some rows each: tensors by rows are put together, of all else the first is taken.
 
-    Raises `StateError` if hidden states are not by rows.
+    `axis` is the one of the rows, or of what was shared out for them. Raises `StateError` if hidden states are not by
+    rows.
     """
-    if [hidden_of(part).shape[0] for part in parts] != list(rows):
-        raise StateError(f"a layer returned {hidden_of(parts[0]).shape[0]} rows of {rows[0]}; evict its replicas")
-    return _gather(parts, rows, device)
+    if [hidden_of(part).shape[axis] for part in parts] != list(counts):
+        raise StateError(f"a layer returned {hidden_of(parts[0]).shape[axis]} rows of {counts[0]}; evict its replicas")
+    return _gather(parts, counts, device, axis)
 
 
-def _gather(parts: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
+def _gather(parts: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int) -> Any:
     first = parts[0]
     if isinstance(first, tuple | list):
-        return type(first)(_gather(same, rows, device) for same in zip(*parts, strict=True))
-    if not isinstance(first, torch.Tensor) or [part.shape[:1] for part in parts] != [(count,) for count in rows]:
+        return type(first)(_gather(same, counts, device, axis) for same in zip(*parts, strict=True))
+    by_rows = [(count,) for count in counts]
+    if not isinstance(first, torch.Tensor) or [part.shape[axis : axis + 1] for part in parts] != by_rows:
         return first
-    return torch.cat([part.to(device) for part in parts])
+    return torch.cat([part.to(device) for part in parts], axis)
 
 
 def hidden_of(output: Any) -> torch.Tensor:
@@ -162,12 +190,12 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 
 def _take(name: str, value: Any, rows: Rows) -> Any:
-    if isinstance(value, PLAIN) or name == HIDDEN:
+    if isinstance(value, PLAIN) or name == HIDDEN or name in rows.reading.whole:
         return value
     if isinstance(value, tuple):
         return tuple(_take(name, one, rows) for one in value)
-    if name in TABLE and isinstance(value, torch.Tensor) and value.ndim:
-        return rows.take(value, TABLE[name], name)
+    if name in rows.reading.table and isinstance(value, torch.Tensor) and value.ndim:
+        return rows.take(value, name)
     raise _not_by_rows(name, value)
 
 

@@ -3,7 +3,7 @@
 (CoCoServe, section 3.2.) The layer's own forward gets its own rows and goes on through the model's loop with them; the
 replicas of each other place compute theirs beside it, in its lane, layer after layer. Nothing is exchanged in between.
 Where a forward pass wants to see what layers return, or gives them what is not known to belong to rows, the layers' own
-place computes all rows.
+place computes all rows. Where one row holds the tokens of many requests, the requests are shared out (`spans.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +22,13 @@ from elastic.errors import StateError
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.lanes import Lane, Mark, Part, add_marks, mark, use_threads
 from elastic.hooks.layer import LayerWeights
-from elastic.hooks.rows import Inputs, NotByRows, Rows, gather, hidden_of
+from elastic.hooks.requests import share_requests
+from elastic.hooks.rows import BY_ROWS, Inputs, NotByRows, Reading, Rows, gather, hidden_of
 from elastic.hooks.shares import Speeds, balanced, share_out
 from elastic.hooks.skeleton import Skeleton
+from elastic.hooks.spans import BY_REQUESTS, RequestCache, request_cache
 from elastic.hooks.stand_in import call_instead
-from elastic.hooks.timeline import Learn, PartTime, Timeline
+from elastic.hooks.timeline import Course, PartTime, Timeline
 from elastic.hooks.weights import ModelWeights
 
 logger = logging.getLogger(__name__)
@@ -101,18 +104,25 @@ class Flight:
     `here`, the first place that has rows, computes them in this thread, the others theirs in their lanes.
     """
 
-    def __init__(self, run: Run, inputs: Inputs, counts: Sequence[int], caches: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        inputs: Inputs,
+        counts: Sequence[int],
+        caches: Sequence[Any],
+        reading: Reading = BY_ROWS,
+    ) -> None:
         self.run = run
         self._at = 0
         self._marks: list[tuple[Mark, Mark]] = []
         self._threads = torch.get_num_threads()
         batch, stops = sum(counts), [sum(counts[: i + 1]) for i in range(len(counts))]
         devices = [run.device, *(lane.device for lane in run.lanes)]
-        rows = [Rows(b - n, b, batch, d) for b, n, d in zip(stops, counts, devices, strict=True)]
+        rows = [Rows(b - n, b, batch, d, reading) for b, n, d in zip(stops, counts, devices, strict=True)]
         here = next(place for place, count in enumerate(counts) if count)
         self._place, self._name, self._device = run.places[here], run.names[here], devices[here]
         self._rows, self._cache, self._hidden = rows[here], caches[here], rows[here].take(inputs.hidden)
-        self._lone_step = inputs.hidden.shape[:2] == (1, 1)
+        self._row_tokens = inputs.hidden.shape[1] if reading is BY_ROWS else 1
         self._share = self._divide([d for d, count in zip(devices, counts, strict=True) if count])
         self._parts = [
             Part(lane, its, inputs.hidden, cache, self._share)
@@ -157,24 +167,25 @@ class Flight:
         compute_all()
         call_instead(None)
 
-    def times(self) -> list[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]]:
-        """Of each place its rows, and when it computed them."""
-        others = [(part.lane.place, part.lane.device, part.rows.count, part.marks) for part in self._parts]
-        return [(self._name, self._device, self._rows.count, self._marks), *others]
+    def courses(self) -> list[Course]:
+        """What each place did, and when."""
+        mine = Course(self._name, self._device, self._rows.count, self._tokens(self._rows), self._marks)
+        others = [
+            Course(part.lane.place, part.lane.device, part.rows.count, self._tokens(part.rows), part.marks)
+            for part in self._parts
+        ]
+        return [mine, *others]
 
-    @property
-    def learn(self) -> Learn:
-        """What its times tell."""
-        if len(self._parts) == len(self.run.lanes):
-            return "together"
-        return "alone" if self._lone_step else "nothing"
+    def _tokens(self, rows: Rows) -> int:
+        return rows.count * self._row_tokens
 
     def _gather(self, output: Any) -> Any:
         try:
             outputs = [output, *(part.finish(self.run.device) for part in self._parts)]
         finally:
             self.abort()
-        return gather(outputs, [self._rows.count, *(part.rows.count for part in self._parts)], self.run.device)
+        counts = [self._rows.count, *(part.rows.count for part in self._parts)]
+        return gather(outputs, counts, self.run.device, self._rows.reading.axis)
 
     def _divide(self, devices: Sequence[torch.device]) -> int:
         """Threads for each place on a CPU, so that they are no more together than one place had."""
@@ -272,7 +283,7 @@ class Runs:
             if flight.ended:
                 self._mine.flight = None
         if flight.ended:
-            self.timeline.passed(flight.times(), len(flight.run.layers), flight.learn)
+            self.timeline.passed(flight.courses(), len(flight.run.layers))
         return gathered
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -289,6 +300,9 @@ class Runs:
                 "torch.no_grad()"
             )
         run.require_unwritten()
+        requests = request_cache(inputs)
+        if requests is not None:
+            return self._scatter_requests(run, inputs, requests)
         cache = inputs.cache
         present = None if cache is None else self._caches.rows(cache, run.first, run.places)
         if present is not None and sum(present) != hidden.shape[0]:
@@ -298,10 +312,25 @@ class Runs:
         if cache is not None:
             found = self._caches.split(cache, run.layers, list(zip(run.places, counts, strict=True)))
             if found is None:
-                self._tell(f"layers {run.layers} are computed at one place: their KV cache cannot be split by rows now")
+                if any(counts[1:]):
+                    self._tell(f"layers {run.layers} are computed at one place: their KV cache cannot be split by rows")
                 return None
             caches = found
         return Flight(run, inputs, counts, caches) if any(counts[1:]) or self._to_be_timed(run, hidden) else None
+
+    def _scatter_requests(self, run: Run, inputs: Inputs, cache: RequestCache) -> Flight | None:
+        """Each place computes some requests of an engine's batch; their KV cache stays where it is."""
+        tokens = cache.new_tokens()
+        if len(tokens) == 1 and run.stand_in:
+            shares = _only(self._speeds.best_alone(run.names), run.names)
+        else:
+            shares = share_requests(tokens, self._speeds.of(run.names))
+        cuts = list(pairwise(accumulate(shares, initial=0)))
+        counts = [sum(tokens[start:stop]) for start, stop in cuts]
+        if not any(counts[1:]) and not self._to_be_timed(run, inputs.hidden):
+            return None
+        caches = [cache.of_requests(start, stop) if stop > start else None for start, stop in cuts]
+        return Flight(run, inputs, counts, caches, BY_REQUESTS)
 
     def _counts(self, run: Run, batch: int, present: tuple[int, ...] | None) -> tuple[int, ...]:
         """The rows of each place. Those of a running generation are thought over now and then only."""
@@ -310,11 +339,11 @@ class Runs:
             return present
         if batch == 1 and run.stand_in:
             best = self._speeds.best_alone(run.names, None if present is None else present.index(1))
-            return tuple(int(place == best) for place in range(len(run.names)))
+            return _only(best, run.names)
         return share_out(batch, self._speeds.of(run.names), present)
 
     def _to_be_timed(self, run: Run, hidden: torch.Tensor) -> bool:
-        """Whether this is a step of one row at the layers' own place, and it is not known how long that takes."""
+        """Whether this is a step of one token at the layers' own place, and it is not known how long that takes."""
         return hidden.shape[:2] == (1, 1) and run.stand_in and not self._speeds.knows_alone(run.home)
 
     def _tell(self, message: str) -> None:
@@ -322,6 +351,11 @@ class Runs:
         if message not in self._told:
             self._told.add(message)
             logger.warning(message)
+
+
+def _only(best: int, places: Sequence[str]) -> tuple[int, ...]:
+    """All for one place."""
+    return tuple(int(place == best) for place in range(len(places)))
 
 
 def _stretches(layers: Sequence[int], replicas: Mapping[int, Mapping[str, Replica]]) -> list[list[int]]:

@@ -3,47 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 WEIGHT = 0.2
 """Of the last measurement in the moving average."""
 WARM_UP = 2
-"""Passes of a set of places that are not counted."""
+"""Passes of a place with as many tokens that are not counted."""
 GAIN = 0.8
-"""Rows that have a KV cache move only for a step that would take less than this share of the present one."""
+"""Another split is worth it only for a step that would take less than this share of the usual one."""
 
 
 class Speeds:
-    """Seconds that each place takes for a row: a moving average over passes in which all of them took part.
+    """How fast places are for as many tokens: moving averages, one for each magnitude of their number.
 
-    Those of one row by itself are known apart: by its decode steps.
+    A few tokens take about as long as one. If places were compared by seconds per token whatever their shares, the one
+    with the smaller share would look slow, and get less and less.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._seen: dict[frozenset[str], int] = {}
-        self._alone: dict[str, float] = {}
-        self._steps: Counter[str] = Counter()
+        self._seconds: dict[tuple[str, int], float] = {}  # (place, bits of the number of tokens) -> for each of them
+        self._seen: Counter[tuple[str, int]] = Counter()
 
-    def measured(self, seconds_per_row: Mapping[str, float]) -> None:
-        """What the places took, side by side in one pass."""
-        places = frozenset(seconds_per_row)
-        self._seen[places] = self._seen.get(places, 0) + 1
-        if self._seen[places] <= WARM_UP:
-            return
-        for place, seconds in seconds_per_row.items():
-            before = self._seconds.get(place, seconds)
-            self._seconds[place] = before + WEIGHT * (seconds - before)
+    def measured(self, place: str, tokens: int, seconds: float) -> None:
+        """A place took so long for a layer; the first times are not counted."""
+        size, each = (place, tokens.bit_length()), seconds / tokens
+        self._seen[size] += 1
+        if self._seen[size] > WARM_UP:
+            before = self._seconds.get(size, each)
+            self._seconds[size] = before + WEIGHT * (each - before)
 
-    def measured_alone(self, place: str, seconds: float) -> None:
-        """What one row took for a decode step through a layer."""
-        self._steps[place] += 1
-        if self._steps[place] > WARM_UP:
-            before = self._alone.get(place, seconds)
-            self._alone[place] = before + WEIGHT * (seconds - before)
+    def of(self, places: Sequence[str]) -> list[float]:
+        """Seconds of each place for the same tokens; all alike as long as there are none that all have had."""
+        known = list(self._seconds)
+        common = set.intersection(*({bits for place, bits in known if place == one} for one in places))
+        if not common:
+            return [1.0] * len(places)
+        return [sum(self._seconds[place, bits] * 2**bits for bits in common) for place in places]
 
     def knows_alone(self, place: str) -> bool:
-        return place in self._alone
+        """Whether it is known what a single token takes there."""
+        return (place, 1) in self._seconds
 
     def best_alone(self, places: Sequence[str], present: int | None = None) -> int:
         """Where one row is computed: where it is, or at the first place, unless another is clearly faster.
@@ -53,22 +52,23 @@ class Speeds:
         unknown = [index for index, place in enumerate(places) if not self.knows_alone(place)]
         if unknown:
             return unknown[0] if present is None else present
-        stays = present or 0
-        best = min(range(len(places)), key=lambda index: self._alone[places[index]])
-        return best if self._alone[places[best]] < GAIN * self._alone[places[stays]] else stays
-
-    def of(self, places: Sequence[str]) -> list[float]:
-        """Seconds for a row; all alike as long as one of them is unknown."""
-        known = [self._seconds.get(place, 0.0) for place in places]
-        return known if all(known) else [1.0] * len(places)
+        stays, seconds = present or 0, [self._seconds[place, 1] for place in places]
+        best = min(range(len(places)), key=seconds.__getitem__)
+        return best if seconds[best] < GAIN * seconds[stays] else stays
 
 
 def share_out(batch: int, seconds: Sequence[float], present: Sequence[int] | None = None) -> tuple[int, ...]:
     """Rows for each place, at least one each; of fewer rows than places, one for the first and then the fastest.
 
-    The first place's own layer is called in any case. `seconds` are those that a place takes for a row. `present` are
-    the rows that hold KV now: they stay unless another split would be clearly faster.
+    `seconds` are those that a place takes for a row. `present` are the rows that hold KV now. They stay, and new rows
+    are shared out alike, unless the split that the places' speeds ask for is clearly faster.
     """
+    fast = _shared(batch, seconds)
+    usual = tuple(present) if present is not None and balanced(present) else _shared(batch, [1.0] * len(seconds))
+    return fast if _step(fast, seconds) < GAIN * _step(usual, seconds) else usual
+
+
+def _shared(batch: int, seconds: Sequence[float]) -> tuple[int, ...]:
     order = sorted(range(len(seconds)), key=lambda place: (place > 0, seconds[place]))
     rows = [0] * len(seconds)
     for place in order[:batch]:
@@ -76,8 +76,6 @@ def share_out(batch: int, seconds: Sequence[float], present: Sequence[int] | Non
     for _ in range(batch - len(seconds)):  # each row to the place that will have done it first
         best = min(order, key=lambda place: (rows[place] + 1) * seconds[place])
         rows[best] += 1
-    if present is not None and balanced(present) and _step(rows, seconds) >= GAIN * _step(present, seconds):
-        return tuple(present)
     return tuple(rows)
 
 

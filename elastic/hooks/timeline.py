@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -15,8 +14,6 @@ from elastic.hooks.lanes import Mark
 from elastic.hooks.shares import Speeds
 
 KEPT = 256
-Learn = Literal["together", "alone", "nothing"]
-"""All places of a run took part, so they can be compared; one place did a decode step of one row; neither."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,7 @@ class PartTime:
 
     place: str
     rows: int
+    """Under an engine, tokens."""
     layers: int
     spans_s: tuple[tuple[float, float], ...]
     """Seconds of `time.perf_counter` from beginning to end: of each layer; on CUDA of all together."""
@@ -35,12 +33,19 @@ class PartTime:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class Course:
+    """The same, while a device may still be on its way."""
+
     place: str
     device: torch.device
     rows: int
-    layers: int
+    tokens: int
+    """In all of its rows."""
     marks: Sequence[tuple[Mark, Mark]]
+
+    @property
+    def over(self) -> bool:
+        return all(isinstance(stop, float) or stop.query() for _, stop in self.marks)  # type: ignore[no-untyped-call]
 
 
 class Timeline:
@@ -50,16 +55,13 @@ class Timeline:
         self._speeds = speeds
         self._lock = threading.Lock()
         self._passes: deque[tuple[PartTime, ...]] = deque(maxlen=KEPT)
-        self._pending: deque[tuple[Learn, list[_Pending]]] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[int, Sequence[Course]]] = deque(maxlen=KEPT)
         self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
 
-    def passed(
-        self, parts: Sequence[tuple[str, torch.device, int, Sequence[tuple[Mark, Mark]]]], layers: int, learn: Learn
-    ) -> None:
-        """Of each place its rows and marks, and what there is to learn from them."""
-        pending = [_Pending(place, device, rows, layers, marks) for place, device, rows, marks in parts]
+    def passed(self, courses: Sequence[Course], layers: int) -> None:
+        """A batch has gone through so many layers."""
         with self._lock:
-            self._pending.append((learn, pending))
+            self._pending.append((layers, courses))
             self._resolve()
 
     def passes(self) -> tuple[tuple[PartTime, ...], ...]:
@@ -68,19 +70,16 @@ class Timeline:
             return tuple(self._passes)
 
     def _resolve(self) -> None:
-        while self._pending and all(map(_reached, self._pending[0][1])):
-            learn, pending = self._pending.popleft()
-            parts = tuple(map(self._read, pending))
+        while self._pending and all(course.over for course in self._pending[0][1]):
+            layers, courses = self._pending.popleft()
+            parts = tuple(self._read(course, layers) for course in courses)
             self._passes.append(parts)
-            seconds = {part.place: part.seconds / part.rows / part.layers for part in parts}
-            if learn == "together":
-                self._speeds.measured(seconds)
-            elif learn == "alone":
-                self._speeds.measured_alone(parts[0].place, seconds[parts[0].place])
+            for course, part in zip(courses, parts, strict=True):
+                self._speeds.measured(part.place, course.tokens, part.seconds / layers)
 
-    def _read(self, part: _Pending) -> PartTime:
-        spans = tuple((self._seconds(a, part.device), self._seconds(b, part.device)) for a, b in part.marks)
-        return PartTime(part.place, part.rows, part.layers, spans)
+    def _read(self, course: Course, layers: int) -> PartTime:
+        spans = tuple((self._seconds(a, course.device), self._seconds(b, course.device)) for a, b in course.marks)
+        return PartTime(course.place, course.rows, layers, spans)
 
     def _seconds(self, moment: Mark, device: torch.device) -> float:
         if isinstance(moment, float):
@@ -93,7 +92,3 @@ class Timeline:
         event, at = self._origins[device]
         elapsed_ms: float = event.elapsed_time(moment)
         return at + elapsed_ms / 1e3
-
-
-def _reached(part: _Pending) -> bool:
-    return all(isinstance(stop, float) or stop.query() for _, stop in part.marks)  # type: ignore[no-untyped-call]
