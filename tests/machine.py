@@ -372,7 +372,7 @@ class Machine(RuleBasedStateMachine):
             elif kind == "m":
                 self.migrate(layers, None, to=len(layers) % 2, kv=0 in layers)
             elif kind == "v":
-                self.migrate_kv(layers, to=sum(layers) % 2, wait=True)
+                self.migrate_kv(layers, to=self.other_place(min(layers)), wait=True)
             elif kind == "c":
                 self.replicate(layers)
             else:
@@ -400,6 +400,10 @@ class Machine(RuleBasedStateMachine):
 
     def where(self, layer: int) -> str:
         return self.rt.status().residencies[self.rt._weights.layers[layer].name][0].place
+
+    def other_place(self, layer: int) -> int:
+        """Than that of its KV cache."""
+        return 1 - self.pools.index(self.rt.kv.memory.homes[layer])
 
     def is_split(self, layer: int) -> bool:
         return len(self.rt._weights.units(layer)) > 1

@@ -36,6 +36,8 @@ class Store:
         """The tokens that may be read or written now: pages outside them can be given away."""
         self.unwanted = False
         """Whether its pages are not to be kept for the next cache."""
+        self._growing = False
+        """Whether pages are being found for it: its own are none of those that can be spared for that."""
         self.stream = 0
         """The CUDA stream that used it last."""
         self.keys = Buffer(pool, keys, on_dead)
@@ -82,7 +84,11 @@ class Store:
         """Map pages for the tokens [start, stop). Raises `CapacityError`; pages mapped by then stay, as spare ones."""
         windows = [b.geometry.slots(start, stop) for b in self.buffers]
         counts = [b.missing(*w) for b, w in zip(self.buffers, windows, strict=True)]
-        pages = self.pool.take(owner, sum(counts))
+        self._growing = True
+        try:
+            pages = self.pool.take(owner, sum(counts))
+        finally:
+            self._growing = False
         for buffer, window, count in zip(self.buffers, windows, counts, strict=True):
             if not count:
                 continue
@@ -95,10 +101,12 @@ class Store:
 
     def spare(self) -> int:
         """Mapped pages that hold none of the tokens [start, stop)."""
-        return self.pages - self._needed()
+        return 0 if self._growing else self.pages - self._needed()
 
     def trim(self) -> int:
         """Give spare pages back, as far as no tensor outside shows them; returns how many."""
+        if self._growing:
+            return 0
         self.settle()
         return sum(b.retreat(*b.geometry.slots(self.start, self.stop)) for b in self.buffers)
 

@@ -16,6 +16,7 @@ from elastic.kvcache.layout import HEAD_MAJOR
 from elastic.kvcache.memory import KVMemory
 from elastic.kvcache.pool import KVPool
 from elastic.kvcache.resize import ResizeMechanism
+from elastic.memory.faulty import FaultyBackend
 from elastic.memory.memfd import MemfdBackend
 from elastic.memory.pool import PagePool
 from elastic.types import ResizeKV
@@ -39,6 +40,22 @@ def layer_of(memory: KVMemory, pages: int) -> ElasticLayer:
 def grow(layer: ElasticLayer, pages: int) -> torch.Tensor:
     state = torch.ones(1, 1, pages * PAGE // 64, 16)
     return layer.update(state, state)[0]
+
+
+def test_what_a_cache_grows_by_is_not_taken_from_itself() -> None:
+    """Its keys have a page more after an extension that failed half way; it needs that one too."""
+    memory, kv = new_memory(8)
+    kv.pool.backend = backend = FaultyBackend(kv.pool.backend)
+    layer = layer_of(memory, 1)
+    backend.fail("map", 2)
+    with pytest.raises(CapacityError, match="injected"):
+        grow(layer, 1)
+    kv.pool.charge("others", 5 * PAGE)
+    with pytest.raises(CapacityError, match="too few free pages for kv"):
+        grow(layer, 1)
+    kv.check()
+    kv.pool.discharge("others", 5 * PAGE)
+    assert torch.equal(grow(layer, 1), torch.ones(1, 1, 2 * PAGE // 64, 16))
 
 
 def test_a_shrink_gives_back_what_idle_caches_hold() -> None:
