@@ -207,6 +207,8 @@ class LayerWeights:
         slots = {name: unit.slots[name] for name, unit in owners.items()}
         made = cls(first.index, first.name, pool, slots, LayerLayout.pack(layouts), first._checkpoint)
         made.part, made.variants = part, first.variants
+        near = (unit.arrivals for unit in units if unit.pool.backend.device == pool.backend.device)
+        made.arrivals = next(near, made.arrivals)
         if part:
             made.caller = first.caller
         else:
@@ -223,7 +225,7 @@ class LayerWeights:
             self.index, self.name, self.pool, slots, self.layout.without(names), checkpoint=self._checkpoint
         )
         left.part, left.variants, left.others, left.aligners = self.part, self.variants, self.others, self.aligners
-        left.caller = self.caller
+        left.caller, left.arrivals = self.caller, self.arrivals
         left._writes = self._writes
         left._host = {name: kept for name, kept in self._host.items() if name not in names}
         left.form = left.full if self.form.full else self.form.without(names)
