@@ -19,6 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import elastic
 from elastic import ConfigError, StateError
 from elastic.hooks.away import Away
+from elastic.hooks.travel import Routes
+from elastic.memory import copying
 from elastic.quant.formats import Target
 from elastic.quant.paths import paths
 
@@ -150,6 +152,7 @@ def test_what_modules_are_given_is_not_mistaken_for_what_it_was(device: Any, wra
     x.mul_(2)
     assert torch.equal(up(x), 2 * first)
     with torch.inference_mode():
+        model(**prompt(2))
         x = torch.ones(2, 32)
         up(x)
         assert torch.equal(up(x.mul_(2)), 2 * first)
@@ -288,6 +291,75 @@ def test_a_layer_with_shared_parameters_stays_but_its_own_modules_go(device: Any
     assert [where.part for where in rt.status().residencies["model.layers.1"]] == ["", "self_attn", "mlp"]
 
 
+@pytest.mark.parametrize("module", ["model.layers.1", MLP, MLP + ".up_proj"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_migration_that_fails_at_the_safe_point_is_undone(
+    module: str, swapped: bool, device: Any, wrapped: Any, monkeypatch: Any
+) -> None:
+    model = build("llama-gqa")
+    rt = wrapped(model, here_and_there(), variants=("int8",)).elastic
+    rt.migrate(MLP + ".down_proj", "there")
+    if swapped:
+        rt.swap(1, "int8")
+    before, expected, where = brought(model), model(**prompt(2)).logits, rt.status().residencies
+    lay, failures = Routes.lay, [RuntimeError("no")]
+
+    def fail_once(routes: Routes) -> None:
+        if failures:
+            raise failures.pop()
+        lay(routes)
+
+    monkeypatch.setattr(Routes, "lay", fail_once)
+    with pytest.raises(RuntimeError, match="no"):
+        rt.migrate(module, "there")
+    assert rt.status().residencies == where
+    assert torch.equal(model(**prompt(2)).logits, expected)
+    rt.check()
+    rt.migrate(module, "there")
+    assert torch.equal(model(**prompt(2)).logits, expected)
+    assert_unchanged(model, before)
+
+
+def test_weights_written_on_their_way_to_another_device_are_not_lost(
+    device: Any, wrapped: Any, monkeypatch: Any
+) -> None:
+    model = build("llama-gqa")
+    rt, real = wrapped(model, here_and_there()).elastic, copying.copy
+    rt.migrate(MLP, "there")
+    weight = model.model.layers[1].mlp.up_proj.weight
+
+    def copy_then_write(target: torch.Tensor, source: torch.Tensor) -> None:
+        real(target, source)
+        with torch.no_grad():
+            weight.copy_(weight + 1)
+
+    monkeypatch.setattr(copying, "copy", copy_then_write)
+    with pytest.raises(StateError, match=r"model\.layers\.1 were written while they were on their way"):
+        rt.migrate(MLP, "cpu#a")
+    monkeypatch.setattr(copying, "copy", real)
+    changed = bits(model)
+    rt.migrate(MLP, "cpu#a")
+    assert_same_bits(model, changed)
+
+
+def test_pages_of_modules_elsewhere_are_given_back(device: Any, wrapped: Any) -> None:
+    model = build("mixtral")
+    rt = wrapped(model, here_and_there(), variants=("int8",)).elastic
+
+    def owners() -> list[dict[str, int]]:
+        return [{o: size for o, size in place.owners.items() if o != "kv"} for place in rt.status().places]
+
+    at_first = owners()
+    for variant in (None, "int8"):
+        rt.migrate(modules_of(model, 1)[2:5], "there")
+        if variant:
+            rt.swap(1, variant)
+        model(**prompt(2))
+        rt.restore(1)
+        assert rt.migrate(1, "cpu#a").retained_bytes == 0
+        assert owners() == at_first
+
+
 # -- replicas, and models that accelerate dispatched
 
 
@@ -303,13 +375,13 @@ def dispatched(architecture: str, devices: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "mixtral"])
-@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu", "cpu", "cpu:0"], ["cpu:0", "cpu", "cpu:0"]])
-def test_layers_that_accelerate_dispatched_have_replicas(
-    architecture: str, devices: list[str], device: Any, wrapped: Any
+@pytest.mark.parametrize("devices", [None, ["cpu"] * 3, ["cpu", "cpu", "cpu:0"], ["cpu:0", "cpu", "cpu:0"]])
+def test_layers_have_replicas_and_neighbours_on_any_device_dispatched_or_not(
+    architecture: str, devices: list[str] | None, device: Any, wrapped: Any
 ) -> None:
     inputs, choose = prompt(4), random.Random(str(devices))
     expected = build(architecture)(**inputs).logits
-    model = dispatched(architecture, devices)
+    model = dispatched(architecture, devices) if devices else build(architecture)
     before = brought(model)
     rt = wrapped(model, [small(ROOMY, "cpu#a"), place_there(), small(ROOMY, "cpu#b"), place_there(name="far")]).elastic
     for _ in range(10):
