@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elastic.config import Place
+from elastic.errors import ConfigError
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.moving import choose_absent, give_back, held_outside, move_in, move_out, spread
 from elastic.hooks.reserve import Reserve
@@ -92,7 +93,8 @@ def pack(
         for layer, packed in zip(own, made, strict=True):
             layer.variants = {**layer.variants, variant.name: packed}
         for device in {pool.backend.device for pool in pools} - {layer.device for layer in parameters}:
-            measure_paths(made, device)  # layers, and modules of them, may go there
+            with suppress(ConfigError):  # a format without kernels there: its layers stay
+                measure_paths(made, device)
 
 
 def make_reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve]:

@@ -6,6 +6,7 @@ import copy
 import io
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -384,7 +385,7 @@ def test_layers_have_replicas_and_neighbours_on_any_device_dispatched_or_not(
     model = dispatched(architecture, devices) if devices else build(architecture)
     before = brought(model)
     rt = wrapped(model, [small(ROOMY, "cpu#a"), place_there(), small(ROOMY, "cpu#b"), place_there(name="far")]).elastic
-    for _ in range(10):
+    for _ in range(6):
         layers, place = choose.sample(range(3), choose.randint(1, 3)), choose.choice(["cpu#b", "far"])
         there = [i for i in layers if place in [r.place for r in list(rt.status().residencies.values())[i]]]
         if there:
@@ -415,6 +416,20 @@ def test_a_forward_that_is_put_over_accelerates_is_still_refused(wrapped: Any) -
     rt.replicate(1, "cpu#b")
 
 
+@torch.no_grad()
+def test_a_run_of_replicas_ends_where_the_layers_are_on_another_device(device: Any, wrapped: Any) -> None:
+    model, inputs, token = build("llama-gqa"), prompt(4), torch.full((4, 1), 7)
+    expected = model(**inputs)
+    after = model(token, past_key_values=expected.past_key_values).logits
+    rt = wrapped(model, [*here_and_there(), small(ROOMY, "cpu#b")]).elastic
+    rt.migrate(1, "there")
+    rt.replicate(range(3), "cpu#b")
+    found = model(**inputs)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert len(rt.passes()) == 3
+    torch.testing.assert_close(model(token, past_key_values=found.past_key_values).logits, after)
+
+
 @pytest.mark.parametrize("variant", ["int8", "int4"])
 def test_packed_layers_have_replicas_on_another_device(
     variant: str, other_kernels: Target, device: Any, wrapped: Any
@@ -438,6 +453,51 @@ def test_a_layer_with_modules_elsewhere_has_replicas(device: Any, wrapped: Any) 
     rt.replicate(range(3), "cpu#b")
     torch.testing.assert_close(model(**inputs).logits, expected)
     assert len(rt.passes()) > 0
+
+
+def act_at_random(rt: Any, choose: random.Random, modules: list[str]) -> None:
+    """Some action. What is refused is refused with nothing changed."""
+    layer, place = choose.randrange(3), choose.choice(["cpu#a", "there", "far"])
+    if rt.replicated and choose.random() < 0.6:  # most else is refused
+        layer = choose.choice(rt.replicated)
+        rt.evict(layer, list(rt.status().residencies.values())[layer][-1].place)
+    acts: list[Any] = [
+        *[lambda: rt.migrate(choose.choice(modules), place, kv=choose.random() < 0.5)] * 4,
+        *[lambda: rt.swap(choose.choice([layer, choose.choice(modules)]), choose.choice(["int8", "int4"]))] * 2,
+        lambda: rt.restore(choose.choice([None, layer])),
+        lambda: rt.release(layer),
+        lambda: rt.migrate_kv(layer, place),
+        lambda: rt.replicate([layer], place),
+    ]
+    with suppress(StateError):
+        choose.choice(acts)()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_actions_in_any_order_on_three_places_of_two_devices(
+    seed: int, other_kernels: Target, device: Any, wrapped: Any
+) -> None:
+    model, choose, inputs = build(["llama-gqa", "mixtral"][seed % 2]), random.Random(seed), prompt(3)
+    before, found = bits(model), {frozenset[Any](): model(**inputs).logits}
+    rt = wrapped(model, [*here_and_there(), place_there(name="far")], variants=("int8", "int4")).elastic
+    modules = [name for layer in range(3) for name in modules_of(model, layer)]
+    rt.swap(0, "int8")
+    for _ in range(16):
+        act_at_random(rt, choose, modules)
+        units = [unit for layer in range(3) for unit in rt._weights.units(layer)]
+        forms = tuple(sorted((unit.index, *unit.form.key) for unit in units if not unit.form.full))
+        logits = model(**inputs).logits
+        expected = found.setdefault(_merged(forms), logits)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        rt.check()
+    assert len(found) > 1
+    elastic.unwrap(model)
+    assert_same_bits(model, before)
+
+
+def _merged(forms: tuple[Any, ...]) -> frozenset[Any]:
+    """Which parameter is in which variant, whatever units the layers consist of."""
+    return frozenset((index, *one) for index, *key in forms for one in key)
 
 
 # -- on a GPU
