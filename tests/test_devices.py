@@ -510,20 +510,32 @@ def test_modules_go_between_a_cpu_and_a_gpu(architecture: str, wrapped: Any) -> 
     before, expected = bits(model), model(**prompt(2)).logits
     rt = wrapped(model, [small(ROOMY, "cpu"), "cuda:0=1GiB"], variants=("int4",)).elastic
     modules = [name for layer in range(3) for name in modules_of(model, layer)]
-    for step in range(12):
-        rt.migrate(choose.choice(modules), choose.choice(["cpu", "cuda:0", "cuda:0"]), kv=choose.random() < 0.5)
-        torch.testing.assert_close(model(**prompt(2)).logits, expected, rtol=1e-3, atol=1e-3)
-        rt.check()
-        if step == 6:
-            rt.swap(1, "int4")
-            expected = model(**prompt(2)).logits
+    with paths.forced("reference"):
+        for step in range(12):
+            rt.migrate(choose.choice(modules), choose.choice(["cpu", "cuda:0", "cuda:0"]), kv=choose.random() < 0.5)
+            torch.testing.assert_close(model(**prompt(2)).logits, expected, rtol=1e-3, atol=1e-3)
+            rt.check()
+            if step == 6:
+                rt.swap(1, "int4")
+                expected = model(**prompt(2)).logits
     rt.restore()
     rt.migrate(range(3), "cpu")
     assert_same_bits(model, before)
-    rt.replicate(range(3), "cuda:0")
-    rt.restore()
+    rt.migrate(choose.choice(modules), "cuda:0")
     elastic.unwrap(model)
     assert_same_bits(model, before)
+
+
+@pytest.mark.cuda
+def test_packed_layers_have_replicas_on_a_gpu(wrapped: Any) -> None:
+    model, inputs = build("llama-gqa"), prompt(4)
+    rt = wrapped(model, [small(ROOMY, "cpu"), "cuda:0=1GiB"], variants=("int8",)).elastic
+    with paths.forced("reference"):
+        rt.swap([0, 1], "int8")
+        expected = model(**inputs).logits
+        rt.replicate(range(3), "cuda:0")
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-3, atol=1e-3)
+    assert len(rt.passes()) > 0
 
 
 @pytest.mark.cuda
