@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CONFIGS, build, prompt
+from architectures import CONFIGS, VOCAB, build, prompt
+from engines.serving import continuation, prompts, serve
 from helpers import assert_same_bits, bits, small
 from second_device import HERE, THERE, SecondDevice, place_there, second_device
 from test_migrate import modules_of
@@ -19,6 +20,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import elastic
 from elastic import ConfigError, StateError
+from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.engine import Request
 from elastic.hooks.away import Away
 from elastic.hooks.travel import Routes
 from elastic.memory import copying
@@ -102,6 +105,21 @@ def test_generate_writes_the_same_while_modules_change_devices(
     found = model.generate(**prompt(2), **options, logits_processor=LogitsProcessorList([moving]))
     assert torch.equal(found, expected)
     rt.check()
+
+
+@pytest.mark.parametrize("target", ["model.layers.1.self_attn", MLP, 1])
+def test_an_engine_serves_with_weights_on_another_device(target: str | int, device: Any, wrapped: Any) -> None:
+    model = build("llama-gqa")
+    texts = prompts([5, 9, 14], VOCAB)
+    expected = [continuation(model, text, 10) for text in texts]
+    rt = wrapped(model, here_and_there()).elastic
+    engine = ContinuousEngine(model)
+    engine.start()
+    rt.migrate(target, "there", kv=False)
+    requests = [Request(text, 10) for text in texts]
+    heard = serve(engine, requests)
+    engine.stop()
+    assert [heard.tokens[request.id] for request in requests] == expected
 
 
 # -- what travels

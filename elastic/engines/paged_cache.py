@@ -23,6 +23,7 @@ from elastic.errors import CapacityError, ConfigError
 from elastic.kvcache.blocks import BlockMemory
 from elastic.kvcache.pool import KVPool
 from elastic.kvcache.promises import Claim, promised_sectors
+from elastic.kvcache.visits import to_device
 
 
 class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
@@ -195,14 +196,16 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attention of one layer. Query [1, heads, new, dim], key and value [1, kv_heads, new, dim].
 
-        Returns [1, new, heads, dim].
+        Returns [1, new, heads, dim]. All of them travel if the layer computes on another device than the blocks are.
         """
         allocator = self.layer_to_allocator[layer]
         batch = self._batches.get(allocator.index)
         if batch is None:
             batch = self._batches[allocator.index] = make_batch(self._parts, allocator, self.device, self.dtype)
-        where = write_index[allocator.index]
-        return attend(query[0], key[0], value[0], allocator.layers[layer], batch, where, scaling)[None]
+        blocks, caller, where = allocator.layers[layer], query.device, write_index[allocator.index]
+        if caller != blocks.keys.device:
+            query, key, value, where = (to_device(t, blocks.keys.device) for t in (query, key, value, where))
+        return attend(query[0], key[0], value[0], blocks, batch, where, scaling)[None].to(caller)
 
     # -- inside, under the lock
 
