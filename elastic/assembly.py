@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elastic.config import Place
+from elastic.errors import ConfigError
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.moving import choose_absent, give_back, held_outside, move_in, move_out, spread
 from elastic.hooks.reserve import Reserve
@@ -65,11 +66,17 @@ def homes(decoder: Decoder, slots: list[dict[str, Slot]], pools: list[PagePool],
     return [first[device_of(layer)] for layer in decoder.layers]
 
 
-def pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], cache: str | Path | None) -> None:
-    """Pack every layer for every variant, from its parameters where they are now."""
+def pack(
+    model: nn.Module,
+    layers: list[LayerWeights],
+    pools: Sequence[PagePool],
+    variants: list[Variant],
+    cache: str | Path | None,
+) -> None:
+    """Pack every layer for every variant, from its parameters where they are now, for their devices."""
     if not variants:
         return
-    from elastic.quant.build import obtain
+    from elastic.quant.build import measure_paths, obtain
     from elastic.quant.calibrate import inputs_of
     from elastic.quant.selection import LayerParameters, matrices
 
@@ -82,8 +89,12 @@ def pack(model: nn.Module, layers: list[LayerWeights], variants: list[Variant], 
     for variant in variants:
         text = variant.calibration
         inputs = partial(inputs_of, model, used, text) if text is not None else dict[str, torch.Tensor]
-        for layer, packed in zip(own, obtain(parameters, variant, cache, inputs), strict=True):
+        made = obtain(parameters, variant, cache, inputs)
+        for layer, packed in zip(own, made, strict=True):
             layer.variants = {**layer.variants, variant.name: packed}
+        for device in {pool.backend.device for pool in pools} - {layer.device for layer in parameters}:
+            with suppress(ConfigError):  # a format without kernels there: its layers stay
+                measure_paths(made, device)
 
 
 def make_reserves(layers: list[LayerWeights], stack: ExitStack) -> dict[str, Reserve]:

@@ -20,8 +20,8 @@ from torch import nn
 
 from elastic.config import Place
 from elastic.controller.calibrated import Calibration, Line, Points, fit
+from elastic.hooks.arrivals import moved
 from elastic.hooks.structure import Decoder
-from elastic.hooks.travel import moved
 
 ROWS = (1, 4, 16)
 REPEATS = 5

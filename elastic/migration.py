@@ -28,10 +28,12 @@ class Migrating(Acting):
 
         `target` are indices or module names, down to a projection (`"model.layers.5.self_attn.q_proj"`). They move in
         the variant that they are in while the model goes on generating; the pages that they leave are KV capacity. A
-        module that comes to its layer's own place is part of the layer again. The KV cache of whole layers goes with
-        them, unless `kv=False`; that of modules stays. Raises `ConfigError` for what is no layer or no place,
-        `CapacityError` where the place has no room, `StateError` for a layer whose swap is deferred, or whose cache a
-        continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
+        module that comes to its layer's own place is part of the layer again. On another device, what they are given
+        travels to them, and results back when they are needed; a layer of which only norms and biases would stay goes
+        as a whole. The KV cache of whole layers goes with them, unless `kv=False`; that of modules stays. Raises
+        `ConfigError` for what is no layer or no place, and for a layer with shared parameters or adapters that is to go
+        to another device; `CapacityError` where the place has no room; `StateError` for a layer whose swap is deferred,
+        or whose cache a continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
         """
         found = self._weights.find_parts(target)
         actions: list[Action] = [Migrate(indices, place, parts) for parts, indices in found.items()]

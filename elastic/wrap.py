@@ -123,7 +123,7 @@ def _build(model: nn.Module, wanted: Options) -> _Installed:
         slots = layer_slots(model, decoder)
         pools = open_places(model, decoder, wanted.places, slots, memory_stack)
         layers = make_layers(decoder, slots, homes(decoder, slots, pools, wanted.placement), wanted.files)
-        pack(model, layers, wanted.variants, wanted.variant_cache)
+        pack(model, layers, pools, wanted.variants, wanted.variant_cache)
         reserves = make_reserves(layers, memory_stack)
         # a policy swaps layers: memory for streaming released ones is taken from the cache if one is ever released
         least_stages = 1 if wanted.make_policy is None else 0

@@ -196,7 +196,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attention of one layer. Query [1, heads, new, dim], key and value [1, kv_heads, new, dim].
 
-        Returns [1, new, heads, dim].
+        Returns [1, new, heads, dim]. All of them travel if the layer computes on another device than the blocks are.
         """
         whole = self.of_requests(0, len(self._parts))
         return whole.attend(layer, query, key, value, scaling, write_index)

@@ -59,5 +59,5 @@ class SubBatch:
             batch = make_batch(self._parts, allocator, there, self._cache.dtype)
             self._batches[allocator.index] = batch
         q, k, v = (to_device(states[0], there) for states in (query, key, value))
-        rows = write_index[allocator.index][self._tokens]
+        rows = to_device(write_index[allocator.index][self._tokens], there)
         return attend(q, k, v, allocator.layers[layer], batch, rows, scaling)[None].to(query.device)

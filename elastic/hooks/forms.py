@@ -30,6 +30,10 @@ class Packing(Protocol):
         """What sits in the parameter's slot when its parts are there."""
         ...
 
+    def on(self, device: torch.device) -> Packing:
+        """The very same codes, for kernels of a device."""
+        ...
+
     def renewed(self, full: torch.Tensor, origin: int) -> Packing:
         """The same for a parameter that was written. Raises `StateError` where that cannot be had."""
         ...

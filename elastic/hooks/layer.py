@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError, StateError
+from elastic.hooks.arrivals import Arrivals
 from elastic.hooks.forms import Form, LayerVariant, make_form
+from elastic.hooks.remote import RemoteSource
 from elastic.hooks.slots import Content, Slot
 from elastic.hooks.sources import HostSource, KeptSource
 from elastic.memory.block import Block
@@ -64,6 +66,10 @@ class LayerWeights:
         """Where the layer's tensors are that do not lie in pages: a module's buffers or parameters, and a name."""
         self.aligners: tuple[Any, ...] = ()
         """accelerate's hooks in a model that it dispatched: they have inputs on their `execution_device`."""
+        self.caller = pool.backend.device
+        """Where the layer computes: on another device than these weights, if they are those of modules elsewhere."""
+        self.arrivals = Arrivals(pool.backend.device)
+        """What they are multiplied with then."""
         self._checkpoint = checkpoint
         self._host: dict[str, HostTensor] = {}
         self._writes = 0
@@ -161,7 +167,8 @@ class LayerWeights:
     def _form_of(self, chosen: Mapping[str, str]) -> Form:
         key = frozenset(chosen.items())
         if key not in self._forms:
-            packings = {name: self._variant(variant).packings[name] for name, variant in chosen.items()}
+            device = self.pool.backend.device
+            packings = {name: self._variant(variant).packings[name].on(device) for name, variant in chosen.items()}
             self._forms[key] = make_form(self.layout, chosen, packings)
         return self._forms[key]
 
@@ -178,10 +185,11 @@ class LayerWeights:
     def renew(self, form: Form) -> Form:
         """The form with every outdated packing made anew. Raises `StateError` where that cannot be had."""
         for name, variant in form.variants.items():
-            kept, packing = self._host[name], form.packings[name]
-            if packing.origin != kept.digest:
-                self._variant(variant).packings[name] = packing.renewed(kept.tensor, kept.digest)
-                self._forms = {frozenset(): self.full}
+            kept, packings = self._host[name], self._variant(variant).packings
+            if packings[name].origin != kept.digest:
+                packings[name] = packings[name].renewed(kept.tensor, kept.digest)
+        if self.outdated(form):
+            self._forms = {frozenset(): self.full}
         return self._form_of(form.variants)
 
     # -- of what it consists
@@ -190,6 +198,8 @@ class LayerWeights:
     def of(cls, units: Sequence[LayerWeights], names: Collection[str], pool: PagePool, part: str = "") -> LayerWeights:
         """Some of the parameters that units of one layer have, in the forms that they have, for a place.
 
+        With a `part`, of the layer that computes where the first unit is; else the layer is there.
+
         Nothing is there yet: its block is to be filled and shown.
         """
         owners = {name: unit for unit in units for name in unit.slots if name in names}
@@ -197,7 +207,11 @@ class LayerWeights:
         slots = {name: unit.slots[name] for name, unit in owners.items()}
         made = cls(first.index, first.name, pool, slots, LayerLayout.pack(layouts), first._checkpoint)
         made.part, made.variants = part, first.variants
-        if not part:
+        near = (unit.arrivals for unit in units if unit.pool.backend.device == pool.backend.device)
+        made.arrivals = next(near, made.arrivals)
+        if part:
+            made.caller = first.caller
+        else:
             made.others, made.aligners = first.others, first.aligners
         made._host = {name: unit._host[name] for name, unit in owners.items() if name in unit._host}
         chosen = {name: u.form.variants[name] for name, u in owners.items() if name in u.form.variants}
@@ -211,6 +225,7 @@ class LayerWeights:
             self.index, self.name, self.pool, slots, self.layout.without(names), checkpoint=self._checkpoint
         )
         left.part, left.variants, left.others, left.aligners = self.part, self.variants, self.others, self.aligners
+        left.caller, left.arrivals = self.caller, self.arrivals
         left._writes = self._writes
         left._host = {name: kept for name, kept in self._host.items() if name not in names}
         left.form = left.full if self.form.full else self.form.without(names)
@@ -240,15 +255,16 @@ class LayerWeights:
         """Have the full bytes of a resident layer in the host store; returns how many had to be copied."""
         copied = 0
         for name, slot in self.slots.items():
-            if isinstance(slot.parameter, Weight):
+            parameter = _in_pages(slot.parameter)
+            if isinstance(parameter, Weight):
                 continue  # written through us only
-            known, fingerprint = self._host.get(name), digest(slot.parameter)
+            known, fingerprint = self._host.get(name), digest(parameter)
             if known is None or known.digest != fingerprint:
                 file = self._checkpoint.find(f"{self.name}.{name}") if self._checkpoint else None
-                self._host[name] = host.keep(slot.parameter, fingerprint, file=file, lock=self._lock_pages)
-                copied += slot.parameter.nbytes
+                self._host[name] = host.keep(parameter, fingerprint, file=file, lock=self._lock_pages)
+                copied += parameter.nbytes
             if pace is not None:
-                pace.keep(slot.parameter.nbytes)
+                pace.keep(parameter.nbytes)
         return copied
 
     def host_tensor(self, name: str) -> torch.Tensor:
@@ -277,8 +293,12 @@ class LayerWeights:
         fresh = self.host_tensor(name).clone()
         fresh.copy_(value)
         self._host[name] = host.keep(fresh, digest(fresh), lock=self._lock_pages)
-        self._writes += 1
+        self.wrote()
         self.on_written()
+
+    def wrote(self) -> None:
+        """A parameter was written that is not plain."""
+        self._writes += 1
 
     def sources(self, shown: Shown, form: Form | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(target, host tensor) for each part of a form (None: full), to fill what a block shows of it."""
@@ -302,7 +322,11 @@ class LayerWeights:
                 found[name] = packing.content(slot.parameter, form.tensors_of(name, shown), full)
             else:
                 found[name] = slot.plain(shown[name])
-        return found
+        return found if self.caller == self.pool.backend.device else self._for_caller(found)
+
+    def _for_caller(self, contents: Mapping[str, Content]) -> dict[str, Content]:
+        """What sits in the slots of a layer that computes on another device."""
+        return {name: slot.weight(RemoteSource(self, contents[name])) for name, slot in self.slots.items()}
 
     def absent_contents(self) -> dict[str, Content]:
         """Weights that stand for what the host store has."""
@@ -338,6 +362,12 @@ class LayerWeights:
         with torch.inference_mode(False), torch.no_grad():
             for name, slot in self.slots.items():
                 slot.put(contents[name])
+
+
+def _in_pages(content: Content) -> torch.Tensor:
+    """A parameter as it is at its place, whichever device its layer computes on."""
+    source = content.source if isinstance(content, Weight) else None
+    return source.there if isinstance(source, RemoteSource) else content
 
 
 def _under(name: str, part: str) -> bool:

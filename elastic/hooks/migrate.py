@@ -15,6 +15,7 @@ import torch
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.actions import Waiting, resize_stages
 from elastic.hooks.layer import LayerWeights
+from elastic.hooks.pairs import pairs
 from elastic.hooks.release import require_no_gradients
 from elastic.hooks.slots import Content
 from elastic.hooks.tenancy import Tenancy
@@ -62,17 +63,7 @@ class Relocation:
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(target, source) for all that arrives: from the pages where it is, or from the host store."""
-        form = self.arriving.form
-        targets = self.arriving.blocks[form.key].show(form.layout)
-        found = []
-        for unit in self.remains:
-            names = [name for name in unit.slots if name in self.arriving.slots]
-            if unit.absent:
-                found += [(targets[name], unit.host_tensor(name)) for name in names]
-            else:
-                sources = unit.blocks[unit.form.key].show(unit.form.layout)
-                found += [(targets[lies], sources[lies]) for name in names for lies in unit.form.entries_of(name)]
-        return found
+        return pairs(self.arriving, self.remains)
 
     def flip(self) -> None:
         self.arriving.show(self.contents, self.arriving.form)
@@ -188,6 +179,7 @@ class MigrateMechanism:
         units = self._weights.units(index)
         names = self._names(units, parts)
         whole = len(names) == sum(len(unit.slots) for unit in units) or pool is units[0].pool
+        whole = whole or _leaves_nothing(units, names, pool)
         there = all(unit.pool is pool and not unit.absent for unit in units if unit.slots.keys() & names)
         if there and (not whole or len(units) == 1):
             return None
@@ -221,17 +213,9 @@ class MigrateMechanism:
             require_no_gradients(unit)
 
     def _require_device(self, units: tuple[LayerWeights, ...], pool: PagePool, whole: bool) -> None:
-        """To another device go whole layers in full precision that share no parameter."""
+        """To another device go layers that share no parameter, and modules."""
         first, device = units[0], pool.backend.device
-        if all(unit.pool.backend.device == device for unit in units):
-            return
-        if not whole:
-            raise ConfigError(f"{pool.name} is on another device than {first.name}: only whole layers migrate to it")
-        if any(not unit.form.full for unit in units):
-            raise StateError(
-                f"{first.name} is packed for {first.pool.backend.device}; restore it before it goes to {device}"
-            )
-        if first.shared():
+        if whole and first.shared() and any(unit.pool.backend.device != device for unit in units):
             raise ConfigError(
                 f"{first.name} has parameters that are used elsewhere too, or adapters ({first.shared()[0]}): it "
                 f"cannot go to another device ({device})"
@@ -248,6 +232,16 @@ class MigrateMechanism:
             self._weights.streamer(unit).forget(unit)
             return resize_stages(self._weights, unit.pool.name)
         return self._tenancy.narrow(unit, rest) if rest else self._tenancy.give_up(unit)
+
+
+def _leaves_nothing(units: tuple[LayerWeights, ...], names: set[str], pool: PagePool) -> bool:
+    """Whether only vectors would stay behind when these parameters go to another device: they go too, so that hidden
+    states travel to the layer once."""
+    if pool.backend.device == units[0].pool.backend.device or units[0].shared():
+        return False
+    staying = {name: slot for unit in units if unit.pool is not pool for name, slot in unit.slots.items()}
+    matrices = [name for name, slot in staying.items() if name not in names and slot.parameter.ndim > 1]
+    return not matrices or not units[0].slots.keys() - names
 
 
 def _rest(unit: LayerWeights, names: set[str]) -> LayerWeights | None:

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.actions import Waiting
 from elastic.hooks.lanes import Lane
 from elastic.hooks.layer import LayerWeights
+from elastic.hooks.pairs import pairs
 from elastic.hooks.release import require_no_gradients
 from elastic.hooks.runs import Replica, Runs
 from elastic.hooks.skeleton import Skeleton
@@ -183,17 +183,6 @@ class ReplicaMechanism:
             raise StateError(f"{name} waits for pages to be swapped or restored; replicate it when that is done")
         for unit in units:
             require_no_gradients(unit)
-        self._require_device(units, pool)
-
-    def _require_device(self, units: Sequence[LayerWeights], pool: PagePool) -> None:
-        """On another device there can be layers in full precision."""
-        first, device = units[0], pool.backend.device
-        if all(unit.pool.backend.device == device for unit in units):
-            return
-        if any(not unit.form.full for unit in units):
-            raise StateError(
-                f"{first.name} is packed for {first.pool.backend.device}; restore it before it is copied to {device}"
-            )
 
     def _require_unwritten(self, prepared: Prepared) -> None:
         for layer, replica in prepared.replicas.items():
@@ -219,21 +208,9 @@ class ReplicaMechanism:
         prepared.replicas[layer] = Replica(
             unit, skeleton, self._lane(unit.pool), dispatches(module), self._version(layer)
         )
-        self._weights.streamer(unit).copier.copy(self._pairs(layer, unit), self._pace).finish()
+        self._weights.streamer(unit).copier.copy(pairs(unit, self._weights.units(layer)), self._pace).finish()
         skeleton.put(unit.slots, unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout)))
         skeleton.bring_buffers(unit.pool.backend.device)
-
-    def _pairs(self, layer: int, unit: LayerWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) for everything, from the pages where it is."""
-        targets = unit.blocks[unit.form.key].show(unit.form.layout)
-        found = []
-        for source in self._weights.units(layer):
-            if source.slots:
-                shown = source.blocks[source.form.key].show(source.form.layout)
-                found += [
-                    (targets[lies], shown[lies]) for name in source.slots for lies in source.form.entries_of(name)
-                ]
-        return found
 
     def _have(self, replicas: Replicas) -> None:
         self._replicas = replicas

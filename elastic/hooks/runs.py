@@ -229,7 +229,8 @@ class Runs:
         """Layers have these replicas from now on; at a safe point."""
         self._replicated = tuple(sorted(layer for layer, by_place in replicas.items() if by_place))
         runs: dict[int, Run] = {}
-        for stretch in _stretches(self._replicated, replicas):
+        devices = [layer.pool.backend.device for layer in self._weights.layers]
+        for stretch in _stretches(self._replicated, replicas, devices):
             run = Run(self._weights, stretch[0], [dict(sorted(replicas[layer].items())) for layer in stretch])
             runs |= dict.fromkeys(run.layers, run)
         for layer, names in enumerate(self._names):
@@ -358,12 +359,15 @@ def _only(best: int, places: Sequence[str]) -> tuple[int, ...]:
     return tuple(int(place == best) for place in range(len(places)))
 
 
-def _stretches(layers: Sequence[int], replicas: Mapping[int, Mapping[str, Replica]]) -> list[list[int]]:
-    """Consecutive layers with replicas at the same places."""
+def _stretches(
+    layers: Sequence[int], replicas: Mapping[int, Mapping[str, Replica]], devices: Sequence[torch.device]
+) -> list[list[int]]:
+    """Consecutive layers on one device with replicas at the same places."""
     found: list[list[int]] = []
     for layer in layers:
         last = found[-1][-1] if found else None
-        if last == layer - 1 and replicas[last].keys() == replicas[layer].keys():
+        alike = last is not None and replicas[last].keys() == replicas[layer].keys()
+        if alike and last == layer - 1 and devices[last] == devices[layer]:
             found[-1].append(layer)
         else:
             found.append([layer])

@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic.errors import ConfigError
 from elastic.hooks.slots import Content, Slot
-from elastic.hooks.stand_in import dispatches, remove
+from elastic.hooks.stand_in import dispatches
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -28,6 +28,10 @@ _HOOKS = (
 )
 
 
+_ACCELERATE = ("forward", "_old_forward", "_hf_hook")
+"""What accelerate's `add_hook_to_module` leaves on a module; what it does with inputs, whoever calls a replica does."""
+
+
 class Skeleton:
     """`module` computes like the one that it was made of, but that no hook is called.
 
@@ -41,9 +45,11 @@ class Skeleton:
             tensors = [*module._parameters.values(), *module._buffers.values()]
             memo |= {id(t): t for t in (*tensors, getattr(module, "config", None)) if t is not None}
             memo |= {id(hooks): OrderedDict() for name in _HOOKS if (hooks := module.__dict__.get(name)) is not None}
+            memo |= {id(left_out): () for name in _ACCELERATE if (left_out := module.__dict__.get(name)) is not None}
         self.module: nn.Module = copy.deepcopy(original, memo)
         for module in self.module.modules():
-            remove(module)
+            for name in _ACCELERATE:
+                module.__dict__.pop(name, None)
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 
     def put(self, slots: Mapping[str, Slot], contents: Mapping[str, Content]) -> None:
@@ -70,8 +76,16 @@ class Skeleton:
 def _require_own_forward(layer: nn.Module) -> None:
     """A `forward` on an instance is bound to it: what its copy calls would be the original."""
     for name, module in layer.named_modules():
-        if "forward" in module.__dict__ and not dispatches(module):
+        if "forward" in module.__dict__ and not (dispatches(module) or _by_accelerate(module)):
             raise ConfigError(
                 f"{name or type(layer).__name__} has a forward method of its own, put there by another library: this "
-                "layer cannot be replicated; remove it (accelerate: remove_hook_from_module) before elastic.wrap"
+                "layer cannot be replicated; have that library take it off before elastic.wrap"
             )
+
+
+def _by_accelerate(module: nn.Module) -> bool:
+    """Whether its `forward` is that of its class, wrapped by accelerate's `add_hook_to_module` to bring inputs."""
+    known, inside = module.__dict__, module.__dict__.get("_old_forward")
+    wrapped = getattr(known.get("forward"), "__wrapped__", None)
+    own = getattr(inside, "__func__", None) is type(module).forward and getattr(inside, "__self__", None) is module
+    return own and "_hf_hook" in known and wrapped == inside

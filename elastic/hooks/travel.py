@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from elastic.hooks.arrivals import Arrivals, moved
 from elastic.hooks.detours import Args, Kwargs
 from elastic.hooks.layer import LayerWeights
 from elastic.hooks.weights import ModelWeights
@@ -19,10 +19,10 @@ from elastic.hooks.weights import ModelWeights
 class Travel:
     """The detour of a layer. `here` is its device, `there` that of whatever comes next."""
 
-    def __init__(self, here: torch.device, there: torch.device) -> None:
+    def __init__(self, here: torch.device, there: torch.device, arrivals: Arrivals | None = None) -> None:
         self._here = here
         self._there = there
-        self._arrived = WeakTensorKeyDictionary()
+        self._arrivals = arrivals or Arrivals(here)
 
     def enter(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return moved(args, self._here), {name: self._once(value) for name, value in kwargs.items()}
@@ -34,11 +34,7 @@ class Travel:
         """A copy for each tensor, however many layers are given it."""
         if isinstance(value, tuple):
             return tuple(map(self._once, value))
-        if not isinstance(value, torch.Tensor) or value.device == self._here:
-            return value
-        if value not in self._arrived:
-            self._arrived[value] = moved(value, self._here)
-        return self._arrived[value]
+        return self._arrivals.bring(value) if isinstance(value, torch.Tensor) else value
 
 
 class Routes:
@@ -52,20 +48,12 @@ class Routes:
         """Layers have moved; at a safe point. What follows the last layer is where that layer was at first."""
         devices = [layer.pool.backend.device for layer in self._weights.layers]
         following = [*devices[1:], self._at_first[-1]]
+        arrivals = {device: Arrivals(device) for device in devices}
         for index, (here, there) in enumerate(zip(devices, following, strict=True)):
             others = [d for d in self._weights.detours.get(index, ()) if not isinstance(d, Travel)]
-            travel = [Travel(here, there)] if devices != self._at_first else []
+            travel = [Travel(here, there, arrivals[here])] if devices != self._at_first else []
             self._weights.detour(index, [*travel, *others])
 
 
 def _device_at_first(layer: LayerWeights) -> torch.device:
     return next((slot.device for slot in layer.slots.values()), layer.pool.backend.device)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """A tensor on a device, or whatever has tensors in tuples and lists; all else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=device.type == "cuda")
-    if isinstance(value, tuple | list):
-        return type(value)(moved(one, device) for one in value)
-    return value

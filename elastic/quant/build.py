@@ -87,13 +87,15 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
 
 
 def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
-    """Decide how products with these matrices are computed, for every kind of them, where that is not decided yet."""
+    """Decide how products with these matrices are computed on a device, for every kind of them, where that is not
+    decided yet."""
     seen = set()
     for packing in (p for layer in layers for p in layer.packings.values() if isinstance(p, MatrixPacking)):
         packed = packing.packed if packing.packed.experts is None else packing.packed.expert(0)
         product = packed.product_of(packed.dtype)
         if product not in seen:
             seen.add(product)
+            packed = packed.for_target(Target.of(device))
             parts = {name: part.to(device) for name, part in packed.parts.items()}
             measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype)
 

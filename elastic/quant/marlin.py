@@ -91,7 +91,12 @@ class MarlinFormat:
         return {"marlin": Checked(matrix, required(config, matrix), marlin), "reference": reference}
 
     def repack(self, config: Marlin, parts: Parts, matrix: Matrix, packed_for: Target, target: Target) -> Parts:
-        """The layout is the same for all devices."""
+        """The layout is the same for all GPUs. Raises `ConfigError` for a CPU."""
+        if target.device != "cuda":
+            raise ConfigError(
+                f"Marlin's kernels need CUDA: what is packed for them cannot go to {target.device}; use Integers for "
+                "layers that do, or restore them first"
+            )
         return parts
 
 

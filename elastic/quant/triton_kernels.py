@@ -68,18 +68,19 @@ def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: i
     block_k = min(group & -group, 64)
     y = x.new_empty(tokens, outputs)
     grid = (triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n))
-    _kernel[grid](
-        x.contiguous(),
-        packed,
-        scales,
-        y,
-        tokens,
-        outputs,
-        inputs,
-        group,
-        BITS=bits,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
+    with torch.cuda.device(x.device if x.is_cuda else -1):  # it may be another than the present one
+        _kernel[grid](
+            x.contiguous(),
+            packed,
+            scales,
+            y,
+            tokens,
+            outputs,
+            inputs,
+            group,
+            BITS=bits,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+        )
     return y

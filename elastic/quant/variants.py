@@ -65,10 +65,20 @@ class MatrixPacking:
     def __init__(self, packed: Packed, origin: int) -> None:
         self.packed = packed
         self.origin = origin
+        self._elsewhere: dict[Target, MatrixPacking] = {}
 
     @property
     def parts(self) -> Parts:
         return self.packed.parts
+
+    def on(self, device: torch.device) -> MatrixPacking:
+        """The very same codes, as the kernels of a device take them."""
+        target = Target.of(device)
+        if target == self.packed.target:
+            return self
+        if target not in self._elsewhere:
+            self._elsewhere[target] = type(self)(self.packed.for_target(target), self.origin)
+        return self._elsewhere[target]
 
     def content(self, like: torch.Tensor, parts: Parts, full: Source) -> nn.Parameter | Weight:
         return Weight(like, PackedSource(replace(self.packed, parts=parts), full))
@@ -92,6 +102,9 @@ class PlainPacking:
 
     def content(self, like: torch.Tensor, parts: Parts, full: Source) -> nn.Parameter | Weight:
         return Weight(like, PlainSource(parts["value"], full))
+
+    def on(self, device: torch.device) -> PlainPacking:
+        return self
 
     def renewed(self, full: torch.Tensor, origin: int) -> PlainPacking:
         raise _read_before()

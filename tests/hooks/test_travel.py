@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from elastic.hooks.travel import Routes, Travel, moved
+from elastic.hooks.arrivals import Arrivals, moved
+from elastic.hooks.travel import Routes, Travel
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -53,6 +54,18 @@ def test_what_layers_are_given_alike_travels_once() -> None:
     first, second = (travel.enter((torch.ones(1),), {"mask": mask})[1]["mask"] for _ in range(2))
     assert first is second
     assert travel.enter((), {"mask": torch.ones(4)})[1]["mask"] is not first
+
+
+def test_what_was_written_travels_again_and_layers_on_one_device_share_what_came() -> None:
+    arrivals, mask = Arrivals(META), torch.ones(4)
+    first, second = (Travel(META, META, arrivals).enter((), {"mask": mask})[1]["mask"] for _ in range(2))
+    assert first is second
+    mask.add_(1)
+    assert arrivals.bring(mask) is not first
+    assert Arrivals(CPU).bring(mask) is mask
+    with torch.inference_mode():  # nobody would know
+        untold = torch.ones(4)
+        assert arrivals.bring(untold) is not arrivals.bring(untold)
 
 
 def test_a_result_goes_to_the_next_layer_and_a_failure_is_left_alone() -> None:

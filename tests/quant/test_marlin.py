@@ -105,6 +105,14 @@ def test_what_marlin_does_not_take_is_refused() -> None:
         pack(config, Codes(codes.codes, codes.scales, codes.zeros + 16))
 
 
+def test_what_is_packed_for_marlin_stays_on_gpus() -> None:
+    config, matrix = Marlin(4, 128), Matrix(64, 128)
+    parts = pack(config, original(config, matrix))
+    assert format_of(config).repack(config, parts, matrix, CUDA, Target("cuda", "sm80")) is parts
+    with pytest.raises(ConfigError, match="cannot go to cpu; use Integers"):
+        format_of(config).repack(config, parts, matrix, CUDA, Target("cpu", "AVX2"))
+
+
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     config, matrix = Marlin(4, 128), Matrix(64, 128)
