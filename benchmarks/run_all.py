@@ -30,6 +30,7 @@ BENCHMARKS = (
     "continuous",
     "migrate",
     "replicate",
+    "predict",
     "planner",
     "lending",
 )

@@ -1,13 +1,13 @@
 """The speed-up model in seconds, fitted to measurements of the places at hand.
 
-A layer takes a fixed time and a time for each token of each row, at the speed of its place; what crosses from place to
-place takes a latency and a time for each byte. All four are fitted by least squares. (CoCoServe, section 4.1)
+A layer takes a fixed time and a time for each token of each row, at the speed of its place, and longer the more places
+of its device compute beside it; what crosses from place to place takes a latency and a time for each byte. All are
+fitted by least squares. (CoCoServe, section 4.1)
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,21 +30,30 @@ class Line:
     def __call__(self, amount: float) -> float:
         return self.fixed_s + amount * self.each_s
 
+    def times(self, factor: float) -> Line:
+        return Line(factor * self.fixed_s, factor * self.each_s)
+
     @classmethod
     def fit(cls, points: Points) -> Line:
-        """Least squares with both coefficients at least zero. Raises `ConfigError` for no points."""
-        if not points:
-            raise ConfigError("points=[] cannot be fitted; measure one amount at least, better two or three")
-        n, x, y = len(points), [p[0] for p in points], [p[1] for p in points]
-        mean_x, mean_y = math.fsum(x) / n, math.fsum(y) / n
-        spread = math.fsum((a - mean_x) ** 2 for a in x)
-        slope = math.fsum((a - mean_x) * (b - mean_y) for a, b in points) / spread if spread else 0.0
-        if slope <= 0 or not spread:
-            return cls(max(0.0, mean_y), 0.0)
+        """Least squares of relative errors, with both coefficients at least zero: small amounts count as much as large.
+
+        Raises `ConfigError` for no points, and for seconds that are not above zero.
+        """
+        if not points or min(seconds for _, seconds in points) <= 0:
+            raise ConfigError(
+                f"points={list(points)} cannot be fitted; measure two amounts or more, in seconds above 0"
+            )
+        weights = [seconds**-2 for _, seconds in points]
+        mean_x, mean_y = (_mean(values, weights) for values in zip(*points, strict=True))
+        spread = _mean([(x - mean_x) ** 2 for x, _ in points], weights)
+        slope = _mean([(x - mean_x) * (y - mean_y) for x, y in points], weights) / spread if spread else 0.0
+        if slope <= 0:
+            return cls(mean_y, 0.0)
         fixed = mean_y - slope * mean_x
         if fixed >= 0:
             return cls(fixed, slope)
-        return cls(0.0, math.fsum(a * b for a, b in points) / math.fsum(a * a for a in x))  # through the origin
+        through_origin = _mean([x * y for x, y in points], weights) / _mean([x * x for x, _ in points], weights)
+        return cls(0.0, through_origin)
 
 
 @dataclass(frozen=True)
@@ -55,24 +64,45 @@ class Calibration:
     """Place -> seconds of one decoder layer for so many tokens of all rows together."""
     links: Mapping[tuple[str, str], Line] = field(default_factory=dict, hash=False)
     """(from, to) -> seconds for so many bytes; between places not named here nothing is copied."""
-    beside: float = 1.0
-    """How many times longer a layer takes while another place of the same device computes too."""
+    beside: Mapping[str, Sequence[Line]] = field(default_factory=dict, hash=False)
+    """Device -> seconds of one layer, as in `layers`, while two, three, ... places of it compute at once. Places of a
+    device that is not named here do not slow each other."""
+    handing_s: float = 0.0
+    """To hand one layer's inputs to one replica."""
 
     def link(self, here: str, there: str) -> Line:
         return self.links.get((here, there)) or self.links.get((there, here)) or Line(0.0, 0.0)
 
+    def layer(self, place: str, computing: int) -> Line:
+        """Of one layer while so many places of the device compute. Raises `ConfigError` for an unknown place."""
+        if place not in self.layers:
+            raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(self.layers)}")
+        beside = self.beside.get(_device(place), ())
+        if computing == 1 or not beside:
+            return self.layers[place]
+        measured = min(computing, len(beside) + 1)
+        return beside[measured - 2].times(computing / measured)  # more than were measured: they take turns
+
 
 def fit(
-    layers: Mapping[str, Points], links: Mapping[tuple[str, str], Points] | None = None, beside: float = 1.0
+    layers: Mapping[str, Points],
+    links: Mapping[tuple[str, str], Points] | None = None,
+    beside: Mapping[str, Sequence[Points]] | None = None,
+    handing_s: float = 0.0,
 ) -> Calibration:
-    """From measurements: of layers (tokens of all rows, seconds), of links (bytes, seconds)."""
-    fitted = {pair: Line.fit(points) for pair, points in (links or {}).items()}
-    return Calibration({place: Line.fit(points) for place, points in layers.items()}, fitted, max(1.0, beside))
+    """From measurements: of layers (tokens of all rows, seconds), alone and side by side; links (bytes, seconds)."""
+    return Calibration(
+        {place: Line.fit(points) for place, points in layers.items()},
+        {pair: Line.fit(points) for pair, points in (links or {}).items()},
+        {device: [Line.fit(points) for points in more] for device, more in (beside or {}).items()},
+        handing_s,
+    )
 
 
 class Calibrated:
     """Seconds of a forward pass of `rows` sequences with `tokens` new tokens each, whose hidden states have
-    `row_bytes` bytes for a token. Whole rows are split so that the places end as nearly together as they can.
+    `token_bytes` bytes for a token. Whole rows are split so that the places end as nearly together as they can; each
+    place has one at least, unless there are fewer rows than places.
     """
 
     def __init__(self, calibration: Calibration, rows: int, tokens: int, token_bytes: int) -> None:
@@ -81,10 +111,10 @@ class Calibrated:
         self.tokens = tokens
         self.token_bytes = token_bytes
         self._known: dict[Places, _Shares] = {}
-        self._scaled: dict[tuple[str, float], Line] = {}
+        self._lines: dict[tuple[str, int], Line] = {}
 
     def split(self, places: Places) -> tuple[int, ...]:
-        """Rows for each of a layer's places; some may get none."""
+        """Rows for each of a layer's places; some may get none if there are fewer rows than places."""
         return self._shares(places).rows
 
     def work(self, places: Places) -> float:
@@ -108,32 +138,49 @@ class Calibrated:
     def _shares(self, places: Places) -> _Shares:
         """Worked out once for each set of places."""
         if places not in self._known:
-            lines = self._lines(places)
-            rows = split_rows(self.rows, lines)
-            work_s = max((line(n) for line, n in zip(lines, rows, strict=True) if n), default=0.0)
-            away = zip(places[1:], rows[1:], strict=True)
-            self._known[places] = _Shares(
-                rows, work_s, math.fsum(self._seconds(places[0], place, n) for place, n in away if n)
-            )
+            self._known[places] = self._share_out(places)
         return self._known[places]
+
+    def _share_out(self, places: Places) -> _Shares:
+        devices: dict[str, list[int]] = {}
+        for index, place in enumerate(places):
+            devices.setdefault(_device(place), []).append(index)
+        rows = _split(self.rows, [self._line(place, len(devices[_device(place)])) for place in places])
+        computing = ([(places[i], rows[i]) for i in here if rows[i]] for here in devices.values())
+        away = [(place, n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
+        return _Shares(
+            rows,
+            max(map(self._side_by_side, computing)) + len(away) * self.calibration.handing_s,
+            math.fsum(self._seconds(places[0], place, n) for place, n in away),
+        )
+
+    def _side_by_side(self, computing: Sequence[tuple[str, int]]) -> float:
+        """Until all places of one device have their rows; the fewer still compute, the faster they are."""
+        if len({n for _, n in computing}) == 1:  # they end together
+            return max(self._line(place, len(computing))(n) for place, n in computing)
+        left = sorted(((1.0, place, n) for place, n in computing), key=lambda one: one[2])
+        seconds = 0.0
+        while left:
+            needed = [share * self._line(place, len(left))(n) for share, place, n in left]
+            least = min(needed)
+            seconds += least
+            left = [
+                (share * (1 - least / its), place, n)
+                for its, (share, place, n) in zip(needed, left, strict=True)
+                if its > least
+            ]
+        return seconds
 
     def _seconds(self, here: str, there: str, rows: int) -> float:
         return self.calibration.link(here, there)(rows * self.tokens * self.token_bytes)
 
-    def _lines(self, places: Places) -> list[Line]:
-        """Seconds for so many rows at each place."""
-        if self.calibration.beside == 1.0:
-            return [self._line(place, 1.0) for place in places]
-        beside = Counter(map(_device, places))
-        return [self._line(place, self.calibration.beside if beside[_device(place)] > 1 else 1.0) for place in places]
-
-    def _line(self, place: str, times: float) -> Line:
-        if (place, times) not in self._scaled:
-            line = self.calibration.layers.get(place)
-            if line is None:
-                raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(self.calibration.layers)}")
-            self._scaled[place, times] = Line(times * line.fixed_s, times * line.each_s * self.tokens)
-        return self._scaled[place, times]
+    def _line(self, place: str, computing: int) -> Line:
+        """Seconds for so many rows."""
+        key = place, computing
+        if key not in self._lines:
+            line = self.calibration.layer(place, computing)
+            self._lines[key] = Line(line.fixed_s, line.each_s * self.tokens)
+        return self._lines[key]
 
 
 class Weighted:
@@ -165,6 +212,14 @@ class _Shares:
     """To send rows to the replicas, or to have them back."""
 
 
+def _split(rows: int, lines: Sequence[Line]) -> tuple[int, ...]:
+    """As replicas are given rows: one each, and the rest as is soonest."""
+    if len(lines) == 1 or rows < len(lines):
+        return split_rows(rows, lines)
+    more = split_rows(rows - len(lines), [Line(line.fixed_s + line.each_s, line.each_s) for line in lines])
+    return tuple(1 + n for n in more)
+
+
 def split_rows(rows: int, lines: Sequence[Line]) -> tuple[int, ...]:
     """Whole rows for places of these speeds, so that the last one to end ends as early as it can."""
     given = [0] * len(lines)
@@ -193,6 +248,10 @@ def _meeting(rows: int, lines: Sequence[Line]) -> float:
         filled += line.fixed_s / line.each_s
         end = (rows + filled) / speed
     return end
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 @cache
