@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from heapq import heapify, heapreplace
 
 from elastic.controller.placement import Places
 from elastic.controller.speedup import CostModel
@@ -112,6 +113,7 @@ class Calibrated:
         self.token_bytes = token_bytes
         self._known: dict[Places, _Shares] = {}
         self._lines: dict[tuple[str, int], Line] = {}
+        self._ways: dict[tuple[str, str], Line] = {}
 
     def split(self, places: Places) -> tuple[int, ...]:
         """Rows for each of a layer's places; some may get none if there are fewer rows than places."""
@@ -129,7 +131,8 @@ class Calibrated:
         """Rows come together, go to the next layer's own place, and go apart; those that stay cost nothing."""
         if before == after:
             return 0.0
-        whole = self._seconds(before[0], after[0], self.rows) if _device(before[0]) != _device(after[0]) else 0.0
+        apart = before[0] != after[0] and _device(before[0]) != _device(after[0])
+        whole = self._way(before[0], after[0])(self.rows) if apart else 0.0
         return self._shares(before).apart_s + whole + self._shares(after).apart_s
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
@@ -137,22 +140,23 @@ class Calibrated:
 
     def _shares(self, places: Places) -> _Shares:
         """Worked out once for each set of places."""
-        if places not in self._known:
-            self._known[places] = self._share_out(places)
-        return self._known[places]
+        found = self._known.get(places)
+        if found is None:
+            found = self._known[places] = self._share_out(places)
+        return found
 
     def _share_out(self, places: Places) -> _Shares:
-        devices: dict[str, list[int]] = {}
-        for index, place in enumerate(places):
-            devices.setdefault(_device(place), []).append(index)
-        rows = _split(self.rows, [self._line(place, len(devices[_device(place)])) for place in places])
-        computing = ([(places[i], rows[i]) for i in here if rows[i]] for here in devices.values())
-        away = [(place, n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
-        return _Shares(
-            rows,
-            max(map(self._side_by_side, computing)) + len(away) * self.calibration.handing_s,
-            math.fsum(self._seconds(places[0], place, n) for place, n in away),
-        )
+        devices = list(map(_device, places))
+        lines = [self._line(place, devices.count(device)) for place, device in zip(places, devices, strict=True)]
+        rows = split_rows(self.rows, lines, least=1 if len(places) <= self.rows else 0)
+        each = set(devices)
+        if len(each) == len(devices):
+            work_s = max([line(n) for line, n in zip(lines, rows, strict=True) if n], default=0.0)
+        else:
+            computing = [(place, n) for place, n in zip(places, rows, strict=True) if n]
+            work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == device]) for device in each)
+        away = [self._way(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
+        return _Shares(rows, work_s + len(away) * self.calibration.handing_s, math.fsum(away))
 
     def _side_by_side(self, computing: Sequence[tuple[str, int]]) -> float:
         """Until all places of one device have their rows; the fewer still compute, the faster they are."""
@@ -171,16 +175,21 @@ class Calibrated:
             ]
         return seconds
 
-    def _seconds(self, here: str, there: str, rows: int) -> float:
-        return self.calibration.link(here, there)(rows * self.tokens * self.token_bytes)
+    def _way(self, here: str, there: str) -> Line:
+        """Seconds for so many rows."""
+        found = self._ways.get((here, there))
+        if found is None:
+            line = self.calibration.link(here, there)
+            found = self._ways[here, there] = Line(line.fixed_s, line.each_s * self.tokens * self.token_bytes)
+        return found
 
     def _line(self, place: str, computing: int) -> Line:
         """Seconds for so many rows."""
-        key = place, computing
-        if key not in self._lines:
+        found = self._lines.get((place, computing))
+        if found is None:
             line = self.calibration.layer(place, computing)
-            self._lines[key] = Line(line.fixed_s, line.each_s * self.tokens)
-        return self._lines[key]
+            found = self._lines[place, computing] = Line(line.fixed_s, line.each_s * self.tokens)
+        return found
 
 
 class Weighted:
@@ -212,40 +221,39 @@ class _Shares:
     """To send rows to the replicas, or to have them back."""
 
 
-def _split(rows: int, lines: Sequence[Line]) -> tuple[int, ...]:
-    """As replicas are given rows: one each, and the rest as is soonest."""
-    if len(lines) == 1 or rows < len(lines):
-        return split_rows(rows, lines)
-    more = split_rows(rows - len(lines), [Line(line.fixed_s + line.each_s, line.each_s) for line in lines])
-    return tuple(1 + n for n in more)
-
-
-def split_rows(rows: int, lines: Sequence[Line]) -> tuple[int, ...]:
-    """Whole rows for places of these speeds, so that the last one to end ends as early as it can."""
-    given = [0] * len(lines)
-    together = _meeting(rows, lines)
-    flat = min((i for i, line in enumerate(lines) if line.each_s <= 0), key=lambda i: lines[i].fixed_s, default=None)
-    if flat is not None and lines[flat].fixed_s <= together:  # as many rows as there are, in the same time
-        given[flat] = rows
-        return tuple(given)
-    for i, line in enumerate(lines):
-        if line.each_s > 0 and together > line.fixed_s:
-            given[i] = min(rows - sum(given), math.floor((together - line.fixed_s) / line.each_s))
-    for _ in range(rows - sum(given)):
-        first = min(range(len(lines)), key=lambda i: lines[i](given[i] + 1))
+def split_rows(rows: int, lines: Sequence[Line], least: int = 0) -> tuple[int, ...]:
+    """Whole rows for places of these speeds, `least` each, so that the last one to end ends as early as it can."""
+    each = [line.each_s for line in lines]
+    fixed = [line.fixed_s + least * line.each_s for line in lines]
+    given, left = [0] * len(lines), rows - least * len(lines)
+    together = _meeting(left, fixed, each)
+    if min(each) <= 0:
+        flat = min([i for i, slope in enumerate(each) if slope <= 0], key=lambda i: fixed[i])
+        if fixed[flat] <= together:  # as many rows as there are, in the same time
+            given[flat] = left
+            return tuple([least + n for n in given])
+    for i, slope in enumerate(each):
+        if slope > 0 and together > fixed[i]:
+            given[i] = min(left, math.floor((together - fixed[i]) / slope))
+            left -= given[i]
+    ends = [(fixed[i] + (given[i] + 1) * slope, i) for i, slope in enumerate(each)]
+    heapify(ends)
+    for _ in range(left):
+        end, first = ends[0]
         given[first] += 1
-    return tuple(given)
+        heapreplace(ends, (end + each[first], first))
+    return tuple([least + n for n in given])
 
 
-def _meeting(rows: int, lines: Sequence[Line]) -> float:
+def _meeting(rows: int, fixed: Sequence[float], each: Sequence[float]) -> float:
     """When all would end together, could rows be divided; those that would begin later get none."""
     speed = filled = 0.0
     end = math.inf
-    for line in sorted(lines, key=lambda line: line.fixed_s):
-        if line.fixed_s >= end or line.each_s <= 0:
+    for begin, slope in sorted(zip(fixed, each, strict=True)):
+        if begin >= end or slope <= 0:
             break
-        speed += 1 / line.each_s
-        filled += line.fixed_s / line.each_s
+        speed += 1 / slope
+        filled += begin / slope
         end = (rows + filled) / speed
     return end
 

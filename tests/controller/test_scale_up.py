@@ -39,7 +39,7 @@ def of(text: str) -> Placement:
 )
 def test_candidates_by_continuity(layers: str, free: int, expected: list[int]) -> None:
     placement = of(layers)
-    assert candidates(placement, [Need(100)] * len(placement.layers), place("b", free)) == expected
+    assert candidates(placement.layers, [Need(100)] * len(placement.layers), place("b", free)) == expected
 
 
 def test_eligible_places_are_vacant_in_memory_and_compute() -> None:
@@ -98,7 +98,7 @@ def test_every_replica_that_algorithm_1_keeps_raised_s(seed: int, printed: bool)
     case = random_case(seed, printed=printed)
     here = case.placement
     for one in eligible(case.places, 0.2):
-        for layer in candidates(here, case.needs, one):
+        for layer in candidates(here.layers, case.needs, one):
             tried = here.with_replicas([layer], one.name)
             if cost(case.model, tried) < cost(case.model, here) * (1 - 1e-9):
                 here = tried
