@@ -29,6 +29,7 @@ BENCHMARKS = (
     "controller",
     "continuous",
     "migrate",
+    "migrate_kv",
     "replicate",
     "predict",
     "planner",

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,14 +30,15 @@ from elastic.hooks.travel import moved
 
 ROWS = (1, 4, 16)
 REPEATS = 5
-LONG_S = 0.25
-"""What takes so long is not repeated further."""
+LONG_S = 0.5
+"""What takes so long is repeated twice only."""
 WALK_BYTES = 128 << 20
 """Of the layers that are run in turn: more than caches hold, so that weights come from memory as they do in a model."""
 MOST_BESIDE = 8
 """Places of one device that are measured side by side; more are taken to take turns."""
 HANDED = 16
 """Layers of a run whose inputs are handed to a replica."""
+T = TypeVar("T")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -52,14 +54,15 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
     with torch.inference_mode():
         calls = {count: _calls(decoder, layers, count, tokens) for count in rows}
         hidden = {count: _hidden(given[0]) for count, given in calls.items()}
-        points: dict[torch.device, list[Points]] = {}
-        for device in dict.fromkeys(place.device for place in places):
-            walk = _Walk([_on(layer, device) for layer in layers], device)
-            most = min(MOST_BESIDE, sum(place.device == device for place in places))
-            points[device] = [
-                [(count * tokens, walk.seconds(given, at_once)) for count, given in calls.items()]
-                for at_once in range(1, most + 1)
-            ]
+        points = {
+            device: _layer_points(
+                _Walk([_on(layer, device) for layer in layers], device),
+                calls,
+                min(MOST_BESIDE, sum(place.device == device for place in places)),
+                tokens,
+            )
+            for device in dict.fromkeys(place.device for place in places)
+        }
         links = {(a.name, b.name): _link_points(hidden, a.device, b.device) for a, b in combinations(places, 2)}
         names = {place.name.partition("#")[0]: place.device for place in places}
         return fit(
@@ -158,32 +161,47 @@ class _Walk:
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self._layers = layers
-        self._device = device
+        self.device = device
 
-    def seconds(self, calls: Sequence[Call], at_once: int) -> float:
-        """Of a layer, while so many threads walk, each with its share of the threads of an operation. Each begins
-        elsewhere: places have weights of their own, and do not find in a cache what another has just read."""
-        given = [_moved(call, self._device) for call in calls]
+    def go(self, calls: Sequence[Call], at_once: int) -> None:
+        """So many threads, each with its share of the threads of an operation. Each begins elsewhere: places have
+        weights of their own, and do not find in a cache what another has just read."""
         threads, count = torch.get_num_threads(), len(self._layers)
+        share = max(1, threads // at_once)
         with ThreadPoolExecutor(at_once) as walkers:
-
-            def walk() -> None:
-                starts = [count * i // at_once for i in range(at_once)]
-                share = max(1, threads // at_once)
-                for walker in [walkers.submit(self._walk, given, start, share) for start in starts]:
-                    walker.result()
-
-            took = _seconds(walk, self._device)
-        use_threads(self._device, threads)
-        return took / count
+            works = [walkers.submit(self._walk, calls, count * i // at_once, share) for i in range(at_once)]
+            for work in works:
+                work.result()
+        use_threads(self.device, threads)
 
     def _walk(self, calls: Sequence[Call], start: int, threads: int) -> None:
         """In a thread, which has neither the inference mode nor the stream of the one that started it."""
-        use_threads(self._device, threads)
+        use_threads(self.device, threads)
         both = list(zip(self._layers, calls, strict=True))
-        with torch.inference_mode(), _own_stream(self._device):
+        with torch.inference_mode(), _own_stream(self.device):
             for layer, (args, kwargs) in both[start:] + both[:start]:
                 layer(*args, **kwargs)
+
+
+def _layer_points(walk: _Walk, calls: dict[int, list[Call]], most: int, tokens: int) -> list[Points]:
+    """(tokens of all rows, seconds of a layer) alone, for two threads side by side, for three, up to `most`.
+
+    Several share a batch: what they would not have together is not measured, but for two numbers of rows at least. All
+    are timed in turn, round after round, so that a disturbance does not tell on one of them alone.
+    """
+    given = {count: [_moved(call, walk.device) for call in calls[count]] for count in sorted(calls)}
+    works: dict[tuple[int, int], Callable[[], object]] = {
+        (at_once, count): partial(walk.go, given[count], at_once)
+        for at_once in range(1, most + 1)
+        for place, count in enumerate(given)
+        if place < 2 or count * at_once <= max(given)
+    }
+    seconds = _in_turn(works, walk.device)
+    layers = len(calls[max(calls)])
+    points: list[Points] = []
+    for at_once in range(1, most + 1):
+        points.append([(n * tokens, took / layers) for (times, n), took in seconds.items() if times == at_once])
+    return points
 
 
 @contextmanager
@@ -245,14 +263,22 @@ class _Nothing(nn.Module):
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """The median of a few calls after the first, kernels included."""
-    took: list[float] = []
-    while len(took) < 2 or (len(took) <= REPEATS and sum(took) < LONG_S):
-        _finish(device)
-        start = time.perf_counter()
-        work()
-        _finish(device)
-        took.append(time.perf_counter() - start)
-    return statistics.median(took[1:])
+    return _in_turn({None: work}, device)[None]
+
+
+def _in_turn(works: Mapping[T, Callable[[], object]], device: torch.device) -> dict[T, float]:
+    """The median of each after the first round; the longer they take, the fewer rounds."""
+    took: dict[T, list[float]] = {name: [] for name in works}
+    begin, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds <= REPEATS and time.perf_counter() - begin < LONG_S * len(works)):
+        for name, work in works.items():
+            _finish(device)
+            start = time.perf_counter()
+            work()
+            _finish(device)
+            took[name].append(time.perf_counter() - start)
+        rounds += 1
+    return {name: statistics.median(times[1:]) for name, times in took.items()}
 
 
 def _finish(device: torch.device) -> None:
