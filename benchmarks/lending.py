@@ -4,8 +4,9 @@
 
 On a CPU a place is a thread. Each model has its own place; *lending*, it has replicas of its last layers, half or all,
 at the other's. "both": both models generate, half of the rows each; "one": only the first does, with all rows (four
-plain instances: two of each model, which share its rows). Throughput in tokens per second of all that generate, latency
-per token (P50 of steps), bytes of weights.
+plain instances: two of each model, which share its rows). All read their prompts, and when the last one has, all
+decode: tokens per second of all that generate in each of the two, latency (P50 of prompts and of steps), bytes of
+weights.
 """
 
 from __future__ import annotations
@@ -13,46 +14,63 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import arguments, finish, ratio, show, small_model, table
+from common import arguments, finish, ratio, seconds, show, small_model, table
 
 import elastic
 
 ROWS, PROMPT = 16, 32
+PHASES = ("prompt", "decode")
 
 
+@dataclass
 class Instance:
     """A model that generates a batch in a thread."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    model: Any
 
-    def generate(self, rows: int, tokens: int, seconds: list[float]) -> None:
+    def generate(self, rows: int, tokens: int, all_have_read: threading.Barrier, times: Times) -> None:
         torch.set_grad_enabled(False)
         ids = torch.ones(rows, PROMPT, dtype=torch.long, device=self.model.device)
-        out = self.model(ids)
-        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        out: list[Any] = []
+        times.prompt = seconds(lambda: out.append(self.model(ids)), str(self.model.device))
+        cache, token = out[0].past_key_values, out[0].logits[:, -1:].argmax(-1)
+        all_have_read.wait()
         for _ in range(tokens):
             start = time.perf_counter()
             token = self.model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            seconds.append(time.perf_counter() - start)
+            times.steps.append(time.perf_counter() - start)
+
+
+@dataclass
+class Times:
+    """Seconds of one instance."""
+
+    prompt: float = 0.0
+    steps: list[float] = field(default_factory=list)
 
 
 def run(instances: list[Instance], rows: list[int], tokens: int) -> dict[str, float]:
     """All at the same time."""
-    steps: list[list[float]] = [[] for _ in instances]
+    times = [Times() for _ in instances]
+    all_have_read = threading.Barrier(len(instances))
     threads = [
-        threading.Thread(target=i.generate, args=(n, tokens, s)) for i, n, s in zip(instances, rows, steps, strict=True)
+        threading.Thread(target=instance.generate, args=(n, tokens, all_have_read, its))
+        for instance, n, its in zip(instances, rows, times, strict=True)
     ]
-    start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    took = time.perf_counter() - start
-    return {"tokens_per_s": sum(rows) * tokens / took, "step_s": statistics.median(s for one in steps for s in one)}
+    return {
+        "prompt": sum(rows) * PROMPT / max(its.prompt for its in times),
+        "decode": sum(rows) * tokens / max(sum(its.steps) for its in times),
+        "prompt_s": statistics.median(its.prompt for its in times),
+        "step_s": statistics.median(step for its in times for step in its.steps),
+    }
 
 
 def lend(models: list[Any], places: list[str], layers: list[int]) -> None:
@@ -111,14 +129,14 @@ def main() -> None:
         elastic.unwrap(model)
     results = {load: _of(runs, memory) for load, runs in found.items()}
     for load, rows in results.items():
+        heads = [f"{phase} {what}" for phase in PHASES for what in ("tokens/s", "of two plain", "of four plain")]
         table(
-            [load, "tokens/s", "of two plain", "of four plain", "step ms", "weights MB"],
+            [load, *heads, "prompt ms", "step ms", "weights MB"],
             [
                 [
                     name,
-                    f"{r['tokens_per_s']:.0f}",
-                    show(r["of_two"]),
-                    show(r["of_four"]),
+                    *(cell for phase in PHASES for cell in _cells(r[phase])),
+                    f"{r['prompt_ms']:.1f}",
                     f"{r['step_ms']:.1f}",
                     f"{r['bytes'] / 1e6:.0f}",
                 ]
@@ -130,17 +148,29 @@ def main() -> None:
 
 
 def _of(runs: dict[str, list[dict[str, float]]], memory: dict[str, int]) -> dict[str, Any]:
-    speeds = {name: [one["tokens_per_s"] for one in each] for name, each in runs.items()}
+    def rates(name: str, phase: str) -> list[float]:
+        return [one[phase] for one in runs[name]]
+
+    def speeds(name: str, phase: str) -> dict[str, Any]:
+        return {
+            "tokens_per_s": statistics.median(rates(name, phase)),
+            "of_two": ratio(rates(name, phase), rates("two plain", phase)),
+            "of_four": ratio(rates(name, phase), rates("four plain", phase)),
+        }
+
     return {
         name: {
-            "tokens_per_s": statistics.median(speeds[name]),
-            "of_two": ratio(speeds[name], speeds["two plain"]),
-            "of_four": ratio(speeds[name], speeds["four plain"]),
-            "step_ms": 1e3 * statistics.median(one["step_s"] for one in each),
+            **{phase: speeds(name, phase) for phase in PHASES},
+            "prompt_ms": 1e3 * statistics.median(rates(name, "prompt_s")),
+            "step_ms": 1e3 * statistics.median(rates(name, "step_s")),
             "bytes": memory[name],
         }
-        for name, each in runs.items()
+        for name in runs
     }
+
+
+def _cells(speeds: dict[str, Any]) -> list[str]:
+    return [f"{speeds['tokens_per_s']:.0f}", show(speeds["of_two"]), show(speeds["of_four"])]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ BENCHMARKS = (
     "controller",
     "continuous",
     "migrate",
+    "migrate_kv",
     "replicate",
+    "predict",
     "planner",
     "lending",
 )

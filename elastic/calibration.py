@@ -1,7 +1,8 @@
-"""A short measurement of what planners need to know: one decoder layer, and the way between places.
+"""A short measurement of what planners need to know: a few decoder layers, and the way between places.
 
-A layer is run with what the model itself would give it, at a few batch sizes, on every device that has a place; rows
-of hidden states are sent between the places. Some tens of milliseconds for a small layer on a CPU.
+Layers are run with what the model itself would give them, at a few batch sizes, on every device that has a place: by
+one thread, and by as many side by side as it has places. Rows of hidden states are sent between the places. Some tenths
+of a second for small layers on a CPU.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +24,22 @@ from torch import nn
 from elastic.config import Place
 from elastic.controller.calibrated import Calibration, Line, Points, fit
 from elastic.hooks.arrivals import moved
+from elastic.hooks.lanes import Lane, Part, use_threads
+from elastic.hooks.rows import Inputs, Rows, parameter_names
 from elastic.hooks.structure import Decoder
 
 ROWS = (1, 4, 16)
 REPEATS = 5
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+LONG_S = 0.5
+"""What takes so long is repeated twice only."""
+WALK_BYTES = 128 << 20
+"""Of the layers that are run in turn: more than caches hold, so that weights come from memory as they do in a model."""
+MOST_BESIDE = 8
+"""Places of one device that are measured side by side; more are taken to take turns."""
+HANDED = 16
+"""Layers of a run whose inputs are handed to a replica."""
+T = TypeVar("T")
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROWS, tokens: int = 1) -> Calibration:
@@ -36,15 +50,27 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
     """
     if len(places) < 2:
         return Calibration({place.name: Line(1e-3, 0.0) for place in places})
-    layer = decoder.layers[len(decoder.layers) // 2]
+    layers = _walked(decoder)
     with torch.inference_mode():
-        inputs = {count: _inputs(decoder, layer, count, tokens) for count in rows}
-        devices = dict.fromkeys(place.device for place in places)
-        layers = {device: _on(layer, device) for device in devices}
-        points = {device: _layer_points(layers[device], inputs, tokens, device) for device in devices}
-        hidden = {count: _hidden(given) for count, given in inputs.items()}
+        calls = {count: _calls(decoder, layers, count, tokens) for count in rows}
+        hidden = {count: _hidden(given[0]) for count, given in calls.items()}
+        points = {
+            device: _layer_points(
+                _Walk([_on(layer, device) for layer in layers], device),
+                calls,
+                min(MOST_BESIDE, sum(place.device == device for place in places)),
+                tokens,
+            )
+            for device in dict.fromkeys(place.device for place in places)
+        }
         links = {(a.name, b.name): _link_points(hidden, a.device, b.device) for a, b in combinations(places, 2)}
-        return fit({place.name: points[place.device] for place in places}, links, _beside(layers, inputs, places))
+        names = {place.name.partition("#")[0]: place.device for place in places}
+        return fit(
+            {place.name: points[place.device][0] for place in places},
+            links,
+            {name: points[device][1:] for name, device in names.items()},
+            _handing(layers[0], calls[max(rows)][0]) if max(rows) > 1 else 0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,37 +103,48 @@ def assume(places: Sequence[Place], layer_bytes: int, layer_parameters: int) -> 
         slower = min((speeds[a.name], speeds[b.name]), key=lambda speed: speed.link)
         rate = slower.memory if a.device == b.device else slower.link
         links[a.name, b.name] = Line(slower.handing_s, 1 / rate)
-    gpus = [place.device for place in places if place.device.type == "cuda"]
-    return Calibration(layers, links, 2.0 if len(set(gpus)) < len(gpus) else 1.0)
+    gpus = {place.name.partition("#")[0]: layers[place.name] for place in places if place.device.type == "cuda"}
+    return Calibration(layers, links, {name: [line.times(2.0)] for name, line in gpus.items()})
 
 
 class _Caught(Exception):
-    """The forward pass got as far as the layer."""
+    """The forward pass got as far as the last layer that is wanted."""
 
 
-def _inputs(decoder: Decoder, layer: nn.Module, rows: int, tokens: int) -> Inputs:
-    """What the model gives a layer for such a batch."""
-    caught: list[Inputs] = []
+def _walked(decoder: Decoder) -> list[nn.Module]:
+    """Layers around the middle, as many as caches do not hold."""
+    middle = len(decoder.layers) // 2
+    nbytes = sum(p.nbytes for p in decoder.layers[middle].parameters())
+    count = min(len(decoder.layers), -(-WALK_BYTES // max(1, nbytes)))
+    first = min(middle - count // 2, len(decoder.layers) - count)
+    return list(decoder.layers[first : first + count])
+
+
+def _calls(decoder: Decoder, layers: Sequence[nn.Module], rows: int, tokens: int) -> list[Call]:
+    """What the model calls each of these layers with for such a batch."""
+    caught: list[Call] = []
 
     def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caught.append((args, kwargs))
-        raise _Caught
+        if len(caught) == len(layers):
+            raise _Caught
 
     model = decoder.roots[0]
     device = next(model.parameters()).device
-    hook = layer.register_forward_pre_hook(catch, with_kwargs=True)
+    hooks = [layer.register_forward_pre_hook(catch, with_kwargs=True) for layer in layers]
     try:
         model(torch.ones(rows, tokens, dtype=torch.long, device=device), use_cache=False)
     except _Caught:
         pass
     finally:
-        hook.remove()
-    return caught[0]
+        for hook in hooks:
+            hook.remove()
+    return caught
 
 
-def _hidden(inputs: Inputs) -> torch.Tensor:
+def _hidden(call: Call) -> torch.Tensor:
     """The hidden states, [rows, tokens, d]."""
-    args, kwargs = inputs
+    args, kwargs = call
     found = args[0] if args else kwargs["hidden_states"]
     assert isinstance(found, torch.Tensor)
     return found
@@ -119,15 +156,67 @@ def _on(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer if here == device else copy.deepcopy(layer).to(device)
 
 
-def _layer_points(layer: nn.Module, inputs: dict[int, Inputs], tokens: int, device: torch.device) -> Points:
-    """(tokens of all rows, seconds)."""
-    return [(rows * tokens, _seconds(_run(layer, given, device), device)) for rows, given in inputs.items()]
+class _Walk:
+    """Through some layers, one after another, by one thread or by several side by side."""
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self._layers = layers
+        self.device = device
+
+    def go(self, calls: Sequence[Call], at_once: int) -> None:
+        """So many threads, each with its share of the threads of an operation. Each begins elsewhere: places have
+        weights of their own, and do not find in a cache what another has just read."""
+        threads, count = torch.get_num_threads(), len(self._layers)
+        share = max(1, threads // at_once)
+        with ThreadPoolExecutor(at_once) as walkers:
+            works = [walkers.submit(self._walk, calls, count * i // at_once, share) for i in range(at_once)]
+            for work in works:
+                work.result()
+        use_threads(self.device, threads)
+
+    def _walk(self, calls: Sequence[Call], start: int, threads: int) -> None:
+        """In a thread, which has neither the inference mode nor the stream of the one that started it."""
+        use_threads(self.device, threads)
+        both = list(zip(self._layers, calls, strict=True))
+        with torch.inference_mode(), _own_stream(self.device):
+            for layer, (args, kwargs) in both[start:] + both[:start]:
+                layer(*args, **kwargs)
 
 
-def _run(layer: nn.Module, inputs: Inputs, device: torch.device) -> Callable[[], object]:
-    args = moved(inputs[0], device)
-    kwargs = {name: moved(value, device) for name, value in inputs[1].items()}
-    return lambda: layer(*args, **kwargs)
+def _layer_points(walk: _Walk, calls: dict[int, list[Call]], most: int, tokens: int) -> list[Points]:
+    """(tokens of all rows, seconds of a layer) alone, for two threads side by side, for three, up to `most`.
+
+    Several share a batch: what they would not have together is not measured, but for two numbers of rows at least. All
+    are timed in turn, round after round, so that a disturbance does not tell on one of them alone.
+    """
+    given = {count: [_moved(call, walk.device) for call in calls[count]] for count in sorted(calls)}
+    works: dict[tuple[int, int], Callable[[], object]] = {
+        (at_once, count): partial(walk.go, given[count], at_once)
+        for at_once in range(1, most + 1)
+        for place, count in enumerate(given)
+        if place < 2 or count * at_once <= max(given)
+    }
+    seconds = _in_turn(works, walk.device)
+    layers = len(calls[max(calls)])
+    points: list[Points] = []
+    for at_once in range(1, most + 1):
+        points.append([(n * tokens, took / layers) for (times, n), took in seconds.items() if times == at_once])
+    return points
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Nothing on a CPU; on CUDA a stream, whose end is waited for."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _moved(call: Call, device: torch.device) -> Call:
+    return moved(call[0], device), {name: moved(value, device) for name, value in call[1].items()}
 
 
 def _link_points(hidden: dict[int, torch.Tensor], here: torch.device, there: torch.device) -> Points:
@@ -144,43 +233,52 @@ def _link_points(hidden: dict[int, torch.Tensor], here: torch.device, there: tor
     return found
 
 
-def _beside(layers: dict[torch.device, nn.Module], inputs: dict[int, Inputs], places: Sequence[Place]) -> float:
-    """How many times longer a layer takes when two places of one device compute at once."""
-    shared = [d for d in layers if sum(place.device == d for place in places) > 1]
-    if not shared:
-        return 1.0
-    device, given = shared[0], inputs[max(inputs)]
-    with ThreadPoolExecutor(2) as threads:
+def _handing(layer: nn.Module, call: Call) -> float:
+    """Seconds to hand one layer's inputs to one replica, as a run of replicated layers does."""
+    inputs, hidden = Inputs(parameter_names(layer), *call), _hidden(call)
+    device, batch = hidden.device, hidden.shape[0]
+    lane = Lane("calibration", device)
 
-        def run(times: int) -> None:
-            works = [threads.submit(_on_own_stream, layers[device], given, device) for _ in range(times)]
-            for work in works:
-                work.result()
+    def run() -> None:
+        own, theirs = Rows(0, 1, batch, device), Rows(1, batch, batch, device)
+        part = Part(lane, theirs, hidden, None, torch.get_num_threads())
+        for _ in range(HANDED):
+            call = inputs.take(own, None)
+            part.step(_Nothing(), inputs.take(theirs, None))
+            call.call(hidden)
+        part.finish(device)
 
-        return _seconds(lambda: run(2), device) / _seconds(lambda: run(1), device)
+    try:
+        return _seconds(run, device) / HANDED
+    finally:
+        lane.close()
 
 
-def _on_own_stream(layer: nn.Module, inputs: Inputs, device: torch.device) -> None:
-    """In a thread, which has neither the inference mode nor the stream of the one that started it."""
-    with torch.inference_mode():
-        if device.type == "cpu":
-            _run(layer, inputs, device)()
-            return
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            _run(layer, inputs, device)()
-            torch.cuda.current_stream(device).synchronize()
+class _Nothing(nn.Module):
+    """A layer that computes nothing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of a few calls, kernels included."""
-    took = []
-    for _ in range(REPEATS + 1):
-        _finish(device)
-        start = time.perf_counter()
-        work()
-        _finish(device)
-        took.append(time.perf_counter() - start)
-    return statistics.median(took[1:])
+    """The median of a few calls after the first, kernels included."""
+    return _in_turn({None: work}, device)[None]
+
+
+def _in_turn(works: Mapping[T, Callable[[], object]], device: torch.device) -> dict[T, float]:
+    """The median of each after the first round; the longer they take, the fewer rounds."""
+    took: dict[T, list[float]] = {name: [] for name in works}
+    begin, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds <= REPEATS and time.perf_counter() - begin < LONG_S * len(works)):
+        for name, work in works.items():
+            _finish(device)
+            start = time.perf_counter()
+            work()
+            _finish(device)
+            took[name].append(time.perf_counter() - start)
+        rounds += 1
+    return {name: statistics.median(times[1:]) for name, times in took.items()}
 
 
 def _finish(device: torch.device) -> None:

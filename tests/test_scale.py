@@ -36,7 +36,9 @@ def test_a_layer_of_any_architecture_can_be_measured(architecture: str, monkeypa
     assert set(found.layers) == {"cpu#a", "cpu#b"}
     assert found.layers["cpu#a"](2) > 0
     assert found.link("cpu#b", "cpu#a")(100) > 0
-    assert found.beside >= 1
+    assert found.layer("cpu#b", 2)(2) > 0
+    assert [len(lines) for lines in found.beside.values()] == [1]
+    assert found.handing_s > 0
     assert all(torch.equal(before[name], now) for name, now in bits(model).items())
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
 
@@ -46,8 +48,8 @@ def test_what_is_assumed() -> None:
     found = assume(places, 10**9, 5 * 10**8)
     near, far = found.link("cuda:0#a", "cuda:0#b"), found.link("cuda:1", "cuda:0#a")
     assert near(10**6) < far(10**6)
-    assert found.beside == 2.0
-    assert assume(places[1:], 10**9, 5 * 10**8).beside == 1.0
+    assert found.layer("cuda:0#a", 2)(1) == 2 * found.layer("cuda:0#a", 1)(1)
+    assert found.layer("cuda:0#a", 3)(1) == pytest.approx(3 * found.layer("cuda:0#a", 1)(1))  # they take turns
 
 
 def test_a_snapshot_says_where_layers_are(wrapped: Any) -> None:

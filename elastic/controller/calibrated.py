@@ -1,16 +1,17 @@
 """The speed-up model in seconds, fitted to measurements of the places at hand.
 
-A layer takes a fixed time and a time for each token of each row, at the speed of its place; what crosses from place to
-place takes a latency and a time for each byte. All four are fitted by least squares. (CoCoServe, section 4.1)
+A layer takes a fixed time and a time for each token of each row, at the speed of its place, and longer the more places
+of its device compute beside it; what crosses from place to place takes a latency and a time for each byte. All are
+fitted by least squares. (CoCoServe, section 4.1)
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from heapq import heapify, heapreplace
 
 from elastic.controller.placement import Places
 from elastic.controller.speedup import CostModel
@@ -30,21 +31,30 @@ class Line:
     def __call__(self, amount: float) -> float:
         return self.fixed_s + amount * self.each_s
 
+    def times(self, factor: float) -> Line:
+        return Line(factor * self.fixed_s, factor * self.each_s)
+
     @classmethod
     def fit(cls, points: Points) -> Line:
-        """Least squares with both coefficients at least zero. Raises `ConfigError` for no points."""
-        if not points:
-            raise ConfigError("points=[] cannot be fitted; measure one amount at least, better two or three")
-        n, x, y = len(points), [p[0] for p in points], [p[1] for p in points]
-        mean_x, mean_y = math.fsum(x) / n, math.fsum(y) / n
-        spread = math.fsum((a - mean_x) ** 2 for a in x)
-        slope = math.fsum((a - mean_x) * (b - mean_y) for a, b in points) / spread if spread else 0.0
-        if slope <= 0 or not spread:
-            return cls(max(0.0, mean_y), 0.0)
+        """Least squares of relative errors, with both coefficients at least zero: small amounts count as much as large.
+
+        Raises `ConfigError` for no points, and for seconds that are not above zero.
+        """
+        if not points or min(seconds for _, seconds in points) <= 0:
+            raise ConfigError(
+                f"points={list(points)} cannot be fitted; measure two amounts or more, in seconds above 0"
+            )
+        weights = [seconds**-2 for _, seconds in points]
+        mean_x, mean_y = (_mean(values, weights) for values in zip(*points, strict=True))
+        spread = _mean([(x - mean_x) ** 2 for x, _ in points], weights)
+        slope = _mean([(x - mean_x) * (y - mean_y) for x, y in points], weights) / spread if spread else 0.0
+        if slope <= 0:
+            return cls(mean_y, 0.0)
         fixed = mean_y - slope * mean_x
         if fixed >= 0:
             return cls(fixed, slope)
-        return cls(0.0, math.fsum(a * b for a, b in points) / math.fsum(a * a for a in x))  # through the origin
+        through_origin = _mean([x * y for x, y in points], weights) / _mean([x * x for x, _ in points], weights)
+        return cls(0.0, through_origin)
 
 
 @dataclass(frozen=True)
@@ -55,24 +65,45 @@ class Calibration:
     """Place -> seconds of one decoder layer for so many tokens of all rows together."""
     links: Mapping[tuple[str, str], Line] = field(default_factory=dict, hash=False)
     """(from, to) -> seconds for so many bytes; between places not named here nothing is copied."""
-    beside: float = 1.0
-    """How many times longer a layer takes while another place of the same device computes too."""
+    beside: Mapping[str, Sequence[Line]] = field(default_factory=dict, hash=False)
+    """Device -> seconds of one layer, as in `layers`, while two, three, ... places of it compute at once. Places of a
+    device that is not named here do not slow each other."""
+    handing_s: float = 0.0
+    """To hand one layer's inputs to one replica."""
 
     def link(self, here: str, there: str) -> Line:
         return self.links.get((here, there)) or self.links.get((there, here)) or Line(0.0, 0.0)
 
+    def layer(self, place: str, computing: int) -> Line:
+        """Of one layer while so many places of the device compute. Raises `ConfigError` for an unknown place."""
+        if place not in self.layers:
+            raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(self.layers)}")
+        beside = self.beside.get(_device(place), ())
+        if computing == 1 or not beside:
+            return self.layers[place]
+        measured = min(computing, len(beside) + 1)
+        return beside[measured - 2].times(computing / measured)  # more than were measured: they take turns
+
 
 def fit(
-    layers: Mapping[str, Points], links: Mapping[tuple[str, str], Points] | None = None, beside: float = 1.0
+    layers: Mapping[str, Points],
+    links: Mapping[tuple[str, str], Points] | None = None,
+    beside: Mapping[str, Sequence[Points]] | None = None,
+    handing_s: float = 0.0,
 ) -> Calibration:
-    """From measurements: of layers (tokens of all rows, seconds), of links (bytes, seconds)."""
-    fitted = {pair: Line.fit(points) for pair, points in (links or {}).items()}
-    return Calibration({place: Line.fit(points) for place, points in layers.items()}, fitted, max(1.0, beside))
+    """From measurements: of layers (tokens of all rows, seconds), alone and side by side; links (bytes, seconds)."""
+    return Calibration(
+        {place: Line.fit(points) for place, points in layers.items()},
+        {pair: Line.fit(points) for pair, points in (links or {}).items()},
+        {device: [Line.fit(points) for points in more] for device, more in (beside or {}).items()},
+        handing_s,
+    )
 
 
 class Calibrated:
     """Seconds of a forward pass of `rows` sequences with `tokens` new tokens each, whose hidden states have
-    `row_bytes` bytes for a token. Whole rows are split so that the places end as nearly together as they can.
+    `token_bytes` bytes for a token. Whole rows are split so that the places end as nearly together as they can; each
+    place has one at least, unless there are fewer rows than places.
     """
 
     def __init__(self, calibration: Calibration, rows: int, tokens: int, token_bytes: int) -> None:
@@ -81,10 +112,11 @@ class Calibrated:
         self.tokens = tokens
         self.token_bytes = token_bytes
         self._known: dict[Places, _Shares] = {}
-        self._scaled: dict[tuple[str, float], Line] = {}
+        self._lines: dict[tuple[str, int], Line] = {}
+        self._ways: dict[tuple[str, str], Line] = {}
 
     def split(self, places: Places) -> tuple[int, ...]:
-        """Rows for each of a layer's places; some may get none."""
+        """Rows for each of a layer's places; some may get none if there are fewer rows than places."""
         return self._shares(places).rows
 
     def work(self, places: Places) -> float:
@@ -99,7 +131,8 @@ class Calibrated:
         """Rows come together, go to the next layer's own place, and go apart; those that stay cost nothing."""
         if before == after:
             return 0.0
-        whole = self._seconds(before[0], after[0], self.rows) if _device(before[0]) != _device(after[0]) else 0.0
+        apart = before[0] != after[0] and _device(before[0]) != _device(after[0])
+        whole = self._way(before[0], after[0])(self.rows) if apart else 0.0
         return self._shares(before).apart_s + whole + self._shares(after).apart_s
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
@@ -107,33 +140,56 @@ class Calibrated:
 
     def _shares(self, places: Places) -> _Shares:
         """Worked out once for each set of places."""
-        if places not in self._known:
-            lines = self._lines(places)
-            rows = split_rows(self.rows, lines)
-            work_s = max((line(n) for line, n in zip(lines, rows, strict=True) if n), default=0.0)
-            away = zip(places[1:], rows[1:], strict=True)
-            self._known[places] = _Shares(
-                rows, work_s, math.fsum(self._seconds(places[0], place, n) for place, n in away if n)
-            )
-        return self._known[places]
+        found = self._known.get(places)
+        if found is None:
+            found = self._known[places] = self._share_out(places)
+        return found
 
-    def _seconds(self, here: str, there: str, rows: int) -> float:
-        return self.calibration.link(here, there)(rows * self.tokens * self.token_bytes)
+    def _share_out(self, places: Places) -> _Shares:
+        devices = list(map(_device, places))
+        lines = [self._line(place, devices.count(device)) for place, device in zip(places, devices, strict=True)]
+        rows = split_rows(self.rows, lines, least=1 if len(places) <= self.rows else 0)
+        each = set(devices)
+        if len(each) == len(devices):
+            work_s = max([line(n) for line, n in zip(lines, rows, strict=True) if n], default=0.0)
+        else:
+            computing = [(place, n) for place, n in zip(places, rows, strict=True) if n]
+            work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == device]) for device in each)
+        away = [self._way(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
+        return _Shares(rows, work_s + len(away) * self.calibration.handing_s, math.fsum(away))
 
-    def _lines(self, places: Places) -> list[Line]:
-        """Seconds for so many rows at each place."""
-        if self.calibration.beside == 1.0:
-            return [self._line(place, 1.0) for place in places]
-        beside = Counter(map(_device, places))
-        return [self._line(place, self.calibration.beside if beside[_device(place)] > 1 else 1.0) for place in places]
+    def _side_by_side(self, computing: Sequence[tuple[str, int]]) -> float:
+        """Until all places of one device have their rows; the fewer still compute, the faster they are."""
+        if len({n for _, n in computing}) == 1:  # they end together
+            return max(self._line(place, len(computing))(n) for place, n in computing)
+        left = sorted(((1.0, place, n) for place, n in computing), key=lambda one: one[2])
+        seconds = 0.0
+        while left:
+            needed = [share * self._line(place, len(left))(n) for share, place, n in left]
+            least = min(needed)
+            seconds += least
+            left = [
+                (share * (1 - least / its), place, n)
+                for its, (share, place, n) in zip(needed, left, strict=True)
+                if its > least
+            ]
+        return seconds
 
-    def _line(self, place: str, times: float) -> Line:
-        if (place, times) not in self._scaled:
-            line = self.calibration.layers.get(place)
-            if line is None:
-                raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(self.calibration.layers)}")
-            self._scaled[place, times] = Line(times * line.fixed_s, times * line.each_s * self.tokens)
-        return self._scaled[place, times]
+    def _way(self, here: str, there: str) -> Line:
+        """Seconds for so many rows."""
+        found = self._ways.get((here, there))
+        if found is None:
+            line = self.calibration.link(here, there)
+            found = self._ways[here, there] = Line(line.fixed_s, line.each_s * self.tokens * self.token_bytes)
+        return found
+
+    def _line(self, place: str, computing: int) -> Line:
+        """Seconds for so many rows."""
+        found = self._lines.get((place, computing))
+        if found is None:
+            line = self.calibration.layer(place, computing)
+            found = self._lines[place, computing] = Line(line.fixed_s, line.each_s * self.tokens)
+        return found
 
 
 class Weighted:
@@ -165,34 +221,45 @@ class _Shares:
     """To send rows to the replicas, or to have them back."""
 
 
-def split_rows(rows: int, lines: Sequence[Line]) -> tuple[int, ...]:
-    """Whole rows for places of these speeds, so that the last one to end ends as early as it can."""
-    given = [0] * len(lines)
-    together = _meeting(rows, lines)
-    flat = min((i for i, line in enumerate(lines) if line.each_s <= 0), key=lambda i: lines[i].fixed_s, default=None)
-    if flat is not None and lines[flat].fixed_s <= together:  # as many rows as there are, in the same time
-        given[flat] = rows
-        return tuple(given)
-    for i, line in enumerate(lines):
-        if line.each_s > 0 and together > line.fixed_s:
-            given[i] = min(rows - sum(given), math.floor((together - line.fixed_s) / line.each_s))
-    for _ in range(rows - sum(given)):
-        first = min(range(len(lines)), key=lambda i: lines[i](given[i] + 1))
+def split_rows(rows: int, lines: Sequence[Line], least: int = 0) -> tuple[int, ...]:
+    """Whole rows for places of these speeds, `least` each, so that the last one to end ends as early as it can."""
+    each = [line.each_s for line in lines]
+    fixed = [line.fixed_s + least * line.each_s for line in lines]
+    given, left = [0] * len(lines), rows - least * len(lines)
+    together = _meeting(left, fixed, each)
+    if min(each) <= 0:
+        flat = min([i for i, slope in enumerate(each) if slope <= 0], key=lambda i: fixed[i])
+        if fixed[flat] <= together:  # as many rows as there are, in the same time
+            given[flat] = left
+            return tuple([least + n for n in given])
+    for i, slope in enumerate(each):
+        if slope > 0 and together > fixed[i]:
+            given[i] = min(left, math.floor((together - fixed[i]) / slope))
+            left -= given[i]
+    ends = [(fixed[i] + (given[i] + 1) * slope, i) for i, slope in enumerate(each)]
+    heapify(ends)
+    for _ in range(left):
+        end, first = ends[0]
         given[first] += 1
-    return tuple(given)
+        heapreplace(ends, (end + each[first], first))
+    return tuple([least + n for n in given])
 
 
-def _meeting(rows: int, lines: Sequence[Line]) -> float:
+def _meeting(rows: int, fixed: Sequence[float], each: Sequence[float]) -> float:
     """When all would end together, could rows be divided; those that would begin later get none."""
     speed = filled = 0.0
     end = math.inf
-    for line in sorted(lines, key=lambda line: line.fixed_s):
-        if line.fixed_s >= end or line.each_s <= 0:
+    for begin, slope in sorted(zip(fixed, each, strict=True)):
+        if begin >= end or slope <= 0:
             break
-        speed += 1 / line.each_s
-        filled += line.fixed_s / line.each_s
+        speed += 1 / slope
+        filled += begin / slope
         end = (rows + filled) / speed
     return end
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 @cache

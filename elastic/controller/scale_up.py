@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from elastic.controller.placement import Need, Placement, PlaceSize
+from elastic.controller.placement import Need, Placement, Places, PlaceSize
 from elastic.controller.speedup import CostModel
 from elastic.controller.tally import Tally
 
@@ -20,12 +20,17 @@ def scale_up(
     `needs` are of all layers. No place is filled beyond its margin. Its weakness: where only several replicas together
     pay, it finds none; `elastic.controller.search` looks at those too.
     """
-    tally = Tally(model, placement)
-    for place in eligible(places, t_up):
-        for layer in candidates(tally.placement, needs, place):
+    return add_replicas(Tally(model, placement), needs, eligible(places, t_up)).placement
+
+
+def add_replicas(tally: Tally, needs: Sequence[Need], places: Sequence[PlaceSize]) -> Tally:
+    """The same tally, with each replica that lowers the cost."""
+    kinds = set(needs)
+    for place in places:
+        for layer in candidates(tally.layers, kinds, place):
             if tally.cost_with(layer, place.name) < tally.cost * (1 - GAIN):
                 tally.add(layer, place.name)
-    return tally.placement
+    return tally
 
 
 def eligible(places: Sequence[PlaceSize], t_up: float) -> list[PlaceSize]:
@@ -33,12 +38,12 @@ def eligible(places: Sequence[PlaceSize], t_up: float) -> list[PlaceSize]:
     return [place for place in places if place.vacancy > t_up]
 
 
-def candidates(placement: Placement, needs: Sequence[Need], place: PlaceSize) -> list[int]:
+def candidates(layers: Sequence[Places], needs: Collection[Need], place: PlaceSize) -> list[int]:
     """The layers that a place has not, by continuity: of the longest run first, ties by index; max_replicas of them."""
-    most = min(map(place.replicas, set(needs)), default=0)
+    most = min(map(place.replicas, needs), default=0)
     runs: list[list[int]] = []
-    for layer in range(len(placement.layers)):
-        if place.name in placement.layers[layer]:
+    for layer, here in enumerate(layers):
+        if place.name in here:
             continue
         if runs and runs[-1][-1] == layer - 1:
             runs[-1].append(layer)

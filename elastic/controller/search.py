@@ -8,12 +8,12 @@ priced for a place, added or taken away, and the best one is done, until none ga
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, permutations
+from itertools import accumulate, combinations, cycle, islice, pairwise, permutations
 
 from elastic.controller.placement import Need, Placement, PlaceSize
-from elastic.controller.scale_up import GAIN, eligible, scale_up
+from elastic.controller.scale_up import GAIN, add_replicas, eligible
 from elastic.controller.speedup import CostModel, speedup
 from elastic.controller.tally import Change, Tally
 
@@ -34,8 +34,9 @@ def plan_up(
     Replicas that are there already stay. `needs` are of all layers.
     """
     search = _Search(placement, needs, eligible(places, t_up))
-    found = [Tally(model, scale_up(placement, needs, places, model, t_up))]
-    found += [search.improved(Tally(model, placement), order) for order in search.orders()]
+    begin = Tally(model, placement)
+    found = [add_replicas(begin.copy(), needs, search.places)]
+    found += [search.improved(begin.copy(), order) for order in search.orders()]
     if len(needs) * len(search.places) <= SMALL:
         found.append(search.improved(found[0].copy(), search.places))
         found.append(search.kicked(_cheapest(found)))
@@ -96,6 +97,8 @@ class _Search:
     def __init__(self, floor: Placement, needs: Sequence[Need], places: Sequence[PlaceSize]) -> None:
         self.places = places
         self._needs = needs
+        self._nbytes = _before([need.total_bytes for need in needs])
+        self._compute = _before([need.compute for need in needs])
         self._floor = {place.name: [place.name in here for here in floor.layers] for place in places}
 
     def orders(self) -> Iterable[Sequence[PlaceSize]]:
@@ -104,21 +107,22 @@ class _Search:
         return [sorted(self.places, key=lambda p: (-p.compute, -p.room_bytes, p.name))]
 
     def improved(self, tally: Tally, places: Sequence[PlaceSize]) -> Tally:
-        """Sweep over the places until nothing gains."""
-        for _ in range(MOST_SWEEPS):
-            before = tally.cost
-            for place in places:
-                change = min(self._changes(tally, place), default=None)
-                if change is not None and change[0] < tally.cost * (1 - GAIN):
-                    tally.do(change[1])
-            if tally.cost >= before * (1 - GAIN):
+        """Sweep over the places until none of them gains."""
+        idle = 0
+        for place in islice(cycle(places), MOST_SWEEPS * len(places)):
+            change = min(self._changes(tally, place), default=None)
+            idle += 1
+            if change is not None and change.cost < tally.cost * (1 - GAIN):
+                tally.do(change)
+                idle = 0
+            if idle == len(places):
                 break
         return tally
 
     def kicked(self, tally: Tally) -> Tally:
         """Do what does not gain by itself, and see whether it does with what follows."""
         kicks = sorted(change for place in self.places for change in self._changes(tally, place))
-        for _, change in kicks[:KICKS]:
+        for change in kicks[:KICKS]:
             other = tally.copy()
             other.do(change)
             self.improved(other, [place for place in self.places if place.name != change.place])
@@ -127,48 +131,75 @@ class _Search:
                 return self.kicked(other)
         return tally
 
-    def _changes(self, tally: Tally, place: PlaceSize) -> Iterator[tuple[float, Change]]:
+    def _changes(self, tally: Tally, place: PlaceSize) -> Iterator[Change]:
         """What can be done at a place, with the cost after it."""
-        floor = self._floor[place.name]
-        here = [place.name in tally.places(layer) and not stays for layer, stays in enumerate(floor)]
-        ranges = self._with_room(tally, place, here)
-        priced = tally.price(place.name, adds=True) if ranges else None
-        for first, last in ranges:
-            assert priced is not None
-            yield priced.cost(first, last), Change(first, last, place.name, True)
-        taken = self._within(tally, here) if any(here) else []
-        priced = tally.price(place.name, adds=False) if taken else None
-        for first, last in taken:
-            assert priced is not None
-            yield priced.cost(first, last), Change(first, last, place.name, False)
+        name, (edges, numbers) = place.name, tally.runs
+        has = [name in tally.places(number) for number in numbers]
+        here = [b for b, (first, last) in zip(has, pairwise(edges), strict=True) for _ in range(first, last)]
+        for adds, find in ((True, self._with_room), (False, self._within)):
+            ranges = find(tally, place, here) if any(has) or adds else ()
+            if ranges:
+                yield from tally.price(name, adds=adds).changes(ranges)
 
-    def _with_room(self, tally: Tally, place: PlaceSize, here: Sequence[bool]) -> list[tuple[int, int]]:
+    def _with_room(self, tally: Tally, place: PlaceSize, here: Sequence[bool]) -> Collection[tuple[int, int]]:
         """Ranges of layers, (first, last + 1), that a place has room for beside what the plan gave it already."""
-        needs, floor = self._needs, self._floor[place.name]
-        new = [not (a or b) for a, b in zip(floor, here, strict=True)]
-        nbytes = list(accumulate((n.total_bytes * b for n, b in zip(needs, new, strict=True)), initial=0))
-        compute = list(accumulate((n.compute * b for n, b in zip(needs, new, strict=True)), initial=0.0))
-        free = place.room_bytes - sum(n.total_bytes for n, b in zip(needs, here, strict=True) if b)
-        idle = place.room_compute - sum(n.compute for n, b in zip(needs, here, strict=True) if b) + 1e-9
-        ends = [
-            min(bisect_right(nbytes, b + free), bisect_right(compute, c + idle)) - 1
-            for b, c in zip(nbytes, compute, strict=True)
-        ]
-        fits = ((first, last) for first, last in _ranges(tally, ends) if first < last <= ends[first])
-        return [(first, last) for first, last in fits if any(new[first:last])]
+        if not any(here):
+            return _ranges(tally, _Room(self._nbytes, self._compute, place.room_bytes, place.room_compute + 1e-9))
+        floor = self._floor[place.name]
+        taken = [need for need, b, stays in zip(self._needs, here, floor, strict=True) if b and not stays]
+        room = _Room(
+            _before([0 if b else need.total_bytes for need, b in zip(self._needs, here, strict=True)]),
+            _before([0 if b else need.compute for need, b in zip(self._needs, here, strict=True)]),
+            place.room_bytes - sum(need.total_bytes for need in taken),
+            place.room_compute - sum(need.compute for need in taken) + 1e-9,
+        )
+        count = _before(here)
+        return [(first, last) for first, last in _ranges(tally, room) if count[last] - count[first] < last - first]
 
-    def _within(self, tally: Tally, here: Sequence[bool]) -> list[tuple[int, int]]:
+    def _within(self, tally: Tally, place: PlaceSize, here: Sequence[bool]) -> Collection[tuple[int, int]]:
         """Ranges of replicas that the plan gave a place and may take back."""
-        spots = range(len(here) + 1) if len(here) <= FEW_RANGES else tally.edges()
-        return [(first, last) for first, last in combinations(spots, 2) if all(here[first:last])]
+        given = _before([b and not stays for b, stays in zip(here, self._floor[place.name], strict=True)])
+        ranges = combinations(_spots(tally), 2)
+        return [(first, last) for first, last in ranges if given[last] - given[first] == last - first]
 
 
-def _ranges(tally: Tally, ends: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Beginnings and ends worth looking at: all, or those of runs, and as far as room goes from there."""
-    layers = len(ends) - 1
-    if layers <= FEW_RANGES:
-        return combinations(range(layers + 1), 2)
-    edges = tally.edges()
-    reaching = [(first, ends[first]) for first in edges[:-1]]
-    reached = [(bisect_left(ends, last), last) for last in edges[1:]]
-    return {*combinations(edges, 2), *reaching, *reached}
+@dataclass(frozen=True)
+class _Room:
+    """What a place has left, beside what all layers before each one need, and those before the end."""
+
+    nbytes: Sequence[float]
+    compute: Sequence[float]
+    free_bytes: float
+    idle: float
+
+    def end(self, first: int) -> int:
+        """Up to where layers fit that begin here."""
+        by_bytes = bisect_right(self.nbytes, self.nbytes[first] + self.free_bytes)
+        return min(by_bytes, bisect_right(self.compute, self.compute[first] + self.idle)) - 1
+
+    def begin(self, last: int) -> int:
+        """From where on layers fit that end here."""
+        by_bytes = bisect_left(self.nbytes, self.nbytes[last] - self.free_bytes)
+        return max(by_bytes, bisect_left(self.compute, self.compute[last] - self.idle))
+
+
+def _ranges(tally: Tally, room: _Room) -> Collection[tuple[int, int]]:
+    """What fits, from beginning to end, and is worth looking at: all; of many layers what begins or ends where runs do,
+    and goes to where others do or as far as room does."""
+    spots = _spots(tally)
+    ends = {first: room.end(first) for first in spots[:-1]}
+    fits = [(first, last) for first, last in combinations(spots, 2) if last <= ends[first]]
+    reaching = [(first, end) for first, end in ends.items() if first < end]
+    reached = [(begin, last) for begin, last in ((room.begin(last), last) for last in spots[1:]) if begin < last]
+    return {*fits, *reaching, *reached}
+
+
+def _spots(tally: Tally) -> Sequence[int]:
+    """Where ranges may begin and end."""
+    edges = tally.runs.edges
+    return range(edges[-1] + 1) if edges[-1] <= FEW_RANGES else edges
+
+
+def _before(amounts: Iterable[float]) -> list[float]:
+    """The sums of those before each one, and before the end."""
+    return list(accumulate(amounts, initial=0))

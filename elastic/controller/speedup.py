@@ -63,19 +63,21 @@ class Unlike:
     def shares(self, places: Places) -> list[float]:
         """Of the batch, for each of a layer's places."""
         speeds = [1.0 if self.even else self.places[place].compute for place in places]
-        return [speed / sum(speeds) for speed in speeds]
+        together = sum(speeds)
+        return [speed / together for speed in speeds]
 
     def work(self, places: Places) -> float:
         """max_j d² · bs_ij · l / C_ij. (Equation 1)"""
-        tokens = self.rows * self.tokens
         pairs = zip(places, self.shares(places), strict=True)
-        return max(self.width**2 * share * tokens / self.places[place].compute for place, share in pairs)
+        slowest = max([share / self.places[place].compute for place, share in pairs])
+        return self.width**2 * self.rows * self.tokens * slowest
 
     def traffic(self, places: Places) -> float:
         """Σ_j d · bs_ij · l / B_ij, over the replicas. (Equation 2)"""
-        tokens, own = self.rows * self.tokens, self.places[places[0]]
+        own = self.places[places[0]]
         pairs = zip(places[1:], self.shares(places)[1:], strict=True)
-        return math.fsum(self.width * share * tokens / own.bandwidth(place) for place, share in pairs)
+        slow = math.fsum([share / own.bandwidth(place) for place, share in pairs])
+        return self.width * self.rows * self.tokens * slow
 
     def crossing(self, before: Places, after: Places) -> float:
         """A transition, or none: they add up to delta."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from elastic.controller.placement import Need, Placement, PlaceSize
 from elastic.controller.scale_up import candidates, eligible, scale_up
 from elastic.controller.search import Instance, plan_together, plan_up
 from elastic.controller.speedup import Alike, Unlike, cost, speedup
+from elastic.controller.tally import Tally
 
 seeds = st.integers(0, 10_000)
 
@@ -39,7 +43,7 @@ def of(text: str) -> Placement:
 )
 def test_candidates_by_continuity(layers: str, free: int, expected: list[int]) -> None:
     placement = of(layers)
-    assert candidates(placement, [Need(100)] * len(placement.layers), place("b", free)) == expected
+    assert candidates(placement.layers, [Need(100)] * len(placement.layers), place("b", free)) == expected
 
 
 def test_eligible_places_are_vacant_in_memory_and_compute() -> None:
@@ -92,13 +96,48 @@ def test_planners_leave_margins_alone_and_never_make_it_slower(seed: int, printe
 
 
 @settings(deadline=None, max_examples=60)
+@given(seeds, st.booleans(), st.booleans())
+def test_changes_cost_what_the_placement_after_them_does(seed: int, printed: bool, adds: bool) -> None:
+    """Any range of any random placement, and the sums that are kept when it is done."""
+    case, choose = random_case(seed, printed=printed, layers=9), random.Random(seed)
+    here = case.placement
+    for name in "abc":
+        here = here.with_replicas([i for i in range(len(here.layers)) if choose.random() < 0.4], name)
+    name, model = choose.choice("abc"), case.model
+    tally = Tally(model, here)
+    ranges = list(itertools.combinations(range(len(here.layers) + 1), 2))
+    for change in tally.price(name, adds=adds).changes(ranges):
+        layers = range(change.first, change.last)
+        after = here.with_replicas(layers, name) if adds else here.without_replicas(layers, name)
+        assert change.cost == pytest.approx(cost(model, after), rel=1e-9)
+        done = tally.copy()
+        done.do(change)
+        assert (done.placement, done.cost) == (after, pytest.approx(cost(model, after), rel=1e-9))
+    assert tally.placement == here
+
+
+@settings(deadline=None, max_examples=15)
+@given(seeds, st.booleans())
+def test_many_layers_are_planned_within_margins_too(seed: int, printed: bool) -> None:
+    """So many that not every range is looked at; some replicas are there before."""
+    case = random_case(seed, printed=printed, layers=6)
+    many = Placement(case.placement.layers * 12)
+    many = many.with_replicas(range(seed % 5, 20), "c")
+    long = replace(case, placement=many, needs=[replace(n, nbytes=n.nbytes // 8) for n in case.needs * 12])
+    args = long.placement, long.needs, long.places, long.model
+    after = plan_up(*args)
+    filled(long, after)
+    assert cost(long.model, after) <= cost(long.model, scale_up(*args)) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
 @given(seeds, st.booleans())
 def test_every_replica_that_algorithm_1_keeps_raised_s(seed: int, printed: bool) -> None:
     """By a plain reading of the algorithm, that prices every placement anew."""
     case = random_case(seed, printed=printed)
     here = case.placement
     for one in eligible(case.places, 0.2):
-        for layer in candidates(here, case.needs, one):
+        for layer in candidates(here.layers, case.needs, one):
             tried = here.with_replicas([layer], one.name)
             if cost(case.model, tried) < cost(case.model, here) * (1 - 1e-9):
                 here = tried

@@ -127,8 +127,8 @@ def test_equation_4_with_a_constant_does_not_see_continuity() -> None:
     [
         ([(1, 3.0), (2, 5.0), (3, 7.0)], 1.0, 2.0),
         ([(1, 3.0)], 3.0, 0.0),
-        ([(1, 5.0), (2, 4.0)], 4.5, 0.0),  # more takes no less
-        ([(1, 1.0), (2, 3.0)], 0.0, 1.4),  # nothing takes no less than nothing
+        ([(1, 5.0), (2, 4.0)], 4.5 / 1.025, 0.0),  # more takes no less
+        ([(1, 1.0), (2, 3.0)], 0.0, 15 / 13),  # nothing takes no less than nothing
     ],
 )
 def test_lines_are_fitted_by_least_squares(points: list[tuple[float, float]], fixed: float, each: float) -> None:
@@ -137,8 +137,10 @@ def test_lines_are_fitted_by_least_squares(points: list[tuple[float, float]], fi
 
 
 def test_nothing_measured_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="points"):
+    with pytest.raises(ConfigError, match=r"points=\[\]"):
         Line.fit([])
+    with pytest.raises(ConfigError, match="above 0"):
+        Line.fit([(1, 0.0)])
     with pytest.raises(ConfigError, match="'z' was not measured"):
         Calibrated(Calibration({"a": Line(1, 1)}), 1, 1, 1).work(("a", "z"))
 
@@ -161,7 +163,8 @@ def test_rows_are_split_as_well_as_can_be(rows: int, speeds: list[tuple[int, int
 def test_seconds_by_hand() -> None:
     layers = {"a#1": Line(1.0, 0.5), "a#2": Line(1.0, 0.5), "b": Line(1.0, 0.5)}
     links = {("a#1", "a#2"): Line(0.25, 0.0), ("a#1", "b"): Line(0.5, 0.001)}
-    model = Calibrated(Calibration(layers, links, beside=1.5), rows=8, tokens=1, token_bytes=10)
+    beside = {"a": [Line(1.5, 0.75)]}
+    model = Calibrated(Calibration(layers, links, beside), rows=8, tokens=1, token_bytes=10)
     assert model.work(("a#1",)) == 5.0
     assert model.split(("a#1", "b")) == (4, 4)
     assert model.work(("a#1", "b")) == 3.0
@@ -174,6 +177,58 @@ def test_seconds_by_hand() -> None:
     assert cost(model, both) == pytest.approx(9 + 2 * 0.54)
     assert speedup(model, both) == pytest.approx(15 / (9 + 2 * 0.54))
     assert cost(Weighted((2.0, model), (1.0, model)), both) == pytest.approx(3 * cost(model, both))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.1, 10), st.floats(0.0, 10), st.integers(-2, 2))
+def test_a_line_is_found_again_at_any_scale(fixed: float, each: float, scale: int) -> None:
+    points = [(n, 10.0**scale * (fixed + each * n)) for n in (1, 4, 16)]
+    line = Line.fit(points)
+    assert [line(n) for n, _ in points] == pytest.approx([seconds for _, seconds in points])
+
+
+def on_one_device(rows: int, beside: list[Line], handing_s: float = 0.0) -> Calibrated:
+    """A row takes a second at any of the places of "a"."""
+    layers = {f"a#{i}": Line(0.0, 1.0) for i in range(4)}
+    return Calibrated(Calibration(layers, {}, {"a": beside}, handing_s), rows, 1, 1)
+
+
+def test_places_share_the_cores_of_their_device() -> None:
+    """Two cores: two places do not slow each other; three or four do, as far as they still compute."""
+    model = on_one_device(6, [Line(0.0, 1.0), Line(0.0, 1.5)])
+    assert [model.work(tuple(f"a#{i}" for i in range(n))) for n in (1, 2, 3)] == [6.0, 3.0, 3.0]
+    assert model.work(("a#0", "a#1", "a#2", "a#3")) == pytest.approx(3.0)  # rows 2, 2, 1, 1: at half speed, 2 s; 1 s
+    assert on_one_device(8, []).work(("a#0", "a#1")) == 4.0  # not measured
+
+
+def test_handing_inputs_to_replicas_takes_its_time() -> None:
+    model = on_one_device(6, [], handing_s=0.25)
+    assert model.work(("a#0",)) == 6.0
+    assert model.work(("a#0", "a#1", "a#2")) == 2.5
+    assert on_one_device(1, [], handing_s=0.25).work(("a#0", "a#1")) == 1.0  # no row for it
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.lists(st.floats(1.0, 2.0), min_size=3, max_size=3),
+)
+def test_places_side_by_side_take_no_less_than_alone_and_no_more_than_always_slowed(
+    rows: list[int], slower: list[float]
+) -> None:
+    """However uneven their rows are."""
+    slower = sorted(slower)
+    model = on_one_device(sum(rows), [Line(0.0, times) for times in slower])
+    took = model._side_by_side([(f"a#{i}", n) for i, n in enumerate(rows)])
+    assert max(rows) <= took * (1 + 1e-9)
+    assert took <= max(1.0, *slower) * max(rows) * (1 + 1e-9)
+
+
+def test_every_place_has_a_row_where_there_are_enough() -> None:
+    """As share_out of the runtime has it, also where a place alone would be sooner."""
+    slow = Calibration({"a": Line(1.0, 1.0), "b": Line(50.0, 1.0), "c": Line(1.0, 1.0)})
+    assert Calibrated(slow, 5, 1, 1).split(("a", "b", "c")) == (2, 1, 2)
+    assert Calibrated(slow, 2, 1, 1).split(("a", "b", "c")) == (1, 0, 1)
 
 
 def test_one_row_is_computed_where_it_is_soonest() -> None:
