@@ -207,7 +207,7 @@ class Scale:
     dwell_s: float = 10.0
     """Seconds from the last shortage to the first replica at least; it doubles with each that must leave soon."""
     action_bytes: int = 1 << 30
-    """Bytes that one action copies at most, if it moves more than one layer."""
+    """Bytes that one plan copies at most, if it moves more than one layer."""
 
     def __post_init__(self) -> None:
         shares = ("t_up", "t_down", "kv_high", "margin", "least_gain")

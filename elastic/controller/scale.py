@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic.config import SLO, Scale
+from elastic.controller.handout import MOST_DOUBLINGS, Handout
 from elastic.controller.load import Load, describe, find_shortage
 from elastic.controller.placement import Need, difference
 from elastic.controller.plan import Plan
@@ -14,10 +15,8 @@ from elastic.controller.scale_down import REMEDIES, Remedy, Shortage, scale_down
 from elastic.controller.search import plan_up
 from elastic.controller.snapshot import Snapshot
 from elastic.controller.speedup import CostModel, speedup
-from elastic.types import Action, Migrate, Release, Replicate, ResizeKV, Restore
+from elastic.types import Action, Release, Replicate, ResizeKV, Restore
 
-MOST_DOUBLINGS = 5
-"""Of a cooldown by failures, and of a dwell by replicas that had to leave soon."""
 ROWS_ALPHA = 0.1
 
 
@@ -38,16 +37,7 @@ class ScaleState:
     """Moving average of the requests that run."""
     waits: int = 0
     """How often requests had found no KV block."""
-    asked: Action | None = None
-    """What is not known to be done yet,"""
-    event: int = -1
-    """and the last event before it."""
-    todo: tuple[Action, ...] = ()
-    """What is to follow it."""
-    failures: int = 0
-    """Actions in a row that came to nothing."""
-    refused: tuple[tuple[type, str, float], ...] = ()
-    """(kind, place, until): what came to nothing is not asked for again before then."""
+    handout: Handout = field(default_factory=Handout)
     reduced: tuple[Action, ...] = ()
     """What undoes the releases and limits that are in force."""
 
@@ -74,14 +64,15 @@ class ScalePolicy:
 
     def options(self, snapshot: Snapshot, state: ScaleState | None = None) -> tuple[Plan, ...]:
         """What `decide` says, then whatever else could be done instead: an arbiter may find it cheaper."""
-        before = _settled(state or ScaleState(), snapshot, self.settings)
+        before = state or ScaleState()
+        before = replace(before, handout=before.handout.settled(snapshot, self._wait_s))
         if len(snapshot.places) < 2 or not snapshot.residencies:
             return (Plan((), "there is one place only", before),)
         load = describe(snapshot, self._needs, self.settings)
         shortage, why = find_shortage(snapshot, load, self.settings, self.slo, before.waits)
         state = self._count(snapshot, shortage, before)
         plans = [self._choose(snapshot, load, shortage, why, state)]
-        if plans[0].actions and shortage is not None and not before.todo:
+        if plans[0].actions and shortage is not None and not before.handout.todo:
             plans += self._instead(snapshot, load, shortage, why, state)
         free = ", ".join(f"{p.name} {p.vacancy:.0%}" for p in load.places)
         return tuple(replace(plan, figures=f"free: {free}; {load.rows} rows") for plan in plans)
@@ -105,10 +96,11 @@ class ScalePolicy:
         settings, now = self.settings, snapshot.at_s
         if snapshot.busy:
             return Plan((), "an action is under way", state)
-        if state.todo and (shortage is None or not isinstance(state.todo[0], Replicate)):
-            return self._ask(snapshot, state.todo, "the rest of the last decision", state)
-        state = replace(state, todo=())
-        if now - state.acted_s < settings.cooldown_s * (1 << state.failures):
+        todo = state.handout.todo
+        if todo and (shortage is None or not isinstance(todo[0], Replicate)):
+            return self._hand_out(snapshot, todo, "the rest of the last decision", state)
+        state = replace(state, handout=replace(state.handout, todo=()))
+        if now - state.acted_s < settings.cooldown_s * (1 << state.handout.failures):
             return Plan((), "cooling down after an action", state)
         if shortage is not None:
             if state.pressed < settings.pressure_ticks:
@@ -117,8 +109,13 @@ class ScalePolicy:
         if state.eased < settings.vacancy_ticks or now - state.pressed_s < self._dwell_s(state):
             return Plan((), "no shortage, but not for long yet", state)
         if state.reduced:
-            return self._ask(snapshot, state.reduced, "the shortage has gone", replace(state, reduced=()))
+            return self._hand_out(snapshot, state.reduced, "the shortage has gone", replace(state, reduced=()))
         return self._grow(snapshot, load, state)
+
+    @property
+    def _wait_s(self) -> float:
+        """Before what came to nothing is asked for again, at first."""
+        return max(self.settings.dwell_s, self.settings.cooldown_s)
 
     def _dwell_s(self, state: ScaleState) -> float:
         return self.settings.dwell_s * (1 << state.regrets)
@@ -158,13 +155,13 @@ class ScalePolicy:
         if found.rows < rows and settings.offload:
             used = next(p.kv_used_bytes for p in snapshot.places if p.name == shortage.place)
             actions = (*actions, ResizeKV(shortage.place, used * found.rows // rows))
-        allowed = tuple(action for action in actions if not _is_refused(action, state, snapshot.at_s))
+        allowed = tuple(action for action in actions if not state.handout.refuses_action(action, snapshot.at_s))
         if not allowed:
             return Plan((), f"{why}; no remedy is left", state)
         enough = "" if found.left.over else ", which does not suffice"
         undone = tuple(undo for action in allowed if (undo := _undo(action, snapshot)) is not None)
         state = replace(state, pressed=0, reduced=(*state.reduced, *undone))
-        return self._ask(snapshot, allowed, f"{why}: {found.remedy}{enough}", state)
+        return self._hand_out(snapshot, allowed, f"{why}: {found.remedy}{enough}", state)
 
     # -- up
 
@@ -174,7 +171,7 @@ class ScalePolicy:
             return Plan((), "all is well; one row cannot be split", state)
         if any(form != snapshot.layers[0] for form in snapshot.layers):
             return Plan((), "all is well; replicas wait until all layers are in one variant", state)
-        places = [place for place in load.places if not _refused(Replicate, place.name, state, snapshot.at_s)]
+        places = [place for place in load.places if not state.handout.refuses(Replicate, place.name, snapshot.at_s)]
         if not any(place.vacancy > settings.t_up for place in places):
             return Plan((), "all is well; no place has room for replicas", state)
         model = self._model(rows)
@@ -183,50 +180,16 @@ class ScalePolicy:
         if gain < 1 + settings.least_gain:
             return Plan((), "all is well; replicas would gain too little", state)
         words = f"room for replicas: speed-up {speedup(model, target):.2f} expected"
-        return self._ask(snapshot, difference(load.placement, target), words, replace(state, grown_s=snapshot.at_s))
+        return self._hand_out(
+            snapshot, difference(load.placement, target), words, replace(state, grown_s=snapshot.at_s)
+        )
 
     # -- both
 
-    def _ask(self, snapshot: Snapshot, actions: Sequence[Action], why: str, state: ScaleState) -> Plan:
-        """The first of these, within the bytes of one action; the others follow when it is done."""
-        first, rest = self._budgeted(actions[0])
-        state = replace(
-            state,
-            acted_s=snapshot.at_s,
-            asked=first,
-            event=snapshot.events[-1].id if snapshot.events else -1,
-            todo=(*rest, *actions[1:]),
-        )
-        return Plan((first,), why, state)
-
-    def _budgeted(self, action: Action) -> tuple[Action, tuple[Action, ...]]:
-        if not isinstance(action, Migrate | Replicate):
-            return action, ()
-        most = self.settings.action_bytes // max(1, max(self._needs[layer].nbytes for layer in action.layers))
-        now, later = action.layers[: max(1, most)], action.layers[max(1, most) :]
-        return replace(action, layers=now), (replace(action, layers=later),) if later else ()
-
-
-def _settled(state: ScaleState, snapshot: Snapshot, settings: Scale) -> ScaleState:
-    """With what has become of the last action, once that is known."""
-    if snapshot.busy or state.asked is None:
-        return state
-    asked, after = state.asked, [event for event in snapshot.events if event.id > state.event]
-    if any(event.ok and event.action == asked for event in after):
-        return replace(state, asked=None, failures=0)
-    failures = min(MOST_DOUBLINGS, state.failures + 1)
-    until = snapshot.at_s + max(settings.dwell_s, settings.cooldown_s) * (1 << failures)
-    kept = [one for one in state.refused if one[2] > snapshot.at_s]
-    refused = (*kept, (type(asked), getattr(asked, "place", ""), until))
-    return replace(state, asked=None, failures=failures, refused=refused, todo=())
-
-
-def _refused(kind: type, place: str, state: ScaleState, now: float) -> bool:
-    return any(kind is k and place == p and now < until for k, p, until in state.refused)
-
-
-def _is_refused(action: Action, state: ScaleState, now: float) -> bool:
-    return _refused(type(action), getattr(action, "place", ""), state, now)
+    def _hand_out(self, snapshot: Snapshot, actions: Sequence[Action], why: str, state: ScaleState) -> Plan:
+        """The first of these, within the bytes of one plan; the others follow when they are done."""
+        handout = state.handout.handing(actions, snapshot, self._needs, self.settings.action_bytes)
+        return Plan(handout.asked, why, replace(state, acted_s=snapshot.at_s, handout=handout))
 
 
 def _undo(action: Action, snapshot: Snapshot) -> Action | None:

@@ -19,7 +19,7 @@ from elastic.controller.plan import Plan
 from elastic.controller.scale import ScalePolicy
 from elastic.controller.snapshot import Memory, PlaceReading, Quantiles, Snapshot, Traffic
 from elastic.controller.steps import LayerSize
-from elastic.types import Action, Event, Evict, Migrate, Release, Replicate, ResizeKV, Restore, Swap
+from elastic.types import Action, Event, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
 LAYERS, NBYTES = 4, 100
 EAGER = Scale(pressure_ticks=1, vacancy_ticks=1, cooldown_s=0.0, dwell_s=0.0)
@@ -79,7 +79,7 @@ def settle(one: ScalePolicy, snapshot: Snapshot, ticks: int = 60) -> Plan:
         (seen("ab ab ab a"), (Replicate((3,), "b"),), "room for replicas"),
         (seen("ab ab ab ab"), (), "replicas would gain too little"),
         (seen("ab ab ab a", places=(*seen().places[:1], PlaceReading("b", 1000, 300))), (), "no place has room"),
-        (seen(used=590), (Migrate((3,), "b"),), "the KV cache of a is nearly full: migration"),
+        (seen(used=590), (Migrate((3,), "b"), MigrateKV((3,), "b")), "the KV cache of a is nearly full: migration"),
         (seen(used=590, traffic=Traffic(arrived=9)), (), "one row"),  # what caches keep, nobody waits for
     ],
 )
@@ -210,11 +210,12 @@ class Server:
     layers: list[tuple[str, ...]]
     now: int = 0
     events: tuple[Event, ...] = ()
-    under_way: tuple[int, Action] | None = None
+    under_way: tuple[int, tuple[Action, ...]] | None = None
 
     def look(self) -> Snapshot:
         if self.under_way and self.under_way[0] <= self.now:
-            self.do(self.under_way[1])
+            for action in self.under_way[1]:
+                self.do(action)
             self.under_way = None
         kv = self.needed[self.now]
         places = []
@@ -237,13 +238,13 @@ class Server:
             events=self.events[-16:],
         )
 
-    def act(self, action: Action) -> None:
+    def act(self, actions: tuple[Action, ...]) -> None:
         assert self.under_way is None
-        self.under_way = self.now + self.choose.randint(1, 4), action
+        self.under_way = self.now + self.choose.randint(1, 4), actions
 
     def do(self, action: Action) -> None:
-        ok = isinstance(action, Replicate | Evict | Migrate) and not getattr(action, "parts", ())
-        for layer in getattr(action, "layers", ()) if ok else ():
+        ok = isinstance(action, Replicate | Evict | Migrate | MigrateKV) and not getattr(action, "parts", ())
+        for layer in getattr(action, "layers", ()) if ok and not isinstance(action, MigrateKV) else ():
             own, *others = self.layers[layer]
             place = action.place  # type: ignore[union-attr]
             if isinstance(action, Migrate):
@@ -262,7 +263,7 @@ def drive(one: Any, kind: str, seed: int) -> list[tuple[int, Action]]:
         state = plan.state
         if plan.actions:
             done.append((tick, plan.actions[0]))
-            server.act(plan.actions[0])
+            server.act(plan.actions)
     return done
 
 
