@@ -78,6 +78,17 @@ class Arbiter:
         state = state or ArbiterState((None,) * len(self.policies), Prices())
         prices = state.prices.learned(snapshot.events)
         offers = [_options(policy, snapshot, own) for policy, own in zip(self.policies, state.states, strict=True)]
+        short = any(plan.short for plans in offers for plan in plans) or self._swapped(snapshot)
+        return replace(self._decide(snapshot, state, offers, prices), short=short)
+
+    def _decide(
+        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], prices: Prices
+    ) -> Plan:
+        asking = next((plans[0] for plans in offers if plans[0].asks), None)
+        if asking is not None:  # guests leave before anything is done here
+            pairs = zip(offers, self._unchosen(snapshot, state.states), strict=True)
+            states = tuple(other if plans[0].actions else plans[0].state for plans, other in pairs)
+            return replace(asking, state=ArbiterState(states, prices))
         bids = [
             self._bid(plan, number, snapshot, prices)
             for number, plans in enumerate(offers)
@@ -92,6 +103,10 @@ class Arbiter:
         kept = self._unchosen(snapshot, state.states)
         states = tuple(chosen.plan.state if i == chosen.policy else other for i, other in enumerate(kept))
         return Plan(chosen.plan.actions, chosen.plan.reason + why, ArbiterState(states, prices), chosen.plan.figures)
+
+    def _swapped(self, snapshot: Snapshot) -> bool:
+        """Whether layers are to return that are in a variant, or in host memory."""
+        return any(form != size.full for form, size in zip(snapshot.layers, self._sizes, strict=True))
 
     def _unchosen(self, snapshot: Snapshot, states: Sequence[Any]) -> list[Any]:
         """What the policies remember where another one acts."""

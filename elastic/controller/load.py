@@ -11,6 +11,7 @@ from elastic.controller.placement import Need, Placement, PlaceSize
 from elastic.controller.pressure import alone, share
 from elastic.controller.scale_down import Shortage
 from elastic.controller.snapshot import PlaceReading, Quantiles, Snapshot, Traffic
+from elastic.types import Action, Migrate, Replicate
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,15 @@ class Load:
     def replica_needs(self) -> tuple[Need, ...]:
         """Of one more replica of each layer: half of the rows at most."""
         return tuple(replace(n, compute=n.compute / 2, kv_bytes=-(-n.kv_bytes // 2)) for n in self.needs)
+
+    def has_room(self, actions: Sequence[Action]) -> bool:
+        """Whether layers and replicas that are to come still fit below the margins."""
+        left = {place.name: place.room_bytes for place in self.places}
+        for action in actions:
+            if isinstance(action, Migrate | Replicate) and not getattr(action, "parts", ()):
+                needs = self.needs if isinstance(action, Migrate) else self.replica_needs
+                left[action.place] -= sum(needs[layer].total_bytes for layer in action.layers)
+        return min(left.values(), default=0) >= 0
 
 
 def describe(snapshot: Snapshot, needs: Sequence[Need], settings: Scale) -> Load:

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field, replace
 from elastic.config import SLO, Scale
 from elastic.controller.handout import MOST_DOUBLINGS, Handout
 from elastic.controller.load import Load, describe, find_shortage
+from elastic.controller.notice import Ask
 from elastic.controller.placement import Need, difference
 from elastic.controller.plan import Plan
 from elastic.controller.scale_down import REMEDIES, Remedy, Shortage, scale_down
 from elastic.controller.search import plan_up
 from elastic.controller.snapshot import Snapshot
 from elastic.controller.speedup import CostModel, speedup
+from elastic.controller.together import Share, asked_of, beside_others, guests, share_out, take_over
 from elastic.types import Action, Release, Replicate, ResizeKV, Restore
 
 ROWS_ALPHA = 0.1
+AGAIN = 3
+"""Times its patience, after which a model asks again that asked in vain."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class ScaleState:
     """Ticks of shortage in a row."""
     eased: int = 0
     pressed_s: float = -math.inf
+    others_s: float = -math.inf
+    """When another model of the group was short last."""
     acted_s: float = -math.inf
     grown_s: float = -math.inf
     """When replicas were added last."""
@@ -37,6 +43,10 @@ class ScaleState:
     """Moving average of the requests that run."""
     waits: int = 0
     """How often requests had found no KV block."""
+    looked_s: float = -math.inf
+    """When no replicas were found that gain enough."""
+    asking_s: float | None = None
+    """Since when others are asked to take replicas away."""
     handout: Handout = field(default_factory=Handout)
     reduced: tuple[Action, ...] = ()
     """What undoes the releases and limits that are in force."""
@@ -68,36 +78,50 @@ class ScalePolicy:
         before = replace(before, handout=before.handout.settled(snapshot, self._wait_s))
         if len(snapshot.places) < 2 or not snapshot.residencies:
             return (Plan((), "there is one place only", before),)
-        load = describe(snapshot, self._needs, self.settings)
+        load = beside_others(describe(snapshot, self._needs, self.settings), snapshot, self.settings)
         shortage, why = find_shortage(snapshot, load, self.settings, self.slo, before.waits)
         state = self._count(snapshot, shortage, before)
         plans = [self._choose(snapshot, load, shortage, why, state)]
         if plans[0].actions and shortage is not None and not before.handout.todo:
             plans += self._instead(snapshot, load, shortage, why, state)
         free = ", ".join(f"{p.name} {p.vacancy:.0%}" for p in load.places)
-        return tuple(replace(plan, figures=f"free: {free}; {load.rows} rows") for plan in plans)
+        short = shortage is not None or bool(before.reduced)
+        return tuple(replace(plan, figures=f"free: {free}; {load.rows} rows", short=short) for plan in plans)
 
     def _count(self, snapshot: Snapshot, shortage: Shortage | None, state: ScaleState) -> ScaleState:
         now, running = snapshot.at_s, snapshot.traffic.running
-        soon = now - state.grown_s < 4 * self._dwell_s(state)
-        regretted = shortage is not None and soon and not state.pressed
+        if shortage is not None and not state.pressed:
+            state = self._regretting(state, now)
+        over = shortage is None and state.pressed > 0
+        ask_anew_s = AGAIN * self.settings.patience_s + self._wait_s
+        again = over or (state.asking_s is not None and now - state.asking_s > ask_anew_s)
         return replace(
             state,
             pressed=state.pressed + 1 if shortage else 0,
             eased=0 if shortage else state.eased + 1,
             pressed_s=now if shortage else state.pressed_s,
-            grown_s=-math.inf if regretted else state.grown_s,
-            regrets=min(MOST_DOUBLINGS, state.regrets + 1) if regretted else state.regrets,
+            others_s=now if any(other.short for other in snapshot.others) else state.others_s,
+            asking_s=None if again else state.asking_s,
             rows=state.rows + ROWS_ALPHA * (running - state.rows),
             waits=snapshot.traffic.stalls + snapshot.traffic.preemptions,
         )
+
+    def _regretting(self, state: ScaleState, now: float) -> ScaleState:
+        """Replicas that have to leave soon after they came: the next will be longer in coming."""
+        if now - state.grown_s >= 4 * self._dwell_s(state):
+            return state
+        return replace(state, grown_s=-math.inf, regrets=min(MOST_DOUBLINGS, state.regrets + 1))
 
     def _choose(self, snapshot: Snapshot, load: Load, shortage: Shortage | None, why: str, state: ScaleState) -> Plan:
         settings, now = self.settings, snapshot.at_s
         if snapshot.busy:
             return Plan((), "an action is under way", state)
+        asked = [evict for evict in asked_of(snapshot) if not state.handout.refuses_action(evict, now)]
+        if asked:
+            state = replace(self._regretting(state, now), others_s=now)
+            return self._hand_out(snapshot, asked, "another model of the group needs the room", state)
         todo = state.handout.todo
-        if todo and (shortage is None or not isinstance(todo[0], Replicate)):
+        if todo and load.has_room(todo) and (shortage is None or not isinstance(todo[0], Replicate)):
             return self._hand_out(snapshot, todo, "the rest of the last decision", state)
         state = replace(state, handout=replace(state.handout, todo=()))
         if now - state.acted_s < settings.cooldown_s * (1 << state.handout.failures):
@@ -105,11 +129,15 @@ class ScalePolicy:
         if shortage is not None:
             if state.pressed < settings.pressure_ticks:
                 return Plan((), f"{why}, but not for long yet", state)
-            return self._relieve(snapshot, load, shortage, why, state)
+            return self._remedy(snapshot, load, shortage, why, state)
         if state.eased < settings.vacancy_ticks or now - state.pressed_s < self._dwell_s(state):
             return Plan((), "no shortage, but not for long yet", state)
         if state.reduced:
             return self._hand_out(snapshot, state.reduced, "the shortage has gone", replace(state, reduced=()))
+        if state.others_s == now or now - state.others_s < self._dwell_s(state):
+            return Plan((), "another model of the group is short, or was not long ago", state)
+        if now - state.looked_s < settings.cooldown_s:
+            return Plan((), "all is well; replicas would gain too little", state)
         return self._grow(snapshot, load, state)
 
     @property
@@ -119,6 +147,38 @@ class ScalePolicy:
 
     def _dwell_s(self, state: ScaleState) -> float:
         return self.settings.dwell_s * (1 << state.regrets)
+
+    # -- with others
+
+    def _remedy(self, snapshot: Snapshot, load: Load, shortage: Shortage, why: str, state: ScaleState) -> Plan:
+        """Guests leave first; where speed is short, what gains more together goes over. Then algorithm 2."""
+        if not snapshot.others:
+            return self._relieve(snapshot, load, shortage, why, state)
+        if shortage.nbytes > 0:
+            found = self._ask_others(snapshot, guests(load, snapshot, shortage, self.settings), state)
+            reason = f"{why}: guests leave first"
+        else:
+            found = self._grow(snapshot, load, state, short=True)
+            reason = f"{why}: {found.reason}"
+        if found.actions or found.asks:
+            return replace(found, reason=reason)
+        return self._relieve(snapshot, load, shortage, why, state)
+
+    def _share(self, snapshot: Snapshot, load: Load, rows: int, model: CostModel, short: bool) -> Share:
+        if not snapshot.others:
+            return Share(load.places)
+        if short:
+            return take_over(load, snapshot, model, self.settings)
+        return share_out(load, snapshot, rows, model, self.settings)
+
+    def _ask_others(self, snapshot: Snapshot, asks: Sequence[Ask], state: ScaleState) -> Plan:
+        """For as long as they are given; no asks where that was in vain."""
+        if not asks:
+            return Plan((), "others have nothing to give back", replace(state, asking_s=None))
+        since = snapshot.at_s if state.asking_s is None else state.asking_s
+        if snapshot.at_s - since > self.settings.patience_s:
+            return Plan((), "others were asked for room in vain", state)
+        return Plan((), "others give room back", replace(state, asking_s=since), asks=tuple(asks))
 
     # -- down
 
@@ -165,24 +225,25 @@ class ScalePolicy:
 
     # -- up
 
-    def _grow(self, snapshot: Snapshot, load: Load, state: ScaleState) -> Plan:
+    def _grow(self, snapshot: Snapshot, load: Load, state: ScaleState, *, short: bool = False) -> Plan:
         settings, rows = self.settings, math.floor(state.rows + 0.5)
         if rows < 2:
             return Plan((), "all is well; one row cannot be split", state)
         if any(form != snapshot.layers[0] for form in snapshot.layers):
             return Plan((), "all is well; replicas wait until all layers are in one variant", state)
-        places = [place for place in load.places if not state.handout.refuses(Replicate, place.name, snapshot.at_s)]
-        if not any(place.vacancy > settings.t_up for place in places):
+        if not snapshot.others and not any(place.vacancy > settings.t_up for place in load.places):
             return Plan((), "all is well; no place has room for replicas", state)
         model = self._model(rows)
-        target = plan_up(load.placement, load.replica_needs, places, model, settings.t_up)
-        gain = speedup(model, target) / speedup(model, load.placement)
-        if gain < 1 + settings.least_gain:
-            return Plan((), "all is well; replicas would gain too little", state)
-        words = f"room for replicas: speed-up {speedup(model, target):.2f} expected"
-        return self._hand_out(
-            snapshot, difference(load.placement, target), words, replace(state, grown_s=snapshot.at_s)
-        )
+        share = self._share(snapshot, load, rows, model, short)
+        rooms = [p for p in share.rooms if not state.handout.refuses(Replicate, p.name, snapshot.at_s)]
+        target = plan_up(load.placement, load.replica_needs, rooms, model, settings.t_up)
+        if speedup(model, target) >= (1 + settings.least_gain) * speedup(model, load.placement):
+            words = f"room for replicas: speed-up {speedup(model, target):.2f} expected"
+            actions, state = difference(load.placement, target), replace(state, grown_s=snapshot.at_s)
+            return self._hand_out(snapshot, actions, words, state)
+        if share.gain >= 1 + settings.least_gain:
+            return self._ask_others(snapshot, share.asks, state)
+        return Plan((), "all is well; replicas would gain too little", replace(state, looked_s=snapshot.at_s))
 
     # -- both
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.controller.notice import Notice
 from elastic.types import Event
 
 
@@ -129,3 +130,7 @@ class Snapshot:
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
     """The last actions, oldest first."""
+    name: str = ""
+    """The instance's own name in its group."""
+    others: tuple[Notice, ...] = ()
+    """The other models of its group, as they were when they last looked."""
