@@ -1,7 +1,7 @@
 """Simulated models that share places, each with the policy `scale` in one group: to try planning together on.
 
-Bytes are counted as a page pool counts them: those of layers and replicas that are there, those of copies on their way,
-and of KV caches. An action takes some ticks. Time goes by hand.
+Bytes are counted as a page pool counts them: those of layers and replicas that are there, those of copies on their way
+once they have begun, and of KV caches. An action takes some ticks. Time goes by hand.
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ class Lender:
     def name(self) -> str:
         return self.member.name
 
-    def at(self, place: str) -> list[int]:
-        """Layers whose bytes are at a place, or on their way there."""
+    begun: bool = False
+    """Whether what is under way has its pages."""
+
+    def at(self, place: str, *, asked: bool = False) -> list[int]:
+        """Layers whose bytes are at a place, or on their way there; with `asked`, also those that have no pages yet."""
         here = [i for i, places in enumerate(self.layers) if place in places and i not in self.absent]
-        coming = self.under_way[1] if self.under_way else ()
+        coming = self.under_way[1] if self.under_way and (self.begun or asked) else ()
         return here + [i for one in coming if getattr(one, "place", "") == place for i in arriving(one)]
 
     def replicas(self, place: str) -> list[int]:
@@ -91,8 +94,9 @@ class World:
         self.lenders[name] = here
         return here
 
-    def free(self, place: str) -> int:
-        used = sum(NBYTES * len(one.at(place)) + one.kv_at(place) for one in self.lenders.values())
+    def free(self, place: str, *, asked: bool = False) -> int:
+        lenders = self.lenders.values()
+        used = sum(NBYTES * len(one.at(place, asked=asked)) + one.kv_at(place) for one in lenders)
         return self.totals[place] - used
 
     def look(self, name: str) -> Snapshot:
@@ -121,7 +125,7 @@ class World:
         one.state = plan.state
         if plan.actions:
             assert one.under_way is None
-            one.under_way = self.took, plan.actions
+            one.under_way, one.begun = (self.took, plan.actions), False
         return plan
 
     def later(self, seconds: float = 0.2) -> None:
@@ -130,7 +134,7 @@ class World:
         for one in self.lenders.values():
             if one.under_way is not None:
                 left, actions = one.under_way
-                one.under_way = (left - 1, actions) if left else None
+                one.under_way, one.begun = (left - 1, actions) if left else None, left < self.took
                 for action in () if left else actions:
                     finish(one, action)
 
