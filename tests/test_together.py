@@ -125,7 +125,7 @@ def lend(pair: Pair) -> None:
 
 
 def test_models_lend_each_other_places_and_guests_leave_first(pairs: Any) -> None:
-    pair = pairs("llama-gqa", "gpt2", kv_pages=500)
+    pair = pairs("llama-gqa", "gpt2", kv_pages=300)
     lend(pair)
     layers = [rt.status().layers for rt in pair.runtimes]
     assert [pair.guests(0), pair.guests(1)] == [list(range(n)) for n in layers]
