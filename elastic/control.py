@@ -250,7 +250,9 @@ def _placed(run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequen
     known = weights.residencies()
     residencies = tuple((w.pool.name, *(r.place for r in known[w.name][1:] if not r.part)) for w in weights.layers)
     caches = {pool.pool.name: pool.status() for pool in memory.pools}
-    return Placed(residencies, tuple(_reading(pool.status(), caches[pool.name]) for pool in pools), events)
+    readings = tuple(_reading(pool.status(), caches[pool.name]) for pool in pools)
+    apart = tuple(w.index for w in weights.layers if any(r.part for r in known[w.name]))
+    return Placed(residencies, readings, events, apart)
 
 
 def _reading(place: PlaceStatus, kv: KVStatus) -> PlaceReading:

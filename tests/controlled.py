@@ -41,6 +41,7 @@ SCALE = elastic.Scale(
 SLOW = Quantiles(9, 0.4, 0.4, 0.4, 0.4)
 both = st.integers(0, 1)
 done: Counter[str] = Counter()
+reasons: Counter[str] = Counter()
 
 
 class Plain:
@@ -99,24 +100,34 @@ class Controlled(RuleBasedStateMachine):
         def pretended() -> Snapshot:
             seen = read()
             said = self.pretended[which]
-            stalls = seen.traffic.stalls + said.get("stalls", 0)
             running = max(seen.traffic.running, said.get("running", 0))
             times = SLOW if said.get("slow") else seen.traffic.tpot_s
-            traffic = replace(seen.traffic, arrived=99, running=running, stalls=stalls, tpot_s=times)
-            return replace(seen, at_s=seen.at_s + self.skew_s, traffic=traffic)
+            traffic = replace(seen.traffic, arrived=99, running=running, tpot_s=times)
+            kv, places = seen.kv, seen.places
+            if said.get("full"):
+                kv = replace(kv, used_bytes=max(kv.used_bytes, int(0.9 * kv.capacity_bytes)))
+                here = replace(
+                    places[0], kv_used_bytes=max(places[0].kv_used_bytes, int(0.9 * places[0].kv_capacity_bytes))
+                )
+                places = (here, *places[1:])
+            return replace(seen, at_s=seen.at_s + self.skew_s, traffic=traffic, kv=kv, places=places)
 
         monitor.read = pretended
-
-    @rule(which=both, running=st.integers(0, 12), slow=st.booleans(), stalls=st.integers(0, 3))
-    def sensors(self, which: int, running: int, slow: bool, stalls: int) -> None:
-        self.pretended[which] = {"running": running, "slow": slow, "stalls": stalls}
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 20.0]))
     def time_passes(self, seconds: float) -> None:
         self.skew_s += seconds
 
-    @rule(which=both, ticks=st.integers(1, 8), passes=st.sampled_from([0.1, 0.5, 2.0]))
-    def tick(self, which: int, ticks: int, passes: float) -> None:
+    @rule(
+        which=both,
+        ticks=st.integers(4, 12),
+        passes=st.sampled_from([0.1, 0.5, 2.0]),
+        running=st.integers(0, 12),
+        says=st.sampled_from(["", "", "slow", "full", "full"]),
+    )
+    def tick(self, which: int, ticks: int, passes: float, running: int, says: str) -> None:
+        """Both in turn, while the sensors of one say something."""
+        self.pretended[which] = {"running": running, says: True}
         for turn in range(ticks):
             rt = self.models[(which + turn) % 2].elastic
             before = len(rt.events())
@@ -125,6 +136,7 @@ class Controlled(RuleBasedStateMachine):
             settle(rt)
             done["ticks"] += 1
             done["asks"] += bool(plan.asks)
+            reasons[plan.reason.split(":")[0]] += 1
             for event in rt.events()[before:]:
                 done[f"{type(event.action).__name__}{'' if event.ok else ' refused'}"] += 1
             self.laws()
@@ -183,7 +195,7 @@ class Controlled(RuleBasedStateMachine):
         assert torch.equal(found, self.expected[which][prompt])
         done["generations"] += 1
 
-    @rule(which=both, share=st.floats(0, 1))
+    @rule(which=both, share=st.sampled_from([0.3, 0.8, 1.0, 1.0, 1.0]))
     def resize(self, which: int, share: float) -> None:
         rt = self.models[which].elastic
         try:
@@ -254,8 +266,8 @@ def main() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(dict(done))
-    for kind in ("Swap", "Restore", "Replicate", "Evict", "asks"):
+    print(dict(done), *reasons.most_common(), sep="\n")
+    for kind in ("Swap", "Restore", "Replicate", "Evict", "Migrate", "asks"):
         assert done[kind] >= args.least, f"only {done[kind]} of {kind}"
 
 

@@ -24,7 +24,7 @@ def run_machine(*arguments: str, timeout: float) -> None:
 
 
 def test_the_laws_hold_under_controllers() -> None:
-    run_machine("--examples", "16", "--least", "1", timeout=300)
+    run_machine("--examples", "12", "--steps", "30", "--least", "1", timeout=300)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from elastic.controller.search import plan_up
 from elastic.controller.snapshot import Snapshot
 from elastic.controller.speedup import CostModel, speedup
 from elastic.controller.together import Share, asked_of, beside_others, guests, share_out, take_over
-from elastic.types import Action, Release, Replicate, ResizeKV, Restore
+from elastic.types import Action, Migrate, Release, Replicate, ResizeKV, Restore
 
 ROWS_ALPHA = 0.1
 AGAIN = 3
@@ -215,6 +215,7 @@ class ScalePolicy:
         if found.rows < rows and settings.offload:
             used = next(p.kv_used_bytes for p in snapshot.places if p.name == shortage.place)
             actions = (*actions, ResizeKV(shortage.place, used * found.rows // rows))
+        actions = _releasable(actions, load.apart)
         allowed = tuple(action for action in actions if not state.handout.refuses_action(action, snapshot.at_s))
         if not allowed:
             return Plan((), f"{why}; no remedy is left", state)
@@ -251,6 +252,17 @@ class ScalePolicy:
         """The first of these, within the bytes of one plan; the others follow when they are done."""
         handout = state.handout.handing(actions, snapshot, self._needs, self.settings.action_bytes)
         return Plan(handout.asked, why, replace(state, acted_s=snapshot.at_s, handout=handout))
+
+
+def _releasable(actions: Sequence[Action], apart: Sequence[int]) -> tuple[Action, ...]:
+    """The same, but that no layer is released of which modules are at other places, or go there now."""
+    gone = {*apart, *(i for one in actions if isinstance(one, Migrate) and one.parts for i in one.layers)}
+    found: list[Action] = []
+    for one in actions:
+        left = tuple(i for i in one.layers if i not in gone) if isinstance(one, Release) else ()
+        if left or not isinstance(one, Release):
+            found.append(Release(left) if left else one)
+    return tuple(found)
 
 
 def _undo(action: Action, snapshot: Snapshot) -> Action | None:

@@ -130,6 +130,8 @@ class Snapshot:
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
     """The last actions, oldest first."""
+    apart: tuple[int, ...] = ()
+    """Decoder layers of which modules are at other places: they are neither replicated nor released."""
     name: str = ""
     """The instance's own name in its group."""
     others: tuple[Notice, ...] = ()

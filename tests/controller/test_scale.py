@@ -89,6 +89,14 @@ def test_what_it_decides(snapshot: Snapshot, actions: tuple[Action, ...], reason
     assert reason in plan.reason
 
 
+def test_layers_with_modules_elsewhere_are_neither_replicated_nor_released() -> None:
+    (action,) = settle(policy(), seen(apart=(3,))).actions
+    assert action == Replicate((0, 1, 2), "b")
+    full = tuple(replace(p, free_bytes=0) for p in seen(used=590).places)
+    actions = settle(policy(), seen(used=590, places=full, apart=(2, 3))).actions
+    assert not any(set(a.layers) & {2, 3} for a in actions if isinstance(a, Release))
+
+
 def test_a_missed_slo_moves_layers() -> None:
     slow = seen(traffic=Traffic(running=8, arrived=9, tpot_s=SLOW))
     plan = settle(policy(slo=SLO(tpot_s=0.3)), slow)
@@ -164,12 +172,13 @@ def arbiter(*policies: Any) -> Arbiter:
 @pytest.mark.parametrize(
     ("actions", "layers", "chosen"),
     [
-        ((Swap((0,), "int4"), Evict((0, 1), "b")), "ab ab a a", 0),  # a slower step for long is dearer than quality
+        ((Swap((2,), "int4"), Evict((0, 1), "b")), "ab ab a a", 0),  # a slower step for long is dearer than quality
         ((Swap((0,), "int4"), Migrate((0,), "b")), "a a a a", 1),  # on one device nothing gets slower
         ((Swap((0,), "int4"), Release((0,))), "a a a a", 0),
         ((ResizeKV("a", 10), Swap((0,), "int4")), "a a a a", 1),  # the first is cheap, and gives nothing
         ((Replicate((0,), "b"), Restore((1,))), "a a a a", 1),  # layers return before memory goes to replicas
         ((Replicate((0,), "b"), Swap((0,), "int4")), "a a a a", 1),
+        ((Swap((0,), "int4"), Evict((0,), "b")), "ab a a a", 1),  # a layer with replicas is not swapped
     ],
 )
 def test_the_cheapest_that_suffices(actions: tuple[Action, ...], layers: str, chosen: int) -> None:
