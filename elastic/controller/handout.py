@@ -105,7 +105,7 @@ def _nbytes(action: Action, needs: Sequence[Need]) -> int:
 
 def _count(action: Migrate | Replicate, needs: Sequence[Need], most: int) -> int:
     """So many of its layers may be copied now."""
-    return min(len(action.layers), most // max(1, max(needs[layer].nbytes for layer in action.layers)))
+    return max(0, min(len(action.layers), most // max(1, max(needs[layer].nbytes for layer in action.layers))))
 
 
 def _split(action: Action, count: int | None) -> tuple[Action, Action | None]:

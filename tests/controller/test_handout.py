@@ -100,3 +100,8 @@ def test_a_plan_that_failed_is_followed_by_plans_of_one_action() -> None:
     assert not refused.refuses_action(both[0], 30.0)
     assert not refused.refuses_action(both[1], 10.0)
     assert refused.todo == ()
+
+
+def test_a_layer_larger_than_the_budget_goes_alone() -> None:
+    one, two = Replicate((0,), "b"), Replicate((1,), "c")
+    assert first_of((one, two), NEEDS, most=1) == ((one,), (two,))
