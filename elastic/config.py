@@ -207,7 +207,11 @@ class Scale:
     dwell_s: float = 10.0
     """Seconds from the last shortage to the first replica at least; it doubles with each that must leave soon."""
     action_bytes: int = 1 << 30
-    """Bytes that one action copies at most, if it moves more than one layer."""
+    """Bytes that one plan copies at most, if it moves more than one layer."""
+    group: str = ""
+    """Models of this process with the same name here are planned together: they lend each other their places."""
+    patience_s: float = 5.0
+    """Seconds that the others of the group have to take replicas away when they are asked to."""
 
     def __post_init__(self) -> None:
         shares = ("t_up", "t_down", "kv_high", "margin", "least_gain")
@@ -216,10 +220,11 @@ class Scale:
         for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
             value = getattr(self, name)
             _require(_is_integer(value) and value >= 1, name, value, "a whole number, at least 1")
-        for name in ("cooldown_s", "dwell_s"):
+        for name in ("cooldown_s", "dwell_s", "patience_s"):
             value = getattr(self, name)
             _require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
         _require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        _require(isinstance(self.group, str), "group", self.group, "a name, or '' for none")
         _require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from elastic.config import MODES, SLO, Policy, Scale
 from elastic.controller.arbiter import Arbiter
 from elastic.controller.calibrated import Calibrated, Calibration
+from elastic.controller.group import Group, Member
 from elastic.controller.host import read_host
 from elastic.controller.monitor import Monitor, Placed
 from elastic.controller.nvml import Nvml
@@ -88,16 +89,25 @@ def choose_policy(
         if isinstance(one, Policy):
             _require_variants(policy, one, [variant.name for variant in variants])
     measured = calibrate() if len(parsed) > 1 or any(isinstance(one, Scale) for one in parsed) else None
-    width = _width(layers)
+    width, group = _width(layers), _group(parsed)
 
     def make(weights: ModelWeights) -> Decides:
         model = partial(_cost_model, measured, width) if measured else None
         made = [_make(one, slo, indices, weights, model) for one in parsed if one is not None]
-        if len(made) == 1 or model is None:
+        if model is None:
             return made[0]
-        return Arbiter(made, _sizes(weights), needs(weights), model)
+        chosen = made[0] if len(made) == 1 else Arbiter(made, _sizes(weights), needs(weights), model)
+        return Member(Group.named(group), chosen, needs(weights), model) if group else chosen
 
     return make
+
+
+def _group(parsed: Sequence[Policy | Scale | Decides | None]) -> str:
+    """That of the policies `scale`."""
+    names = {one.group for one in parsed if isinstance(one, Scale) and one.group}
+    if len(names) > 1:
+        raise ConfigError(f"one model cannot be in the groups {sorted(names)}; give its policies the same group")
+    return min(names, default="")
 
 
 def _make(
@@ -136,7 +146,11 @@ def set_up_control(
     run.monitor, nvml = make_monitor(run, memory, weights, pools)
     stack.callback(nvml.close)
     run.slo = slo
-    run.controller = make_controller(run, policy(weights)) if policy else None
+    if policy:
+        chosen = policy(weights)
+        run.controller = make_controller(run, chosen)
+        if isinstance(chosen, Member):
+            stack.callback(chosen.leave)
 
 
 def make_controller(run: Runtime, policy: Decides) -> Controller:
@@ -151,7 +165,8 @@ def make_controller(run: Runtime, policy: Decides) -> Controller:
         here = known()
         return None if here is None or here.closed else here.apply(actions, why=why, wait=False)
 
-    return Controller(sense, policy, act, tick_s=getattr(policy, "tick_s", TICK_S))
+    lock = policy.group.lock if isinstance(policy, Member) else None
+    return Controller(sense, policy, act, tick_s=getattr(policy, "tick_s", TICK_S), lock=lock)
 
 
 def _parse_policy(policy: Asked) -> Policy | Scale | Decides | None:
@@ -235,7 +250,9 @@ def _placed(run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequen
     known = weights.residencies()
     residencies = tuple((w.pool.name, *(r.place for r in known[w.name][1:] if not r.part)) for w in weights.layers)
     caches = {pool.pool.name: pool.status() for pool in memory.pools}
-    return Placed(residencies, tuple(_reading(pool.status(), caches[pool.name]) for pool in pools), events)
+    readings = tuple(_reading(pool.status(), caches[pool.name]) for pool in pools)
+    apart = tuple(w.index for w in weights.layers if any(r.part for r in known[w.name]))
+    return Placed(residencies, readings, events, apart)
 
 
 def _reading(place: PlaceStatus, kv: KVStatus) -> PlaceReading:

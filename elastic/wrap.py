@@ -77,9 +77,10 @@ def wrap(
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy` or its file: a
     controller swaps layers under pressure and restores them after it, in an `order` that is a `Profile`, its file,
-    "front_to_back", "last_first" or "contiguous". "scale", a `Scale`: it replicates and moves them over `places`. An
-    object with `decide(snapshot, state)`: what that says. Several, in a tuple: their cheapest remedy. All look at
-    `slo`; with `controller=False` the thread waits for `start()`. (docs/controller.md)
+    "front_to_back", "last_first" or "contiguous". "scale", a `Scale`: it replicates and moves them over `places`;
+    models with the same `Scale(group=…)` lend each other theirs. An object with `decide(snapshot, state)`: what that
+    says. Several, in a tuple: their cheapest remedy. All look at `slo`; with `controller=False` the thread waits for
+    `start()`. (docs/controller.md)
 
     `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
     safetensors that the model was loaded from, a file or a directory; released weights are read from there by mmap.

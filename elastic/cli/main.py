@@ -42,7 +42,12 @@ def _add_top(command: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="model directory; config.json is enough without --measure")
+    command.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="model directory; config.json is enough without --measure; several lend each other the places",
+    )
     command.add_argument("--places", required=True, metavar="PLACES", help="such as cpu#a=1GiB,cpu#b=2GiB")
     command.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (8)")
     command.add_argument("--tokens", type=int, default=512, metavar="N", help="of each prompt (512)")

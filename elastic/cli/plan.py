@@ -1,5 +1,5 @@
-"""`elastic plan`: where the layers of a model could be, with which replicas, and what that gains. Nothing is loaded
-but the config, unless it is asked to measure."""
+"""`elastic plan`: where the layers of models could be, with which replicas, and what that gains. Nothing is loaded but
+their configs, unless it is asked to measure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from elastic.calibration import assume, measure
 from elastic.cli.grid import layers_at
@@ -20,7 +21,7 @@ from elastic.cli.view import mib
 from elastic.config import Place
 from elastic.controller.calibrated import Calibrated, Calibration, Weighted
 from elastic.controller.placement import Need, Placement, PlaceSize
-from elastic.controller.search import plan_up
+from elastic.controller.search import Instance, plan_together
 from elastic.controller.speedup import CostModel, cost, speedup
 from elastic.errors import ConfigError
 from elastic.hooks.structure import Decoder, find_decoder
@@ -42,27 +43,64 @@ class Sizes:
     """Of the largest layer, how many."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One of the models that are planned."""
+
+    name: str
+    home: Placement
+    needs: tuple[Need, ...]
+    forwards: dict[str, CostModel]
+    """What is predicted, by name; `all` is what placements are chosen by."""
+
+    @property
+    def instance(self) -> Instance:
+        return Instance(self.home, tuple(map(_half_kv, self.needs)), self.forwards["all"])
+
+
 def plan(options: Namespace) -> int:
-    """Print the placement, the predicted speed-up, and the memory of each place."""
+    """Print the placements, the predicted speed-ups, and the memory of each place.
+
+    Of several models each begins at a place of its own, in the order of both; replicas are planned together.
+    """
     places = _places(options)
-    model = _meta_model(options.model, places)
-    sizes = sizes_of(find_decoder(model), model)
-    calibration = _calibration(options, places, sizes)
-    rows = options.batch
-    needs = [Need(nbytes, kv_bytes=rows * _tokens(options) * sizes.kv_token) for nbytes in sizes.layers]
     rooms = [PlaceSize(p.name, _budget(p), _budget(p), margin=options.margin) for p in places]
-    home, rooms = spread(rooms, needs, sizes.fixed)
-    step = Calibrated(calibration, rows, 1, sizes.hidden)
-    prompt = Calibrated(calibration, rows, options.tokens, sizes.hidden)
-    whole = Weighted((1.0, prompt), (float(options.new_tokens), step))
-    found = plan_up(home, [_half_kv(need) for need in needs], rooms, whole, t_up=0.0)
+    models = []
+    for number, path in enumerate(options.models):
+        first = number % len(places)
+        one, rooms = _asked(options, path, number, [*places[first:], *places[:first]], rooms)
+        models.append(one)
+    found = plan_together({one.name: one.instance for one in models}, rooms, t_up=0.0)
     console = Console()
-    console.print(layers_at([p.name for p in places], found.layers))
-    console.print(_memory(found, rooms, needs))
-    console.print(_speed(found, {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}))
+    for one in models:
+        if len(models) > 1:
+            console.print(Text(one.name))
+        console.print(layers_at([p.name for p in places], found[one.name].layers))
+    console.print(_memory([(one, found[one.name]) for one in models], rooms))
+    for one in models:
+        console.print(_speed(found[one.name], one.forwards, one.name if len(models) > 1 else ""))
     kind = "measured here" if options.measure else "assumed; --measure measures them"
-    console.print(f"speeds are {kind}; {rows} sequences at once; compute is taken to be idle", soft_wrap=True)
+    console.print(f"speeds are {kind}; {options.batch} sequences at once; compute is taken to be idle", soft_wrap=True)
     return 0
+
+
+def _asked(
+    options: Namespace, path: str, number: int, places: Sequence[Place], rooms: Sequence[PlaceSize]
+) -> tuple[Asked, list[PlaceSize]]:
+    """A model with its layers at places in this order, and the rooms that are left then, in their own order."""
+    model = _meta_model(path, places)
+    sizes = sizes_of(find_decoder(model), model)
+    calibration = _calibration(options, path, places, sizes)
+    needs = [Need(nbytes, kv_bytes=options.batch * _tokens(options) * sizes.kv_token) for nbytes in sizes.layers]
+    known = {room.name: room for room in rooms}
+    home, left = spread([known[place.name] for place in places], needs, sizes.fixed)
+    step = Calibrated(calibration, options.batch, 1, sizes.hidden)
+    prompt = Calibrated(calibration, options.batch, options.tokens, sizes.hidden)
+    whole = Weighted((1.0, prompt), (float(options.new_tokens), step))
+    forwards: dict[str, CostModel] = {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}
+    known |= {room.name: room for room in left}
+    name = f"{number + 1}: {Path(path).resolve().name}"
+    return Asked(name, home, tuple(needs), forwards), [known[room.name] for room in rooms]
 
 
 def _half_kv(need: Need) -> Need:
@@ -141,30 +179,32 @@ def _meta_model(path: str, places: Sequence[Place]) -> Any:
         raise ConfigError(f"MODEL {path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _calibration(options: Namespace, places: Sequence[Place], sizes: Sizes) -> Calibration:
+def _calibration(options: Namespace, path: str, places: Sequence[Place], sizes: Sizes) -> Calibration:
     if not options.measure:
         return assume(places, max(sizes.layers), sizes.parameters)
-    model, _ = load_model(options.model, places[0].device, option="MODEL")
+    model, _ = load_model(path, places[0].device, option="MODEL")
     return measure(find_decoder(model.to(places[0].device)), places, (1, options.batch, 8 * options.batch))
 
 
-def _memory(found: Placement, left: Sequence[PlaceSize], needs: Sequence[Need]) -> Table:
+def _memory(found: Sequence[tuple[Asked, Placement]], left: Sequence[PlaceSize]) -> Table:
     """What each place has; `left` is what own layers leave, replicas come on top."""
     table = Table("place", "budget", "own", "replicas", "free", title="memory, KV cache included")
     for room in left:
         own = room.total_bytes - room.free_bytes
         more = sum(
             _half_kv(need).total_bytes
-            for need, places in zip(needs, found.layers, strict=True)
+            for one, placement in found
+            for need, places in zip(one.needs, placement.layers, strict=True)
             if room.name in places[1:]
         )
         table.add_row(room.name, *map(mib, (room.total_bytes, own, more, room.free_bytes - more)))
     return table
 
 
-def _speed(found: Placement, models: dict[str, CostModel]) -> Table:
+def _speed(found: Placement, models: dict[str, CostModel], of: str) -> Table:
     """Predicted seconds of the decoder layers, without and with replicas."""
-    table = Table("forward pass", "without replicas, s", "with, s", "speed-up", title="predicted")
+    title = f"predicted, {of}" if of else "predicted"
+    table = Table("forward pass", "without replicas, s", "with, s", "speed-up", title=title)
     for name, model in models.items():
         seconds = [cost(model, found.alone_at_home), cost(model, found)]
         table.add_row(name, *(f"{s:.4g}" for s in seconds), f"{speedup(model, found):.2f}")

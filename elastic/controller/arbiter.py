@@ -78,20 +78,40 @@ class Arbiter:
         state = state or ArbiterState((None,) * len(self.policies), Prices())
         prices = state.prices.learned(snapshot.events)
         offers = [_options(policy, snapshot, own) for policy, own in zip(self.policies, state.states, strict=True)]
+        short = any(plan.short for plans in offers for plan in plans) or self._swapped(snapshot)
+        return replace(self._decide(snapshot, state, offers, prices), short=short)
+
+    def _decide(
+        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], prices: Prices
+    ) -> Plan:
+        asking = next((plans[0] for plans in offers if plans[0].asks), None)
+        if asking is not None:  # guests leave before anything is done here
+            return replace(asking, state=ArbiterState(self._states(snapshot, state, offers), prices))
         bids = [
             self._bid(plan, number, snapshot, prices)
             for number, plans in enumerate(offers)
             for plan in plans
-            if plan.actions
+            if plan.actions and _possible(plan, snapshot)
         ]
         chosen, why = self._choose(bids, snapshot)
         if chosen is None:
-            states = tuple(plans[0].state for plans in offers)
+            states = self._states(snapshot, state, offers)
             figures = "; ".join(plans[0].figures for plans in offers if plans[0].figures)
             return Plan((), _together(plans[0].reason for plans in offers), ArbiterState(states, prices), figures)
         kept = self._unchosen(snapshot, state.states)
         states = tuple(chosen.plan.state if i == chosen.policy else other for i, other in enumerate(kept))
         return Plan(chosen.plan.actions, chosen.plan.reason + why, ArbiterState(states, prices), chosen.plan.figures)
+
+    def _states(self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]]) -> tuple[Any, ...]:
+        """What the policies remember where nothing is done."""
+        if not any(plans[0].actions for plans in offers):
+            return tuple(plans[0].state for plans in offers)
+        pairs = zip(offers, self._unchosen(snapshot, state.states), strict=True)
+        return tuple(other if plans[0].actions else plans[0].state for plans, other in pairs)
+
+    def _swapped(self, snapshot: Snapshot) -> bool:
+        """Whether layers are to return that are in a variant, or in host memory."""
+        return any(form != size.full for form, size in zip(snapshot.layers, self._sizes, strict=True))
 
     def _unchosen(self, snapshot: Snapshot, states: Sequence[Any]) -> list[Any]:
         """What the policies remember where another one acts."""
@@ -177,6 +197,12 @@ def after(placement: Placement, action: Action) -> Placement:
 def _options(policy: Decides, snapshot: Snapshot, state: Any) -> tuple[Plan, ...]:
     offer = getattr(policy, "options", None)
     return tuple(offer(snapshot, state)) if callable(offer) else (policy.decide(snapshot, state),)
+
+
+def _possible(plan: Plan, snapshot: Snapshot) -> bool:
+    """Layers with replicas are not swapped: these leave first."""
+    swapped = [i for action in plan.actions if isinstance(action, Swap) for i in action.layers]
+    return not snapshot.residencies or all(len(snapshot.residencies[i]) == 1 for i in swapped)
 
 
 def _relieves(plan: Plan, snapshot: Snapshot) -> bool:

@@ -11,6 +11,10 @@ from elastic.controller.placement import Need, Placement, PlaceSize
 from elastic.controller.pressure import alone, share
 from elastic.controller.scale_down import Shortage
 from elastic.controller.snapshot import PlaceReading, Quantiles, Snapshot, Traffic
+from elastic.types import Action, Migrate, Replicate
+
+NOWHERE = 1 << 60
+"""Bytes that no place has."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,23 @@ class Load:
     places: tuple[PlaceSize, ...]
     rows: int
     """Requests that run."""
+    apart: tuple[int, ...] = ()
+    """Layers with modules at other places."""
 
     @property
     def replica_needs(self) -> tuple[Need, ...]:
-        """Of one more replica of each layer: half of the rows at most."""
-        return tuple(replace(n, compute=n.compute / 2, kv_bytes=-(-n.kv_bytes // 2)) for n in self.needs)
+        """Of one more replica of each layer: half of the rows at most. No place has room for one that is apart."""
+        needs = [replace(n, compute=n.compute / 2, kv_bytes=-(-n.kv_bytes // 2)) for n in self.needs]
+        return tuple(replace(n, nbytes=NOWHERE) if i in self.apart else n for i, n in enumerate(needs))
+
+    def has_room(self, actions: Sequence[Action]) -> bool:
+        """Whether layers and replicas that are to come still fit below the margins."""
+        left = {place.name: place.room_bytes for place in self.places}
+        for action in actions:
+            if isinstance(action, Migrate | Replicate) and not getattr(action, "parts", ()):
+                needs = self.needs if isinstance(action, Migrate) else self.replica_needs
+                left[action.place] -= sum(needs[layer].total_bytes for layer in action.layers)
+        return min(left.values(), default=0) >= 0
 
 
 def describe(snapshot: Snapshot, needs: Sequence[Need], settings: Scale) -> Load:
@@ -48,7 +64,7 @@ def describe(snapshot: Snapshot, needs: Sequence[Need], settings: Scale) -> Load
         PlaceSize(one.name, one.total_bytes, one.free_bytes, 1.0, 1 - busy[one.name], margin=settings.margin)
         for one in snapshot.places
     )
-    return Load(placement, tuple(found), tuple(places), snapshot.traffic.running)
+    return Load(placement, tuple(found), tuple(places), snapshot.traffic.running, snapshot.apart)
 
 
 def find_shortage(

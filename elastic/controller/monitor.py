@@ -22,6 +22,7 @@ class Placed:
     residencies: tuple[tuple[str, ...], ...] = ()
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
+    apart: tuple[int, ...] = ()
 
 
 class Monitor:
@@ -62,7 +63,8 @@ class Monitor:
         devices, host = self._machine
         traffic, kv, layers, placed = self.counters.read(), self.kv(), self._layers(), self._placed()
         places = _with_idle(placed.places, devices)
-        return Snapshot(now, traffic, kv, layers, busy, devices, host, placed.residencies, places, placed.events)
+        seen = Snapshot(now, traffic, kv, layers, busy, devices, host, placed.residencies, places, placed.events)
+        return replace(seen, apart=placed.apart)
 
 
 def _with_idle(places: tuple[PlaceReading, ...], devices: tuple[Device, ...]) -> tuple[PlaceReading, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic.controller.notice import Ask
 from elastic.controller.snapshot import Snapshot
 from elastic.types import Action
 
@@ -21,6 +22,10 @@ class Plan:
     """What `decide` is given at the next tick."""
     figures: str = ""
     """The numbers behind the reason; logged with it."""
+    short: bool = False
+    """Whether a shortage is seen: others of the group take no room then."""
+    asks: tuple[Ask, ...] = ()
+    """What other models of the group are to do first; there are no actions then."""
 
 
 class Decides(Protocol):

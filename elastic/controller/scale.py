@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic.config import SLO, Scale
+from elastic.controller.handout import MOST_DOUBLINGS, Handout
 from elastic.controller.load import Load, describe, find_shortage
+from elastic.controller.notice import Ask
 from elastic.controller.placement import Need, difference
 from elastic.controller.plan import Plan
 from elastic.controller.scale_down import REMEDIES, Remedy, Shortage, scale_down
 from elastic.controller.search import plan_up
 from elastic.controller.snapshot import Snapshot
 from elastic.controller.speedup import CostModel, speedup
+from elastic.controller.together import Share, asked_of, beside_others, guests, share_out, take_over
 from elastic.types import Action, Migrate, Release, Replicate, ResizeKV, Restore
 
-MOST_DOUBLINGS = 5
-"""Of a cooldown by failures, and of a dwell by replicas that had to leave soon."""
 ROWS_ALPHA = 0.1
+AGAIN = 3
+"""Times its patience, after which a model asks again that asked in vain."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class ScaleState:
     """Ticks of shortage in a row."""
     eased: int = 0
     pressed_s: float = -math.inf
+    others_s: float = -math.inf
+    """When another model of the group was short last."""
     acted_s: float = -math.inf
     grown_s: float = -math.inf
     """When replicas were added last."""
@@ -38,16 +43,11 @@ class ScaleState:
     """Moving average of the requests that run."""
     waits: int = 0
     """How often requests had found no KV block."""
-    asked: Action | None = None
-    """What is not known to be done yet,"""
-    event: int = -1
-    """and the last event before it."""
-    todo: tuple[Action, ...] = ()
-    """What is to follow it."""
-    failures: int = 0
-    """Actions in a row that came to nothing."""
-    refused: tuple[tuple[type, str, float], ...] = ()
-    """(kind, place, until): what came to nothing is not asked for again before then."""
+    looked_s: float = -math.inf
+    """When no replicas were found that gain enough."""
+    asking_s: float | None = None
+    """Since when others are asked to take replicas away."""
+    handout: Handout = field(default_factory=Handout)
     reduced: tuple[Action, ...] = ()
     """What undoes the releases and limits that are in force."""
 
@@ -74,54 +74,111 @@ class ScalePolicy:
 
     def options(self, snapshot: Snapshot, state: ScaleState | None = None) -> tuple[Plan, ...]:
         """What `decide` says, then whatever else could be done instead: an arbiter may find it cheaper."""
-        before = _settled(state or ScaleState(), snapshot, self.settings)
+        before = state or ScaleState()
+        before = replace(before, handout=before.handout.settled(snapshot, self._wait_s))
         if len(snapshot.places) < 2 or not snapshot.residencies:
             return (Plan((), "there is one place only", before),)
-        load = describe(snapshot, self._needs, self.settings)
+        load = beside_others(describe(snapshot, self._needs, self.settings), snapshot, self.settings)
         shortage, why = find_shortage(snapshot, load, self.settings, self.slo, before.waits)
         state = self._count(snapshot, shortage, before)
         plans = [self._choose(snapshot, load, shortage, why, state)]
-        if plans[0].actions and shortage is not None and not before.todo:
+        if plans[0].actions and shortage is not None and not before.handout.todo:
             plans += self._instead(snapshot, load, shortage, why, state)
         free = ", ".join(f"{p.name} {p.vacancy:.0%}" for p in load.places)
-        return tuple(replace(plan, figures=f"free: {free}; {load.rows} rows") for plan in plans)
+        short = shortage is not None or bool(before.reduced)
+        return tuple(replace(plan, figures=f"free: {free}; {load.rows} rows", short=short) for plan in plans)
 
     def _count(self, snapshot: Snapshot, shortage: Shortage | None, state: ScaleState) -> ScaleState:
         now, running = snapshot.at_s, snapshot.traffic.running
-        soon = now - state.grown_s < 4 * self._dwell_s(state)
-        regretted = shortage is not None and soon and not state.pressed
+        if shortage is not None and not state.pressed:
+            state = self._regretting(state, now)
+        over = shortage is None and state.pressed > 0
+        ask_anew_s = AGAIN * self.settings.patience_s + self._wait_s
+        again = over or (state.asking_s is not None and now - state.asking_s > ask_anew_s)
         return replace(
             state,
             pressed=state.pressed + 1 if shortage else 0,
             eased=0 if shortage else state.eased + 1,
             pressed_s=now if shortage else state.pressed_s,
-            grown_s=-math.inf if regretted else state.grown_s,
-            regrets=min(MOST_DOUBLINGS, state.regrets + 1) if regretted else state.regrets,
+            others_s=now if any(other.short for other in snapshot.others) else state.others_s,
+            asking_s=None if again else state.asking_s,
             rows=state.rows + ROWS_ALPHA * (running - state.rows),
             waits=snapshot.traffic.stalls + snapshot.traffic.preemptions,
         )
+
+    def _regretting(self, state: ScaleState, now: float) -> ScaleState:
+        """Replicas that have to leave soon after they came: the next will be longer in coming."""
+        if now - state.grown_s >= 4 * self._dwell_s(state):
+            return state
+        return replace(state, grown_s=-math.inf, regrets=min(MOST_DOUBLINGS, state.regrets + 1))
 
     def _choose(self, snapshot: Snapshot, load: Load, shortage: Shortage | None, why: str, state: ScaleState) -> Plan:
         settings, now = self.settings, snapshot.at_s
         if snapshot.busy:
             return Plan((), "an action is under way", state)
-        if state.todo and (shortage is None or not isinstance(state.todo[0], Replicate)):
-            return self._ask(snapshot, state.todo, "the rest of the last decision", state)
-        state = replace(state, todo=())
-        if now - state.acted_s < settings.cooldown_s * (1 << state.failures):
+        asked = [evict for evict in asked_of(snapshot) if not state.handout.refuses_action(evict, now)]
+        if asked:
+            state = replace(self._regretting(state, now), others_s=now)
+            return self._hand_out(snapshot, asked, "another model of the group needs the room", state)
+        todo = state.handout.todo
+        if todo and load.has_room(todo) and (shortage is None or not isinstance(todo[0], Replicate)):
+            return self._hand_out(snapshot, todo, "the rest of the last decision", state)
+        state = replace(state, handout=replace(state.handout, todo=()))
+        if now - state.acted_s < settings.cooldown_s * (1 << state.handout.failures):
             return Plan((), "cooling down after an action", state)
         if shortage is not None:
             if state.pressed < settings.pressure_ticks:
                 return Plan((), f"{why}, but not for long yet", state)
-            return self._relieve(snapshot, load, shortage, why, state)
+            return self._remedy(snapshot, load, shortage, why, state)
         if state.eased < settings.vacancy_ticks or now - state.pressed_s < self._dwell_s(state):
             return Plan((), "no shortage, but not for long yet", state)
         if state.reduced:
-            return self._ask(snapshot, state.reduced, "the shortage has gone", replace(state, reduced=()))
+            return self._hand_out(snapshot, state.reduced, "the shortage has gone", replace(state, reduced=()))
+        if state.others_s == now or now - state.others_s < self._dwell_s(state):
+            return Plan((), "another model of the group is short, or was not long ago", state)
+        if now - state.looked_s < settings.cooldown_s:
+            return Plan((), "all is well; replicas would gain too little", state)
         return self._grow(snapshot, load, state)
+
+    @property
+    def _wait_s(self) -> float:
+        """Before what came to nothing is asked for again, at first."""
+        return max(self.settings.dwell_s, self.settings.cooldown_s)
 
     def _dwell_s(self, state: ScaleState) -> float:
         return self.settings.dwell_s * (1 << state.regrets)
+
+    # -- with others
+
+    def _remedy(self, snapshot: Snapshot, load: Load, shortage: Shortage, why: str, state: ScaleState) -> Plan:
+        """Guests leave first; where speed is short, what gains more together goes over. Then algorithm 2."""
+        if not snapshot.others:
+            return self._relieve(snapshot, load, shortage, why, state)
+        if shortage.nbytes > 0:
+            found = self._ask_others(snapshot, guests(load, snapshot, shortage, self.settings), state)
+            reason = f"{why}: guests leave first"
+        else:
+            found = self._grow(snapshot, load, state, short=True)
+            reason = f"{why}: {found.reason}"
+        if found.actions or found.asks:
+            return replace(found, reason=reason)
+        return self._relieve(snapshot, load, shortage, why, state)
+
+    def _share(self, snapshot: Snapshot, load: Load, rows: int, model: CostModel, short: bool) -> Share:
+        if not snapshot.others:
+            return Share(load.places)
+        if short:
+            return take_over(load, snapshot, model, self.settings)
+        return share_out(load, snapshot, rows, model, self.settings)
+
+    def _ask_others(self, snapshot: Snapshot, asks: Sequence[Ask], state: ScaleState) -> Plan:
+        """For as long as they are given; no asks where that was in vain."""
+        if not asks:
+            return Plan((), "others have nothing to give back", replace(state, asking_s=None))
+        since = snapshot.at_s if state.asking_s is None else state.asking_s
+        if snapshot.at_s - since > self.settings.patience_s:
+            return Plan((), "others were asked for room in vain", state)
+        return Plan((), "others give room back", replace(state, asking_s=since), asks=tuple(asks))
 
     # -- down
 
@@ -158,75 +215,54 @@ class ScalePolicy:
         if found.rows < rows and settings.offload:
             used = next(p.kv_used_bytes for p in snapshot.places if p.name == shortage.place)
             actions = (*actions, ResizeKV(shortage.place, used * found.rows // rows))
-        allowed = tuple(action for action in actions if not _is_refused(action, state, snapshot.at_s))
+        actions = _releasable(actions, load.apart)
+        allowed = tuple(action for action in actions if not state.handout.refuses_action(action, snapshot.at_s))
         if not allowed:
             return Plan((), f"{why}; no remedy is left", state)
         enough = "" if found.left.over else ", which does not suffice"
         undone = tuple(undo for action in allowed if (undo := _undo(action, snapshot)) is not None)
         state = replace(state, pressed=0, reduced=(*state.reduced, *undone))
-        return self._ask(snapshot, allowed, f"{why}: {found.remedy}{enough}", state)
+        return self._hand_out(snapshot, allowed, f"{why}: {found.remedy}{enough}", state)
 
     # -- up
 
-    def _grow(self, snapshot: Snapshot, load: Load, state: ScaleState) -> Plan:
+    def _grow(self, snapshot: Snapshot, load: Load, state: ScaleState, *, short: bool = False) -> Plan:
         settings, rows = self.settings, math.floor(state.rows + 0.5)
         if rows < 2:
             return Plan((), "all is well; one row cannot be split", state)
         if any(form != snapshot.layers[0] for form in snapshot.layers):
             return Plan((), "all is well; replicas wait until all layers are in one variant", state)
-        places = [place for place in load.places if not _refused(Replicate, place.name, state, snapshot.at_s)]
-        if not any(place.vacancy > settings.t_up for place in places):
+        if not snapshot.others and not any(place.vacancy > settings.t_up for place in load.places):
             return Plan((), "all is well; no place has room for replicas", state)
         model = self._model(rows)
-        target = plan_up(load.placement, load.replica_needs, places, model, settings.t_up)
-        gain = speedup(model, target) / speedup(model, load.placement)
-        if gain < 1 + settings.least_gain:
-            return Plan((), "all is well; replicas would gain too little", state)
-        words = f"room for replicas: speed-up {speedup(model, target):.2f} expected"
-        return self._ask(snapshot, difference(load.placement, target), words, replace(state, grown_s=snapshot.at_s))
+        share = self._share(snapshot, load, rows, model, short)
+        rooms = [p for p in share.rooms if not state.handout.refuses(Replicate, p.name, snapshot.at_s)]
+        target = plan_up(load.placement, load.replica_needs, rooms, model, settings.t_up)
+        if speedup(model, target) >= (1 + settings.least_gain) * speedup(model, load.placement):
+            words = f"room for replicas: speed-up {speedup(model, target):.2f} expected"
+            actions, state = difference(load.placement, target), replace(state, grown_s=snapshot.at_s)
+            return self._hand_out(snapshot, actions, words, state)
+        if share.gain >= 1 + settings.least_gain:
+            return self._ask_others(snapshot, share.asks, state)
+        return Plan((), "all is well; replicas would gain too little", replace(state, looked_s=snapshot.at_s))
 
     # -- both
 
-    def _ask(self, snapshot: Snapshot, actions: Sequence[Action], why: str, state: ScaleState) -> Plan:
-        """The first of these, within the bytes of one action; the others follow when it is done."""
-        first, rest = self._budgeted(actions[0])
-        state = replace(
-            state,
-            acted_s=snapshot.at_s,
-            asked=first,
-            event=snapshot.events[-1].id if snapshot.events else -1,
-            todo=(*rest, *actions[1:]),
-        )
-        return Plan((first,), why, state)
-
-    def _budgeted(self, action: Action) -> tuple[Action, tuple[Action, ...]]:
-        if not isinstance(action, Migrate | Replicate):
-            return action, ()
-        most = self.settings.action_bytes // max(1, max(self._needs[layer].nbytes for layer in action.layers))
-        now, later = action.layers[: max(1, most)], action.layers[max(1, most) :]
-        return replace(action, layers=now), (replace(action, layers=later),) if later else ()
+    def _hand_out(self, snapshot: Snapshot, actions: Sequence[Action], why: str, state: ScaleState) -> Plan:
+        """The first of these, within the bytes of one plan; the others follow when they are done."""
+        handout = state.handout.handing(actions, snapshot, self._needs, self.settings.action_bytes)
+        return Plan(handout.asked, why, replace(state, acted_s=snapshot.at_s, handout=handout))
 
 
-def _settled(state: ScaleState, snapshot: Snapshot, settings: Scale) -> ScaleState:
-    """With what has become of the last action, once that is known."""
-    if snapshot.busy or state.asked is None:
-        return state
-    asked, after = state.asked, [event for event in snapshot.events if event.id > state.event]
-    if any(event.ok and event.action == asked for event in after):
-        return replace(state, asked=None, failures=0)
-    failures = min(MOST_DOUBLINGS, state.failures + 1)
-    until = snapshot.at_s + max(settings.dwell_s, settings.cooldown_s) * (1 << failures)
-    kept = [one for one in state.refused if one[2] > snapshot.at_s]
-    refused = (*kept, (type(asked), getattr(asked, "place", ""), until))
-    return replace(state, asked=None, failures=failures, refused=refused, todo=())
-
-
-def _refused(kind: type, place: str, state: ScaleState, now: float) -> bool:
-    return any(kind is k and place == p and now < until for k, p, until in state.refused)
-
-
-def _is_refused(action: Action, state: ScaleState, now: float) -> bool:
-    return _refused(type(action), getattr(action, "place", ""), state, now)
+def _releasable(actions: Sequence[Action], apart: Sequence[int]) -> tuple[Action, ...]:
+    """The same, but that no layer is released of which modules are at other places, or go there now."""
+    gone = {*apart, *(i for one in actions if isinstance(one, Migrate) and one.parts for i in one.layers)}
+    found: list[Action] = []
+    for one in actions:
+        left = tuple(i for i in one.layers if i not in gone) if isinstance(one, Release) else ()
+        if left or not isinstance(one, Release):
+            found.append(Release(left) if left else one)
+    return tuple(found)
 
 
 def _undo(action: Action, snapshot: Snapshot) -> Action | None:

@@ -54,6 +54,12 @@ class Instance:
     placement: Placement
     needs: tuple[Need, ...]
     model: CostModel
+    places: tuple[str, ...] = ()
+    """Those that it may use; (): all."""
+
+    def offered(self, rooms: Iterable[PlaceSize], parts: int) -> list[PlaceSize]:
+        """One of so many equal parts of each room that it may use."""
+        return [_part(room, parts) for room in rooms if not self.places or room.name in self.places]
 
 
 def plan_together(
@@ -71,7 +77,7 @@ def plan_together(
         for name in sorted(found, key=lambda name: (speedup(instances[name].model, found[name]), name)):
             one = instances[name]
             _take(rooms, one, found[name], -1)
-            offered = [_part(room, parts) for room in rooms.values()]
+            offered = one.offered(rooms.values(), parts)
             found[name] = plan_up(one.placement, one.needs, offered, one.model, t_up)
             _take(rooms, one, found[name], 1)
     return found

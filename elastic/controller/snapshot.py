@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.controller.notice import Notice
 from elastic.types import Event
 
 
@@ -129,3 +130,9 @@ class Snapshot:
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
     """The last actions, oldest first."""
+    apart: tuple[int, ...] = ()
+    """Decoder layers of which modules are at other places: they are neither replicated nor released."""
+    name: str = ""
+    """The instance's own name in its group."""
+    others: tuple[Notice, ...] = ()
+    """The other models of its group, as they were when they last looked."""

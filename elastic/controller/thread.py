@@ -60,7 +60,8 @@ class Controller:
     """`sense` gives a snapshot, or None when what it watched is gone: then the thread ends. Thread-safe.
 
     `act` is given the actions of a plan and its reason; it must not wait for them, and may return a future. Whatever
-    sense, policy or act raise is kept as text, logged and shown by `health()`, and the next tick comes.
+    sense, policy or act raise is kept as text, logged and shown by `health()`, and the next tick comes. Controllers
+    that share a `lock` tick one at a time.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class Controller:
         act: Callable[[Sequence[Action], str], Any],
         *,
         tick_s: float = TICK_S,
+        lock: threading.Lock | None = None,
     ) -> None:
         self.policy = policy
         self.tick_s = tick_s
         self._sense = sense
         self._act = act
         self._state: Any = None
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = lock or threading.Lock()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stop = threading.Event()

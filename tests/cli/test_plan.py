@@ -120,3 +120,22 @@ def test_plan_measures_if_asked(capsys: Any) -> None:
     code, text = run(capsys, "--places", "cpu#a=64MiB,cpu#b=48MiB", "--measure", "--batch", "4")
     assert code == 0
     assert "speeds are measured here" in text
+
+
+def test_two_models_lend_each_other_places(capsys: Any) -> None:
+    """Each begins at a place of its own, and has replicas at the other's; no place is filled beyond its margin."""
+    places = ("--places", "cpu#a=40MiB,cpu#b=40MiB", "--tokens", "64", "--new-tokens", "64")
+    code, text = run(capsys, str(MODEL_DIR), *places)
+    assert code == 0
+    a = [line for line in text.splitlines() if "cpu#a" in line and "│" in line]
+    b = [line for line in text.splitlines() if "cpu#b" in line and "│" in line]
+    assert ["█" in line for line in a[:2]] == [True, False]
+    assert ["█" in line for line in b[:2]] == [False, True]
+    assert "▒" in a[1]
+    assert "▒" in b[0]
+    free = [float(line.split("│")[5].split()[0]) for line in text.splitlines() if "MiB" in line]
+    assert len(free) == 2
+    assert min(free) >= 0.1 * 40
+    speeds = [float(line.split("│")[4]) for line in text.splitlines() if "all" in line and "│" in line]
+    assert len(speeds) == 2
+    assert min(speeds) > 1.05

@@ -19,7 +19,7 @@ from elastic.controller.plan import Plan
 from elastic.controller.scale import ScalePolicy
 from elastic.controller.snapshot import Memory, PlaceReading, Quantiles, Snapshot, Traffic
 from elastic.controller.steps import LayerSize
-from elastic.types import Action, Event, Evict, Migrate, Release, Replicate, ResizeKV, Restore, Swap
+from elastic.types import Action, Event, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
 LAYERS, NBYTES = 4, 100
 EAGER = Scale(pressure_ticks=1, vacancy_ticks=1, cooldown_s=0.0, dwell_s=0.0)
@@ -79,7 +79,7 @@ def settle(one: ScalePolicy, snapshot: Snapshot, ticks: int = 60) -> Plan:
         (seen("ab ab ab a"), (Replicate((3,), "b"),), "room for replicas"),
         (seen("ab ab ab ab"), (), "replicas would gain too little"),
         (seen("ab ab ab a", places=(*seen().places[:1], PlaceReading("b", 1000, 300))), (), "no place has room"),
-        (seen(used=590), (Migrate((3,), "b"),), "the KV cache of a is nearly full: migration"),
+        (seen(used=590), (Migrate((3,), "b"), MigrateKV((3,), "b")), "the KV cache of a is nearly full: migration"),
         (seen(used=590, traffic=Traffic(arrived=9)), (), "one row"),  # what caches keep, nobody waits for
     ],
 )
@@ -87,6 +87,14 @@ def test_what_it_decides(snapshot: Snapshot, actions: tuple[Action, ...], reason
     plan = settle(policy(), snapshot)
     assert plan.actions == actions
     assert reason in plan.reason
+
+
+def test_layers_with_modules_elsewhere_are_neither_replicated_nor_released() -> None:
+    (action,) = settle(policy(), seen(apart=(3,))).actions
+    assert action == Replicate((0, 1, 2), "b")
+    full = tuple(replace(p, free_bytes=0) for p in seen(used=590).places)
+    actions = settle(policy(), seen(used=590, places=full, apart=(2, 3))).actions
+    assert not any(set(a.layers) & {2, 3} for a in actions if isinstance(a, Release))
 
 
 def test_a_missed_slo_moves_layers() -> None:
@@ -164,12 +172,13 @@ def arbiter(*policies: Any) -> Arbiter:
 @pytest.mark.parametrize(
     ("actions", "layers", "chosen"),
     [
-        ((Swap((0,), "int4"), Evict((0, 1), "b")), "ab ab a a", 0),  # a slower step for long is dearer than quality
+        ((Swap((2,), "int4"), Evict((0, 1), "b")), "ab ab a a", 0),  # a slower step for long is dearer than quality
         ((Swap((0,), "int4"), Migrate((0,), "b")), "a a a a", 1),  # on one device nothing gets slower
         ((Swap((0,), "int4"), Release((0,))), "a a a a", 0),
         ((ResizeKV("a", 10), Swap((0,), "int4")), "a a a a", 1),  # the first is cheap, and gives nothing
         ((Replicate((0,), "b"), Restore((1,))), "a a a a", 1),  # layers return before memory goes to replicas
         ((Replicate((0,), "b"), Swap((0,), "int4")), "a a a a", 1),
+        ((Swap((0,), "int4"), Evict((0,), "b")), "ab a a a", 1),  # a layer with replicas is not swapped
     ],
 )
 def test_the_cheapest_that_suffices(actions: tuple[Action, ...], layers: str, chosen: int) -> None:
@@ -210,11 +219,12 @@ class Server:
     layers: list[tuple[str, ...]]
     now: int = 0
     events: tuple[Event, ...] = ()
-    under_way: tuple[int, Action] | None = None
+    under_way: tuple[int, tuple[Action, ...]] | None = None
 
     def look(self) -> Snapshot:
         if self.under_way and self.under_way[0] <= self.now:
-            self.do(self.under_way[1])
+            for action in self.under_way[1]:
+                self.do(action)
             self.under_way = None
         kv = self.needed[self.now]
         places = []
@@ -237,13 +247,13 @@ class Server:
             events=self.events[-16:],
         )
 
-    def act(self, action: Action) -> None:
+    def act(self, actions: tuple[Action, ...]) -> None:
         assert self.under_way is None
-        self.under_way = self.now + self.choose.randint(1, 4), action
+        self.under_way = self.now + self.choose.randint(1, 4), actions
 
     def do(self, action: Action) -> None:
-        ok = isinstance(action, Replicate | Evict | Migrate) and not getattr(action, "parts", ())
-        for layer in getattr(action, "layers", ()) if ok else ():
+        ok = isinstance(action, Replicate | Evict | Migrate | MigrateKV) and not getattr(action, "parts", ())
+        for layer in getattr(action, "layers", ()) if ok and not isinstance(action, MigrateKV) else ():
             own, *others = self.layers[layer]
             place = action.place  # type: ignore[union-attr]
             if isinstance(action, Migrate):
@@ -262,7 +272,7 @@ def drive(one: Any, kind: str, seed: int) -> list[tuple[int, Action]]:
         state = plan.state
         if plan.actions:
             done.append((tick, plan.actions[0]))
-            server.act(plan.actions[0])
+            server.act(plan.actions)
     return done
 
 
