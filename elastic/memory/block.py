@@ -62,7 +62,7 @@ class Block:
         """The pages are free: whoever needs some takes them out of this block."""
         assert not self._spans, "hide first"
         with self.pool.tenants:
-            owned = [page for page in self._range.slots.values() if self.pool.owns(page)]
+            owned = self.pool.owned_of(self._range.slots.values())
             if owned:
                 self.pool.rest(owned, self)
                 self.pool.tell()
@@ -71,7 +71,7 @@ class Block:
         """Unmap up to `count` idle pages, the last ones first."""
         with self.pool.tenants:
             gone = 0
-            if any(self.pool.owns(page) for page in self._range.slots.values()):
+            if self.pool.owns_any(self._range.slots.values()):
                 return 0  # filled again meanwhile
             for first, length in reversed(self._range.mapped_runs()):
                 part = min(length, count - gone)
