@@ -225,18 +225,24 @@ class PagePool:
 
     def replenish(self) -> None:
         """Create pages until `ready_pages` are parked, as far as the budget allows."""
+        try:
+            self.make_ready(self.ready_pages)
+        except CapacityError:
+            self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
+
+    def make_ready(self, count: int) -> int:
+        """Create pages until so many are parked, as far as the budget allows; returns how many. No lock is held."""
         with self._lock:
-            room = min(self.ready_pages, self._unshown_pages) - len(self._parked) - len(self._in_creation)
+            room = min(count, self._unshown_pages) - len(self._parked) - len(self._in_creation)
             if self._closed or room <= 0:
-                return
+                return 0
             pages = [heapq.heappop(self._absent) for _ in range(min(room, len(self._absent)))]
             self._in_creation.update(pages)
         created = False
         try:
             self.backend.create(pages)
             created = True
-        except CapacityError:
-            self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
+            return len(pages)
         finally:
             with self._lock:
                 self._in_creation.difference_update(pages)
