@@ -3,8 +3,9 @@
     python benchmarks/migrate.py [--device cuda:0] [--rate 500MB]
 
 Layers go to the other of two places on one device and back. Peer: copies of the same tensors into memory that is there
-already. "mapped" is a migration whose pages are at rest from the last time; else they are mapped first. Gaps
-between tokens: one layer after another is on its way all the time, at a bounded rate on a CPU. Targets: 90 % of the copy's bytes per second, 1 ms of pause on CUDA; gaps within 5 % of rest.
+already. "mapped" is a migration whose pages are at rest from the last time; else they are mapped first. Gaps between
+tokens: one layer after another is on its way all the time, at a bounded rate on a CPU. Targets: 90 % of the copy's
+bytes per second, 1 ms of pause on CUDA; gaps within 5 % of rest.
 """
 
 from __future__ import annotations
