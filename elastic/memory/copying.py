@@ -262,6 +262,8 @@ def _joined(pairs: Sequence[Pair]) -> list[Pair]:
     """Pairs that lie side by side in the host's memory, on both sides, as one: a layer is then one copy."""
     joined: list[list[Pair]] = []
     for pair in pairs:
+        if not pair[0].nbytes and pair[0].shape == pair[1].shape:
+            continue
         if joined and _follows(joined[-1][-1], pair):
             joined[-1].append(pair)
         else:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 
 _DONTUNMAP, _FIXED, _MAYMOVE = 4, 2, 1
 _MOVE = _DONTUNMAP | _FIXED | _MAYMOVE
 _POPULATE_READ = 22
+_MOST_BYTES = 256 << 30
+"""Of address space for one place. Pages above it are mapped anew each time."""
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,17 +34,19 @@ class Parking:
     """
 
     def __init__(self, file: int, page_bytes: int) -> None:
+        self._file = file
         self._page_bytes = page_bytes
-        self._pages = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // page_bytes
+        self._pages = 0
         self._filled = bytearray()
-        self._usable = False
-        read_write = mmap.PROT_READ | mmap.PROT_WRITE
-        self._address: int | None = _libc.mmap(None, self._pages * page_bytes, read_write, mmap.MAP_SHARED, file, 0)
-        if self._address != _FAILED:
-            self._usable, self._filled = True, bytearray(self._pages)
+        self._usable = True
+        self._address: int | None = None
+        self._beginning = threading.Lock()  # pages are created by several threads
 
     def fill(self, first: int, count: int) -> None:
         """Created pages are mapped here from now on."""
+        with self._beginning:
+            if self._usable and self._address is None:
+                self._begin()
         if self._covers(first, count):
             done = not _libc.madvise(self._at(first), count * self._page_bytes, _POPULATE_READ)
             self._mark(first, count, done)
@@ -67,9 +72,19 @@ class Parking:
 
     def close(self) -> None:
         """Can be called twice."""
-        if self._address not in (None, _FAILED):
-            _libc.munmap(self._address, self._pages * self._page_bytes)
-        self._usable, self._address = False, None
+        with self._beginning:
+            if self._address is not None:
+                _libc.munmap(self._address, self._pages * self._page_bytes)
+            self._usable, self._address = False, None
+
+    def _begin(self) -> None:
+        """Map all of the file that there can ever be, at the first use."""
+        pages = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES) // self._page_bytes
+        read_write = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, pages * self._page_bytes, read_write, mmap.MAP_SHARED, self._file, 0)
+        self._usable = address != _FAILED
+        if self._usable:
+            self._address, self._pages, self._filled = address, pages, bytearray(pages)
 
     def _move(self, source: int, target: int, count: int) -> bool:
         size = count * self._page_bytes
@@ -79,7 +94,7 @@ class Parking:
         return self._usable
 
     def _covers(self, first: int, count: int) -> bool:
-        return self._usable and first + count <= self._pages
+        return self._usable and self._address is not None and first + count <= self._pages
 
     def _at(self, page: int) -> int:
         assert self._address is not None
