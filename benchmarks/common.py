@@ -17,14 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SEED = 0
 
 
-def arguments(description: str, **flags: str) -> argparse.Namespace:
-    """What a benchmark is asked for; `flags` are further options and their help."""
+def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
+    """The options that all scripts have, and `more` of this one."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    for name, help_ in flags.items():
-        parser.add_argument(f"--{name}", action="store_true", help=help_)
+    for name, option in more.items():
+        parser.add_argument(f"--{name}", **option)
     options = parser.parse_args()
     torch.manual_seed(SEED)
     random.seed(SEED)

@@ -1,11 +1,11 @@
 """The price of migrating layers to another place, beside a plain copy of as many bytes, and what a generation feels.
 
-    python benchmarks/migrate.py [--device cuda:0]
+    python benchmarks/migrate.py [--device cuda:0] [--rate 500MB]
 
 Layers go to the other of two places on one device and back. Peer: copies of the same tensors into memory that is there
-already. "mapped" is a migration whose pages are at rest from the last time; else they are mapped first (on a CPU, the
-system has to clear them). Gaps between tokens: one layer after another is on its way all the time, at a bounded rate
-on a CPU. Targets: 90 % of the copy's bytes per second, 1 ms of pause on CUDA; gaps within 5 % of rest.
+already. "mapped" is a migration whose pages are at rest from the last time; else they are mapped first. Gaps between
+tokens: one layer after another is on its way all the time, at a bounded rate on a CPU. Targets: 90 % of the copy's
+bytes per second, 1 ms of pause on CUDA; gaps within 5 % of rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import elastic
 from elastic.memory.copying import copy
 
 COPY_RATE = "1GB"
-"""A second, on a CPU: there, copies and computation share the memory's speed."""
+"""A second while a model computes, on a CPU: there, copies and computation share the memory's speed."""
 
 
 def places(device: str, gib: int) -> list[str]:
@@ -96,14 +96,14 @@ def gaps(model: Any, device: str, tokens: int) -> list[float]:
     return [seconds(lambda: model(token, past_key_values=cache), device) for _ in range(tokens)]
 
 
-def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> dict[str, Any]:
+def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, rate: str) -> dict[str, Any]:
     """Gaps while layers of the same model are on their way, and while those of another one are; and at rest."""
     on_cpu, layers = device == "cpu", 12
     shape = (768, 2048, layers) if on_cpu else (4096, 11008, layers)
     model, other = (small_model(*shape, dtype, device) for _ in range(2))
     both = places(device, 4 if on_cpu else 60)
     for one in (model, other):
-        elastic.wrap(one, places=both, copy_rate=COPY_RATE if on_cpu else None)
+        elastic.wrap(one, places=both, copy_rate=rate if on_cpu else None)
     gaps(model, device, 32)
     found: dict[str, list[list[float]]] = {"at rest": [], "itself": [], "another": []}
     moved = 0
@@ -131,6 +131,7 @@ def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> d
     total = {name: [sum(run) for run in runs] for name, runs in found.items()}
     return {
         "gaps": generations * tokens,
+        "copy_rate": rate if on_cpu else None,
         "migrations": moved,
         "ms_at_rest": {f"p{int(100 * s)}": 1e3 * statistics.median(rest[s]) for s in rest},
         **{
@@ -145,7 +146,8 @@ def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> d
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    help_ = "bytes a second beside a generation, on a CPU"
+    options = arguments(__doc__.splitlines()[0], rate={"default": COPY_RATE, "help": help_})
     on_cpu = options.device == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
     counts = [1, 2] if options.quick else [1, 3, 6, 9, 12] if on_cpu else [1, 10, 20, 30, 40]
@@ -154,7 +156,7 @@ def main() -> None:
     found = moves(model, options.device, counts, options.rounds)
     del model
     generations, tokens = (2, 40) if options.quick else (12, 200)
-    results = {"moves": found, "latency": latency(options.device, dtype, generations, tokens)}
+    results = {"moves": found, "latency": latency(options.device, dtype, generations, tokens, options.rate)}
     table(
         ["layers", "MB", "copy GB/s", "mapped", "of the copy", "to be mapped", "of the copy", "pause ms P50", "max"],
         [

@@ -140,7 +140,7 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], served="continuous batching too")
+    options = arguments(__doc__.splitlines()[0], served={"action": "store_true", "help": "continuous batching too"})
     on_cpu = options.device == "cpu"
     shape = (256, 512, 4) if options.quick else (1024, 2816, 12) if on_cpu else (5120, 13824, 40)
     sizes = (16, 8) if options.quick else (64, 24)

@@ -13,6 +13,7 @@ from torch import nn
 from elastic.config import SLO, Place, parse_bytes
 from elastic.control import MakePolicy
 from elastic.errors import ConfigError, StateError
+from elastic.hooks.gate import traffic
 from elastic.hooks.structure import Decoder, find_decoder
 from elastic.kvcache.layout import Layout
 from elastic.memory.checkpoint import Checkpoint
@@ -97,7 +98,7 @@ def parse_rate(copy_rate: int | str | None) -> Pace:
     rate = None if copy_rate is None else parse_bytes(copy_rate, option="copy_rate")
     if rate == 0:
         raise ConfigError(f"copy_rate={copy_rate!r} would never end; give bytes a second such as '2GB', or None")
-    return Pace(rate)
+    return Pace(rate, traffic.busy)
 
 
 def device_of(layer: nn.Module) -> torch.device:

@@ -497,7 +497,7 @@ def test_rows_that_find_no_room_stay_and_the_generation_goes_on(wrapped: Any) ->
     assert any(both[1] for both in held[:2])
 
 
-@pytest.mark.parametrize("nth", [1, 5, 12])
+@pytest.mark.parametrize("nth", [1, 2])  # a layer is one copy: its bytes lie side by side
 def test_a_copy_that_fails_leaves_nothing(nth: int, monkeypatch: Any, wrapped: Any) -> None:
     model = build("llama-gqa")
     rt = wrapped(model, three_places()).elastic

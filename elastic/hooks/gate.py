@@ -10,6 +10,34 @@ from contextlib import contextmanager
 from elastic.errors import StateError
 
 
+class Traffic:
+    """The forward passes in flight, of all models of this process. Thread-safe."""
+
+    PAUSE_S = 0.05
+    """For so long after a forward pass the next one is expected: between the tokens of a generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._left_s = -self.PAUSE_S
+
+    def enter(self) -> None:
+        with self._lock:
+            self._in_flight += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            self._left_s = time.monotonic()
+
+    def busy(self) -> bool:
+        """Whether a model computes, or has just done so."""
+        return self._in_flight > 0 or time.monotonic() - self._left_s < self.PAUSE_S
+
+
+traffic = Traffic()
+
+
 class Gate:
     """A reader-writer gate, re-entrant for readers of one thread.
 
@@ -56,6 +84,7 @@ class Gate:
                 self._readers_waiting -= 1
                 self._readers_first = max(0, self._readers_first - 1)
             self._readers += 1
+        traffic.enter()
         return True
 
     def leave(self, key: int) -> bool:
@@ -72,6 +101,7 @@ class Gate:
         with self._changed:
             self._readers -= 1
             self._changed.notify_all()
+        traffic.leave()
         return True
 
     @contextmanager

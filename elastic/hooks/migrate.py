@@ -21,7 +21,7 @@ from elastic.hooks.slots import Content
 from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.travel import Routes
 from elastic.hooks.weights import ModelWeights
-from elastic.memory.copying import Pace
+from elastic.memory.copying import Carried, Pace, Ticket
 from elastic.memory.pool import PagePool
 from elastic.types import Change, Migrate, PlanStep
 
@@ -113,13 +113,15 @@ class MigrateMechanism:
 
     def prepare(self, action: Migrate) -> PreparedMigration:
         """Pages at the new place, and the bytes copied into them."""
-        prepared = PreparedMigration(action)
+        prepared, copies = PreparedMigration(action), Carried()
         try:
             for relocation in self._check(action):
-                self._tenancy.take(relocation.arriving)
+                self._tenancy.take(relocation.arriving, self._pace)
                 prepared.relocations.append(relocation)
-                self._fill(relocation)
+                copies.add(self._fill(relocation))
+            copies.finish()
         except BaseException:
+            copies.let_go()
             self.rollback(prepared)
             raise
         return prepared
@@ -221,10 +223,12 @@ class MigrateMechanism:
                 f"cannot go to another device ({device})"
             )
 
-    def _fill(self, relocation: Relocation) -> None:
+    def _fill(self, relocation: Relocation) -> Ticket:
+        """Begin to copy; meanwhile what sits in the slots is made."""
         unit = relocation.arriving
-        self._weights.streamer(unit).copier.copy(relocation.pairs(), self._pace).finish()
+        copy = self._weights.streamer(unit).copier.carry(relocation.pairs(), self._pace)
         relocation.contents = unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout))
+        return copy
 
     def _leave(self, unit: LayerWeights, rest: LayerWeights | None, relocation: Relocation) -> int:
         """Give up what a unit has lost; returns the pages that are free now."""

@@ -23,7 +23,7 @@ from elastic.hooks.skeleton import Skeleton
 from elastic.hooks.stand_in import dispatches
 from elastic.hooks.tenancy import Tenancy
 from elastic.hooks.weights import ModelWeights
-from elastic.memory.copying import Pace
+from elastic.memory.copying import Carried, Pace, Ticket
 from elastic.memory.pool import PagePool
 from elastic.types import Change, Evict, PlanStep, Replicate
 
@@ -92,10 +92,13 @@ class ReplicaMechanism:
         if isinstance(action, Evict):
             prepared.replicas = {layer: self._of(layer, action.place) for layer in self._leaving(action)}
             return prepared
+        copies = Carried()
         try:
             for layer in self._coming(action):
-                self._replicate(layer, prepared)
+                copies.add(self._replicate(layer, prepared))
+            copies.finish()
         except BaseException:
+            copies.let_go()
             self.rollback(prepared)
             raise
         return prepared
@@ -198,19 +201,21 @@ class ReplicaMechanism:
         names = {name for unit in units for name in unit.slots}
         return LayerWeights.of(units, names, self._tenancy.pool(place))
 
-    def _replicate(self, layer: int, prepared: Prepared) -> None:
+    def _replicate(self, layer: int, prepared: Prepared) -> Ticket:
+        """Begin to copy; meanwhile the skeleton is put over the pages."""
         unit = self._copy_of(layer, prepared.action.place)
         module = self._modules[layer]()
         if module is None:
             raise StateError("the model is gone")
         skeleton = Skeleton(module)
-        self._tenancy.take(unit)
+        self._tenancy.take(unit, self._pace)
         prepared.replicas[layer] = Replica(
             unit, skeleton, self._lane(unit.pool), dispatches(module), self._version(layer)
         )
-        self._weights.streamer(unit).copier.copy(pairs(unit, self._weights.units(layer)), self._pace).finish()
+        copy = self._weights.streamer(unit).copier.carry(pairs(unit, self._weights.units(layer)), self._pace)
         skeleton.put(unit.slots, unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout)))
         skeleton.bring_buffers(unit.pool.backend.device)
+        return copy
 
     def _have(self, replicas: Replicas) -> None:
         self._replicas = replicas

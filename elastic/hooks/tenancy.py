@@ -11,6 +11,7 @@ from elastic.errors import CapacityError, ConfigError
 from elastic.hooks.actions import Lender
 from elastic.hooks.layer import LayerWeights
 from elastic.memory.block import Block
+from elastic.memory.copying import Pace
 from elastic.memory.pool import PagePool
 
 
@@ -41,8 +42,8 @@ class Tenancy:
         if not self._lender.could_claim(place, pages):
             raise self._no_room(place, pages)
 
-    def take(self, unit: LayerWeights) -> None:
-        """Have the unit's block filled with pages. Raises `CapacityError`; then nothing has changed."""
+    def take(self, unit: LayerWeights, pace: Pace | None = None) -> None:
+        """Have the unit's block filled with pages, made at a pace. Raises `CapacityError`; then nothing has changed."""
         place, pages = unit.pool.name, unit.held_pages
         if not self._lender.claim(place, pages):
             raise self._no_room(place, pages)
@@ -50,7 +51,7 @@ class Tenancy:
         if left is not None:
             unit.blocks[unit.form.key] = left
         try:
-            unit.block_for(unit.form).fill(unit.owner)
+            unit.block_for(unit.form).fill(unit.owner, pace)
         except BaseException:
             self._lender.lend(place, pages)
             raise
@@ -75,7 +76,8 @@ class Tenancy:
         if not block.hide():
             return block.abandon(partial(self._lender.lend, unit.pool.name))
         block.rest()
-        earlier, self._resting[_key(unit)] = self._resting.get(_key(unit)), block
+        key = _key(unit)
+        earlier, self._resting[key] = self._resting.get(key), block
         if earlier is not None:
             earlier.close()
         return block.pages

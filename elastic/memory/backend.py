@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 from typing import Protocol
 
 import torch
@@ -67,6 +68,8 @@ def runs(pages: Sequence[int]) -> list[tuple[int, int]]:
     """Consecutive ids as (first, count), in the given order: `[4, 5, 6, 9] -> [(4, 3), (9, 1)]`."""
     if not pages:
         return []
+    if list(map(sub, pages[1:], pages)).count(1) == len(pages) - 1:
+        return [(pages[0], len(pages))]
     starts = [i for i, page in enumerate(pages) if not i or page != pages[i - 1] + 1]
     stops = [*starts[1:], len(pages)]
     return [(pages[start], stop - start) for start, stop in zip(starts, stops, strict=True)]

@@ -9,6 +9,7 @@ import torch
 
 from elastic.errors import ElasticError
 from elastic.memory.backend import runs
+from elastic.memory.copying import Pace
 from elastic.memory.janitor import janitor
 from elastic.memory.layout import LayerLayout, pages_under
 from elastic.memory.pool import PagePool
@@ -18,7 +19,7 @@ from elastic.memory.tensors import Span
 logger = logging.getLogger(__name__)
 RETAINED = "retained"
 PAGES_AT_ONCE = 64
-"""Mapped under one hold of the tenants' lock, so that a KV cache that grows meanwhile waits for no more than that."""
+"""Made before one hold of the tenants' lock, under which all that are ready are mapped."""
 
 
 class Block:
@@ -35,6 +36,7 @@ class Block:
         self._slots = set(range(pool.pages_for(nbytes)) if slots is None else slots)
         self._range = VirtualRange(pool, max(1, pool.pages_for(nbytes)))
         self._spans: dict[str, tuple[int, Span]] = {}  # parameter -> offset, span
+        self._shown: dict[str, torch.Tensor] = {}
         self._leaving: list[tuple[int, Span]] = []  # given up, but tensors outside may show them
         self._abandoned = False
         self._closed = False
@@ -45,15 +47,14 @@ class Block:
         """Pages that it needs: of all its bytes, or of the slots it was made for."""
         return len(self._slots)
 
-    def fill(self, owner: str) -> None:
-        """Have every page mapped and owned. Raises `CapacityError`; then the block rests."""
+    def fill(self, owner: str, pace: Pace | None = None) -> None:
+        """Have every page mapped and owned, made at a pace where none is. Raises `CapacityError`; then it rests."""
         try:
             with self.pool.tenants:
                 idle = list(self._range.slots.values())
                 self.pool.wake(idle, owner, self)
             for first, count in runs(sorted(self._slots - self._range.slots.keys())):
-                for start in range(first, first + count, PAGES_AT_ONCE):
-                    self._map(start, min(PAGES_AT_ONCE, first + count - start), owner)
+                self._map_all(first, first + count, owner, pace)
         except BaseException:
             self.rest()
             raise
@@ -62,7 +63,7 @@ class Block:
         """The pages are free: whoever needs some takes them out of this block."""
         assert not self._spans, "hide first"
         with self.pool.tenants:
-            owned = [page for page in self._range.slots.values() if self.pool.owns(page)]
+            owned = self.pool.owned_of(self._range.slots.values())
             if owned:
                 self.pool.rest(owned, self)
                 self.pool.tell()
@@ -71,7 +72,7 @@ class Block:
         """Unmap up to `count` idle pages, the last ones first."""
         with self.pool.tenants:
             gone = 0
-            if any(self.pool.owns(page) for page in self._range.slots.values()):
+            if self.pool.owns_any(self._range.slots.values()):
                 return 0  # filled again meanwhile
             for first, length in reversed(self._range.mapped_runs()):
                 part = min(length, count - gone)
@@ -84,16 +85,16 @@ class Block:
 
     def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
         """The parameters by name, views of the block in the checkpoint's shapes. The same ones until `hide`."""
-        shown = {}
         for name, parameter in layout.parameters.items():
             if name not in self._spans:
                 span = Span(self._range.address + parameter.offset, parameter.nbytes, self._device, self._note)
                 self._spans[name] = parameter.offset, span
-            shown[name] = parameter.show(self._spans[name][1].tensor(parameter.dtype))
-        return shown
+                self._shown[name] = parameter.show(span.tensor(parameter.dtype))
+        return {name: self._shown[name] for name in layout.parameters}
 
     def hide(self) -> bool:
         """Let go of the parameters; returns whether no tensor outside shows one."""
+        self._shown.clear()
         for _, span in self._spans.values():
             span.drop()
         if any(span.alive for _, span in [*self._spans.values(), *self._leaving]):
@@ -117,6 +118,7 @@ class Block:
             for name in names:
                 self._leaving.append(self._spans.pop(name))
                 self._leaving[-1][1].drop()
+                self._shown.pop(name, None)
             self._slots = self._under(self._spans.values())
             shown = self._shown_outside()
             self.pool.move((self._range.slots[slot] for slot in shown), RETAINED)
@@ -143,6 +145,16 @@ class Block:
                 self._closed = True
             except ElasticError as error:
                 logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
+
+    def _map_all(self, start: int, stop: int, owner: str, pace: Pace | None) -> None:
+        """In parts, so that a KV cache that grows meanwhile waits neither long nor for pages that are being made."""
+        while start < stop:
+            made = self.pool.make_ready(min(PAGES_AT_ONCE, stop - start))
+            if pace is not None:
+                pace.keep(made * self.pool.page_bytes)
+            count = min(stop - start, max(PAGES_AT_ONCE, self.pool.parked_pages))
+            self._map(start, count, owner)
+            start += count
 
     def _map(self, slot: int, count: int, owner: str) -> None:
         with self.pool.tenants:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -16,22 +17,34 @@ _DIGEST_WORDS = 128
 
 
 class Pace:
-    """Spreads work over time, so that what computes beside it keeps its share of the memory's speed."""
+    """Spreads work over time, so that what computes beside it keeps its share of the memory's speed. Thread-safe."""
 
-    CHUNK = 1 << 20
-    """Bytes done at once."""
+    CHUNK = 4 << 20
+    """Bytes done at once: a fraction of a millisecond, and few enough turns at Python's lock."""
+    LONGEST = 16 << 20
+    """Bytes done at once while nothing computes beside it, before that is asked again."""
 
-    def __init__(self, bytes_per_s: float | None = None) -> None:
+    def __init__(self, bytes_per_s: float | None = None, beside: Callable[[], bool] = lambda: True) -> None:
         self.bytes_per_s = bytes_per_s
         """None: no bound."""
+        self._beside = beside
+        self._lock = threading.Lock()
         self._due = 0.0
 
+    @property
+    def chunk(self) -> int | None:
+        """Bytes to be done at once now; None: all."""
+        if self.bytes_per_s is None:
+            return None
+        return self.CHUNK if self._beside() else self.LONGEST
+
     def keep(self, nbytes: int) -> None:
-        """So many bytes were done: return when more may be."""
-        if self.bytes_per_s is not None:
-            now = time.monotonic()
-            self._due = max(self._due, now) + nbytes / self.bytes_per_s
-            time.sleep(self._due - now)
+        """So many bytes were done: return when more may be. At once where nothing computes beside it."""
+        if self.bytes_per_s is not None and self._beside():
+            with self._lock:
+                now = time.monotonic()
+                self._due = due = max(self._due, now) + nbytes / self.bytes_per_s
+            time.sleep(due - now)
 
 
 class Ticket(Protocol):
@@ -50,6 +63,26 @@ class Ticket(Protocol):
         ...
 
 
+class Carried:
+    """Copies under way that all must be there in the end."""
+
+    def __init__(self) -> None:
+        self._copies: list[Ticket] = []
+
+    def add(self, copy: Ticket) -> None:
+        self._copies.append(copy)
+
+    def finish(self) -> None:
+        """Return when all bytes are there. Raises what the first failed copy raised."""
+        for copy in self._copies:
+            copy.finish()
+
+    def let_go(self) -> None:
+        """Return when no copy, done or failed, holds any tensor or writes any more."""
+        for copy in self._copies:
+            copy.let_go()
+
+
 class Copier(Protocol):
     """Starts copies; they run one after another."""
 
@@ -59,6 +92,10 @@ class Copier(Protocol):
 
     def copy(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
         """For a caller that waits anyway, at a pace: on a CPU the bytes are there on return."""
+        ...
+
+    def carry(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
+        """Beside what the calling thread does next, at a pace: after those carried before, apart from all others."""
         ...
 
     def close(self) -> None:
@@ -73,12 +110,17 @@ def make_copier(device: torch.device) -> Copier:
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy in this thread, without torch's own pool of threads where plain bytes will do."""
-    alike = (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
-    if alike and target.device.type == source.device.type == "cpu" and target.is_contiguous():
+    if _plain(target, source):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         with torch.no_grad():
             target.copy_(source, non_blocking=True)
+
+
+def _plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether to copy is to copy bytes of the host's memory."""
+    alike = (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
+    return alike and target.device.type == source.device.type == "cpu" and target.is_contiguous()
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -104,6 +146,7 @@ class ThreadCopier:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-copy")
+        self._carrier = ThreadPoolExecutor(1, thread_name_prefix="elastic-carry")
 
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> Ticket:
         return _Told(self._thread.submit(_copy_and_let_go, list(pairs)))
@@ -117,8 +160,12 @@ class ThreadCopier:
             done.set_exception(error)
         return _Told(done)
 
+    def carry(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
+        return _Told(self._carrier.submit(_copy_and_let_go, list(pairs), pace))
+
     def close(self) -> None:
         self._thread.shutdown()
+        self._carrier.shutdown()
 
 
 class StreamCopier:
@@ -138,6 +185,9 @@ class StreamCopier:
         with torch.cuda.stream(self._stream):
             _copy_all(pairs, pace)
             return _Recorded(self._stream.record_event(), self._stream.device)
+
+    def carry(self, pairs: Sequence[Pair], pace: Pace) -> Ticket:
+        return self.copy(pairs, pace)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -177,27 +227,59 @@ class _Recorded:
         """Once issued, a copy holds nothing; what comes next on the stream comes after it."""
 
 
-def _copy_and_let_go(pairs: list[Pair]) -> None:
+def _copy_and_let_go(pairs: list[Pair], pace: Pace | None = None) -> None:
     """Copy; then hold no tensor: a thread of a pool knows its arguments longer than it should."""
     try:
-        _copy_all(pairs)
+        _copy_all(pairs, pace)
     finally:
         pairs.clear()
 
 
 def _copy_all(pairs: Sequence[Pair], pace: Pace | None = None) -> None:
-    for target, source in pairs:
-        if pace is None or pace.bytes_per_s is None:
+    pace = pace or Pace()
+    for target, source in _joined(pairs):
+        if pace.chunk is None:
             copy(target, source)
         else:
-            for part in _chunks(target, source):
-                copy(*part)
-                pace.keep(part[0].nbytes)
+            _copy_at(pace, target, source)
 
 
-def _chunks(target: torch.Tensor, source: torch.Tensor) -> Iterable[Pair]:
-    """The same copy in parts that are not long, where both are contiguous."""
+def _copy_at(pace: Pace, target: torch.Tensor, source: torch.Tensor) -> None:
+    """In parts that are not long, where both are contiguous."""
     if not target.is_contiguous() or not source.is_contiguous():
-        return [(target, source)]
-    size = Pace.CHUNK // target.element_size()
-    return zip(torch.split(target.view(-1), size), torch.split(source.view(-1), size), strict=True)
+        copy(target, source)
+        pace.keep(target.nbytes)
+        return
+    target, source, done = target.view(-1), source.view(-1), 0
+    while done < len(target):
+        part = slice(done, done + (pace.chunk or target.nbytes) // target.element_size())
+        copy(target[part], source[part])
+        pace.keep(target[part].nbytes)
+        done = part.stop
+
+
+def _joined(pairs: Sequence[Pair]) -> list[Pair]:
+    """Pairs that lie side by side in the host's memory, on both sides, as one: a layer is then one copy."""
+    joined: list[list[Pair]] = []
+    for pair in pairs:
+        if not pair[0].nbytes and pair[0].shape == pair[1].shape:
+            continue
+        if joined and _follows(joined[-1][-1], pair):
+            joined[-1].append(pair)
+        else:
+            joined.append([pair])
+    return [_stretch(part) if len(part) > 1 else part[0] for part in joined]
+
+
+def _follows(before: Pair, pair: Pair) -> bool:
+    bytes_alone = _plain(*before) and _plain(*pair)
+    return bytes_alone and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in zip(before, pair, strict=True))
+
+
+def _stretch(pairs: list[Pair]) -> Pair:
+    """All of their bytes. It keeps none of their tensors."""
+    size = sum(target.nbytes for target, _ in pairs)
+    target, source = (
+        torch.frombuffer((ctypes.c_ubyte * size).from_address(t.data_ptr()), dtype=torch.uint8) for t in pairs[0]
+    )
+    return target, source

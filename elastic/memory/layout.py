@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -45,7 +46,7 @@ class ParameterLayout:
         shape = tuple(tensor.shape)
         return cls(shape, tensor.dtype, tuple(order), shape, cuts=tuple(range(tensor.ndim)))
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """Elements between neighbours along each dimension of the checkpoint's shape."""
         strides = dict.fromkeys(self.order, 1)
@@ -55,7 +56,7 @@ class ParameterLayout:
             step *= self.padded[dim]
         return tuple(strides[dim] for dim in range(len(self.shape)))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes stored, padding included."""
         return math.prod(self.padded) * self.dtype.itemsize
@@ -76,7 +77,7 @@ class LayerLayout:
         """Place parameters one after another; their own offsets are ignored."""
         placed, offset = {}, 0
         for name, parameter in parameters.items():
-            placed[name] = replace(parameter, offset=offset)
+            placed[name] = parameter if parameter.offset == offset else replace(parameter, offset=offset)
             offset += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(placed)
 
@@ -84,7 +85,7 @@ class LayerLayout:
         """The same places for the others: where these were is a gap."""
         return LayerLayout({name: p for name, p in self.parameters.items() if name not in names})
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes from the beginning of the range to the end of the last parameter."""
         return max((p.offset + p.nbytes for p in self.parameters.values()), default=0)
@@ -95,6 +96,15 @@ class LayerLayout:
 
     def page_count(self, page_bytes: int) -> int:
         """How many pages hold any of it."""
+        if page_bytes not in self._page_counts:
+            self._page_counts[page_bytes] = self._count_pages(page_bytes)
+        return self._page_counts[page_bytes]
+
+    @cached_property
+    def _page_counts(self) -> dict[int, int]:
+        return {}
+
+    def _count_pages(self, page_bytes: int) -> int:
         count = reached = 0
         for parameter in self.parameters.values():  # in the order of their offsets
             under = pages_under(parameter.offset, parameter.nbytes, page_bytes)

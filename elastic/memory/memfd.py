@@ -18,6 +18,8 @@ import torch
 
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
 from elastic.memory.backend import runs
+from elastic.memory.mappings import AddressSpace, Quota
+from elastic.memory.parking import Parking
 
 DEFAULT_PAGE_BYTES = 64 * 1024
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -26,7 +28,6 @@ _MAPPED = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
-_MAPPINGS_LEFT_FOR_OTHERS = 8192
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,18 +36,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
-def _most_mappings() -> int:
-    try:
-        with open("/proc/sys/vm/max_map_count") as file:
-            return int(file.read()) - _MAPPINGS_LEFT_FOR_OTHERS
-    except OSError:
-        return 65530 - _MAPPINGS_LEFT_FOR_OTHERS
-
-
 class MemfdBackend:
-    """`PageBackend` on memfd and mmap."""
+    """`PageBackend` on memfd and mmap. `quota` bounds mappings; None: that of the process."""
 
-    def __init__(self, page_bytes: int | None = None, *, name: str = "elastic") -> None:
+    def __init__(self, page_bytes: int | None = None, *, name: str = "elastic", quota: Quota | None = None) -> None:
         self.device = torch.device("cpu")
         self.page_bytes = page_bytes or DEFAULT_PAGE_BYTES
         if self.page_bytes % mmap.PAGESIZE:
@@ -58,12 +51,12 @@ class MemfdBackend:
         self._sizes = threading.Lock()  # pages are created by several threads, each of which may lengthen the file
         self._pid = os.getpid()
         self._created = 0
-        self._most_mappings = _most_mappings()
-        self._mapped: dict[int, int] = {}  # address -> pages of each mapping
+        self._space = AddressSpace(self.page_bytes, quota)
+        self._parking = Parking(self._file, self.page_bytes)
 
     @property
     def mappings(self) -> int:
-        return len(self._mapped)
+        return self._space.mapped
 
     @property
     def created(self) -> int:
@@ -74,11 +67,17 @@ class MemfdBackend:
         address = _libc.mmap(None, nbytes, protection, _RESERVED, -1, 0)
         if address == _FAILED:
             raise self._failed("reserve address space", nbytes)
+        try:
+            self._space.reserve(address, nbytes)
+        except CapacityError:
+            _libc.munmap(address, nbytes)
+            raise
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
         if _libc.munmap(address, nbytes):
             raise self._failed("give back address space", nbytes)
+        self._space.unreserve(address)
 
     def create(self, pages: Sequence[int]) -> None:
         self._grow_file(max(pages, default=-1) + 1)
@@ -90,6 +89,8 @@ class MemfdBackend:
                     self._fallocate(_KEEP_SIZE | _PUNCH_HOLE, *undo)
                 raise error
             done.append((first, count))
+        for first, count in done:
+            self._parking.fill(first, count)
         with self._sizes:
             self._created += len(pages)
 
@@ -102,60 +103,55 @@ class MemfdBackend:
                     self._fallocate(0, *undo)
                 raise error
             done.append((first, count))
+        for first, count in done:
+            self._parking.empty(first, count)
         with self._sizes:
             self._created -= len(pages)
 
     def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
         pieces = runs(pages)
-        if len(self._mapped) + len(pieces) > self._most_mappings:
-            raise CapacityError(
-                f"{len(self._mapped)} mappings are in use and Linux allows {self._most_mappings} for pages "
-                "(vm.max_map_count); use a larger page_bytes",
-                requested_bytes=len(pages) * self.page_bytes,
-                free_bytes=0,
-                total_bytes=self._created * self.page_bytes,
-            )
+        cut = self._space.map(address, pieces)
         at = address
         for first, count in pieces:
             size = count * self.page_bytes
-            if _libc.mmap(at, size, _READ_WRITE, _MAPPED, self._file, first * self.page_bytes) == _FAILED:
+            if not self._show(at, first, count):
                 error = self._failed("map pages", size)
-                self.unmap(address, (at - address) // self.page_bytes, readable_gaps=readable_gaps)
+                self._hide(address, at - address, readable_gaps)
+                self._space.drop(cut)
                 raise error
-            self._mapped[at] = count
             at += size
+        self._space.make(cut)
 
     def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
         if not count:
             return
         size = count * self.page_bytes
-        protection = mmap.PROT_READ if readable_gaps else 0
-        if _libc.mmap(address, size, protection, _RESERVED | _MAP_FIXED, -1, 0) == _FAILED:
+        cut = self._space.unmap(address, size)
+        for shown in self._space.shown(address, size):
+            self._parking.move_in(*shown)
+        if not self._hide(address, size, readable_gaps):
+            self._space.drop(cut)
             raise self._failed("unmap pages", size)
-        self._forget(address, count)
+        self._space.make(cut)
 
     def close(self) -> None:
+        self._parking.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _forget(self, address: int, count: int) -> None:
-        """Drop the records of the mappings in [address, address + count pages), keeping the rest of cut ones."""
-        end = address + count * self.page_bytes
-        at = address
-        if at not in self._mapped:
-            start = at - self.page_bytes
-            while start not in self._mapped:
-                start -= self.page_bytes
-            pages, kept = self._mapped[start], (at - start) // self.page_bytes
-            self._mapped[start] = kept
-            self._mapped[at] = pages - kept
-        while at < end:
-            pages = self._mapped.pop(at)
-            after = at + pages * self.page_bytes
-            if after > end:
-                self._mapped[end] = (after - end) // self.page_bytes
-            at = after
+    def _show(self, address: int, first: int, count: int) -> bool:
+        if self._parking.move_out(first, count, address):
+            return True
+        size = count * self.page_bytes
+        return bool(_libc.mmap(address, size, _READ_WRITE, _MAPPED, self._file, first * self.page_bytes) != _FAILED)
+
+    def _hide(self, address: int, size: int, readable_gaps: bool) -> bool:
+        """Have reserved addresses show nothing."""
+        if not size:
+            return True
+        protection = mmap.PROT_READ if readable_gaps else 0
+        return bool(_libc.mmap(address, size, protection, _RESERVED | _MAP_FIXED, -1, 0) != _FAILED)
 
     def _grow_file(self, pages: int) -> None:
         with self._sizes:

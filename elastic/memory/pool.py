@@ -6,8 +6,10 @@ import heapq
 import logging
 import threading
 import weakref
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import neg
 from typing import TYPE_CHECKING, Protocol
 
 from elastic.errors import CapacityError, IntegrityError, StateError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from elastic.memory.range import VirtualRange
 
 logger = logging.getLogger(__name__)
+_FEW = 16
 
 
 class Resting(Protocol):
@@ -58,7 +61,7 @@ class PagePool:
         self._owned: Counter[str] = Counter()  # owner -> pages
         self._held: Counter[str] = Counter()
         self._charged: Counter[str] = Counter()  # owner -> pages that only count
-        self._parked: list[int] = []  # heap
+        self._parked: list[int] = []  # the highest first: the lowest are taken
         self._idle: set[int] = set()
         self._resting: list[Resting] = []  # those that show idle pages, longest idle first
         self._absent = list(range(self.budget_pages))  # heap of pages that are not created
@@ -86,9 +89,14 @@ class PagePool:
         """Pages of one owner, charged ones included."""
         return self._owned[owner] + self._charged[owner] + self._held[owner]
 
-    def owns(self, page: int) -> bool:
-        """Whether somebody owns the page; else it is free."""
-        return page in self._owner
+    def owned_of(self, pages: Iterable[int]) -> list[int]:
+        """Those of the pages that somebody owns; the others are free."""
+        owner = self._owner
+        return [page for page in pages if page in owner]
+
+    def owns_any(self, pages: Iterable[int]) -> bool:
+        """Whether somebody owns any of the pages."""
+        return not self._owner.keys().isdisjoint(pages)
 
     def pages_for(self, nbytes: int) -> int:
         """How many pages hold `nbytes`."""
@@ -102,7 +110,7 @@ class PagePool:
                 self._none_in_creation.wait_for(lambda: not self._in_creation)
             self._require_room(owner, count)
             fresh_count = max(0, count - len(self._parked))
-            pages = [heapq.heappop(self._parked) for _ in range(count - fresh_count)]
+            pages = self._unpark(count - fresh_count)
             fresh = [heapq.heappop(self._absent) for _ in range(fresh_count)]
             self._assign(pages, owner)
             self._assign(fresh, owner)
@@ -111,8 +119,9 @@ class PagePool:
                 self.backend.create(fresh)
             except BaseException:
                 with self._lock:
-                    self._clear(fresh, self._absent)
-                    self._clear(pages, self._parked)
+                    self._disown([*fresh, *pages])
+                    self._forget(fresh)
+                    self._park(pages)
                 raise
         if self.ready_pages and len(self._parked) < self.ready_pages:
             janitor.put(self.replenish)
@@ -121,11 +130,11 @@ class PagePool:
     def give_back(self, pages: Sequence[int]) -> None:
         """Park pages that no range shows any more, owned or idle ones."""
         with self._lock:
-            idle = [page for page in pages if page in self._idle]
-            self._idle.difference_update(idle)
-            for page in idle:
-                heapq.heappush(self._parked, page)
-            self._clear([page for page in pages if page in self._owner], self._parked)
+            idle = self._idle.intersection(pages)
+            self._idle -= idle
+            owned = self.owned_of(pages) if len(idle) < len(pages) else []
+            self._disown(owned)
+            self._park([*idle, *owned])
             closed = self._closed
         if closed:
             try:
@@ -156,8 +165,7 @@ class PagePool:
     def rest(self, pages: Sequence[int], holder: Resting) -> None:
         """Owned pages are free from now on, though `holder` shows them until somebody takes them."""
         with self._lock:
-            for page in pages:
-                self._owned[self._owner.pop(page)] -= 1
+            self._disown(pages)
             self._idle.update(pages)
             if holder not in self._resting:
                 self._resting.append(holder)
@@ -217,23 +225,28 @@ class PagePool:
 
     def replenish(self) -> None:
         """Create pages until `ready_pages` are parked, as far as the budget allows."""
+        try:
+            self.make_ready(self.ready_pages)
+        except CapacityError:
+            self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
+
+    def make_ready(self, count: int) -> int:
+        """Create pages until so many are parked, as far as the budget allows; returns how many. No lock is held."""
         with self._lock:
-            room = min(self.ready_pages, self._unshown_pages) - len(self._parked) - len(self._in_creation)
+            room = min(count, self._unshown_pages) - len(self._parked) - len(self._in_creation)
             if self._closed or room <= 0:
-                return
+                return 0
             pages = [heapq.heappop(self._absent) for _ in range(min(room, len(self._absent)))]
             self._in_creation.update(pages)
         created = False
         try:
             self.backend.create(pages)
             created = True
-        except CapacityError:
-            self.ready_pages = 0  # the device is full: creating ahead would only compete with those who need pages
+            return len(pages)
         finally:
             with self._lock:
                 self._in_creation.difference_update(pages)
-                for page in pages:
-                    heapq.heappush(self._parked if created else self._absent, page)
+                (self._park if created else self._forget)(pages)
                 self._none_in_creation.notify_all()
 
     def adopt(self, range_: VirtualRange) -> None:
@@ -302,24 +315,39 @@ class PagePool:
             holder.give(count - self._unshown_pages)
 
     def _destroy_parked(self, keep: int) -> int:
-        surplus = sorted(self._parked)[keep:]
+        surplus = self._parked[: max(0, len(self._parked) - max(0, keep))]
         if surplus:
             self.backend.destroy(surplus)
-            gone = set(surplus)
-            self._parked = [page for page in self._parked if page not in gone]
-            heapq.heapify(self._parked)
-            for page in surplus:
-                heapq.heappush(self._absent, page)
+            del self._parked[: len(surplus)]
+            self._forget(surplus)
         return len(surplus)
 
     def _assign(self, pages: Sequence[int], owner: str) -> None:
         self._owner.update(dict.fromkeys(pages, owner))
         self._owned[owner] += len(pages)
 
-    def _clear(self, pages: Sequence[int], heap: list[int]) -> None:
+    def _disown(self, pages: Sequence[int]) -> None:
+        self._owned.subtract(Counter(map(self._owner.pop, pages)))
+
+    def _park(self, pages: Sequence[int]) -> None:
+        if len(pages) <= _FEW:
+            for page in pages:
+                insort(self._parked, page, key=neg)
+        else:
+            self._parked += pages
+            self._parked.sort(reverse=True)
+
+    def _unpark(self, count: int) -> list[int]:
+        """Take the lowest ones."""
+        kept = len(self._parked) - count
+        pages = self._parked[kept:]
+        del self._parked[kept:]
+        return pages[::-1]
+
+    def _forget(self, pages: Sequence[int]) -> None:
+        """They do not exist any more."""
         for page in pages:
-            self._owned[self._owner.pop(page)] -= 1
-            heapq.heappush(heap, page)
+            heapq.heappush(self._absent, page)
 
     def _require_room(self, owner: str, count: int) -> None:
         self._require_open()

@@ -36,7 +36,7 @@ class VirtualRange:
         """Empty `count` mapped slots and return their pages, still owned, in order."""
         address = self.address + slot * self.pool.page_bytes
         self.pool.backend.unmap(address, count, readable_gaps=self.readable_gaps)
-        return [self.slots.pop(i) for i in range(slot, slot + count)]
+        return list(map(self.slots.pop, range(slot, slot + count)))
 
     def span(self, slot: int, nbytes: int, on_dead: Callable[[], Any]) -> Span:
         """Memory from a slot on, as a storage of its own."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from children import wait_for_the_janitor
 
 from elastic.errors import CapacityError, ConfigError
 from elastic.memory.block import Block
+from elastic.memory.copying import Pace
 from elastic.memory.faulty import FaultyBackend
 from elastic.memory.janitor import janitor
 from elastic.memory.layout import ALIGNMENT, LayerLayout, ParameterLayout
@@ -183,3 +187,34 @@ def test_a_layout_is_that_of_the_tensor() -> None:
         layout = ParameterLayout.like(tensor)
         assert layout.strides == tensor.stride()
         assert layout.nbytes == tensor.nbytes
+
+
+def test_pages_are_made_at_a_pace_while_nobody_is_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = new_pool(200)
+    create, kept, free = pool.backend.create, list[int](), list[bool]()
+
+    def try_the_lock() -> None:
+        free.append(pool.tenants.acquire(timeout=5))
+        pool.tenants.release()
+
+    def watched(pages: Any) -> None:
+        other = threading.Thread(target=try_the_lock)
+        other.start()
+        other.join()
+        create(pages)
+
+    class Watch(Pace):
+        def keep(self, nbytes: int) -> None:
+            kept.append(nbytes // PAGE)
+
+    monkeypatch.setattr(pool.backend, "create", watched)
+    block = Block(pool, 150 * PAGE)
+    block.fill("layer:0", Watch())
+    assert kept == [64, 64, 22]
+    assert free == [True] * 3
+    block.rest()
+    block.fill("layer:0", Watch())
+    assert kept == [64, 64, 22]
+    pool.check()
+    block.rest()
+    block.close()
