@@ -42,6 +42,8 @@ LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["toke
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 BEAMS: dict[str, Any] = {**OPTIONS, "num_beams": 2}
+STEP = st.tuples(st.sampled_from("rRskmv" * 2 + "c"), st.sets(st.integers(0, 2), min_size=1))
+"""Of a journey: what is done, and to which layers."""
 done: Counter[str] = Counter()
 
 
@@ -211,6 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.writers = [Writer(self, 0, OPTIONS, self.expected[0]), Writer(self, 1, *second)]
         for writer in self.writers:
             writer.start()
+        self.travel(data.draw(st.lists(STEP, min_size=70, max_size=70)))
 
     @rule(share=st.floats(0, 1), tight=st.booleans(), wait=st.booleans())
     @told
@@ -359,7 +362,7 @@ class Machine(RuleBasedStateMachine):
         after = self.rt.status().residencies
         assert all(here == after[name] or here[0].place == "host" for name, here in residencies.items())
 
-    @rule(steps=st.lists(st.tuples(st.sampled_from("rRskmvc"), st.sets(st.integers(0, 2), min_size=1)), min_size=30))
+    @rule(steps=st.lists(STEP, min_size=20, max_size=40))
     def travel(self, steps: list[tuple[str, set[int]]]) -> None:
         """Many actions one after another, the writers' steps between them."""
         for kind, layers in steps:
