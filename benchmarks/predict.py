@@ -167,7 +167,7 @@ def main() -> None:
     on_cpu, device = options.device == "cpu", options.device
     shape = (256, 512, 8) if options.quick else (512, 1408, 12) if on_cpu else (5120, 13824, 40)
     batch, prompt = (8, 32) if on_cpu else (32, 128)
-    load = Load(device, batch, prompt, max(1, options.rounds // 4), 2 * options.rounds)
+    load = Load(device, batch, prompt, max(1, options.rounds // 3), 2 * options.rounds)
     places = [f"{device}#{label}={2 if on_cpu else 32}GiB" for label in "abcd"]
     names = [elastic.Place.parse(place).name for place in places]
     dtype = torch.float32 if on_cpu else torch.bfloat16

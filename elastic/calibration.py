@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -56,7 +55,8 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
         hidden = {count: _hidden(given[0]) for count, given in calls.items()}
         points = {
             device: _layer_points(
-                _Walk([_on(layer, device) for layer in layers], device),
+                [_on(layer, device) for layer in layers],
+                device,
                 calls,
                 min(MOST_BESIDE, sum(place.device == device for place in places)),
                 tokens,
@@ -157,62 +157,61 @@ def _on(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _Walk:
-    """Through some layers, one after another, by one thread or by several side by side."""
+    """Through some layers, one after another, by this thread and lanes beside it, as in a run of replicated layers."""
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device, most: int) -> None:
         self._layers = layers
+        self._names = parameter_names(layers[0])
         self.device = device
+        self._lanes = [Lane("calibration", device) for _ in range(most - 1)]
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.pop().close()
 
     def go(self, calls: Sequence[Call], at_once: int) -> None:
-        """So many threads, each with its share of the threads of an operation. Each begins elsewhere: places have
+        """So many places, each with its share of the threads of an operation. Each begins elsewhere: places have
         weights of their own, and do not find in a cache what another has just read."""
         threads, count = torch.get_num_threads(), len(self._layers)
-        share = max(1, threads // at_once)
-        with ThreadPoolExecutor(at_once) as walkers:
-            works = [walkers.submit(self._walk, calls, count * i // at_once, share) for i in range(at_once)]
-            for work in works:
-                work.result()
+        share, hidden = max(1, threads // at_once), _hidden(calls[0])
+        rows = [Rows(0, len(hidden), len(hidden), self.device) for _ in range(at_once - 1)]
+        lanes = self._lanes[: at_once - 1]
+        parts = [Part(lane, its, hidden, None, share) for lane, its in zip(lanes, rows, strict=True)]
+        use_threads(self.device, share)
+        for step, (layer, call) in enumerate(zip(self._layers, calls, strict=True)):
+            for place, part in enumerate(parts, 1):
+                its = self._layers[(step + count * place // at_once) % count]
+                part.step(its, Inputs(self._names, *call).take(part.rows, None))
+            layer(*call[0], **call[1])
+        for part in parts:
+            part.finish(self.device)
         use_threads(self.device, threads)
 
-    def _walk(self, calls: Sequence[Call], start: int, threads: int) -> None:
-        """In a thread, which has neither the inference mode nor the stream of the one that started it."""
-        use_threads(self.device, threads)
-        both = list(zip(self._layers, calls, strict=True))
-        with torch.inference_mode(), _own_stream(self.device):
-            for layer, (args, kwargs) in both[start:] + both[:start]:
-                layer(*args, **kwargs)
 
-
-def _layer_points(walk: _Walk, calls: dict[int, list[Call]], most: int, tokens: int) -> list[Points]:
-    """(tokens of all rows, seconds of a layer) alone, for two threads side by side, for three, up to `most`.
+def _layer_points(
+    layers: Sequence[nn.Module], device: torch.device, calls: dict[int, list[Call]], most: int, tokens: int
+) -> list[Points]:
+    """(tokens of all rows, seconds of a layer) alone, for two places side by side, for three, up to `most`.
 
     Several share a batch: what they would not have together is not measured, but for two numbers of rows at least. All
     are timed in turn, round after round, so that a disturbance does not tell on one of them alone.
     """
-    given = {count: [_moved(call, walk.device) for call in calls[count]] for count in sorted(calls)}
+    given = {count: [_moved(call, device) for call in calls[count]] for count in sorted(calls)}
+    walk = _Walk(layers, device, most)
     works: dict[tuple[int, int], Callable[[], object]] = {
         (at_once, count): partial(walk.go, given[count], at_once)
         for at_once in range(1, most + 1)
         for place, count in enumerate(given)
         if place < 2 or count * at_once <= max(given)
     }
-    seconds = _in_turn(works, walk.device)
-    layers = len(calls[max(calls)])
+    try:
+        seconds = _in_turn(works, device)
+    finally:
+        walk.close()
     points: list[Points] = []
     for at_once in range(1, most + 1):
-        points.append([(n * tokens, took / layers) for (times, n), took in seconds.items() if times == at_once])
+        points.append([(n * tokens, took / len(layers)) for (times, n), took in seconds.items() if times == at_once])
     return points
-
-
-@contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """Nothing on a CPU; on CUDA a stream, whose end is waited for."""
-    if device.type == "cpu":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _moved(call: Call, device: torch.device) -> Call:

@@ -69,7 +69,7 @@ class Calibration:
     """Device -> seconds of one layer, as in `layers`, while two, three, ... places of it compute at once. Places of a
     device that is not named here do not slow each other."""
     handing_s: float = 0.0
-    """To hand one layer's inputs to one replica."""
+    """To hand one layer's inputs to one replica on another device; what was measured beside includes it."""
 
     def link(self, here: str, there: str) -> Line:
         return self.links.get((here, there)) or self.links.get((there, here)) or Line(0.0, 0.0)
@@ -156,7 +156,8 @@ class Calibrated:
             computing = [(place, n) for place, n in zip(places, rows, strict=True) if n]
             work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == device]) for device in each)
         away = [self._way(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
-        return _Shares(rows, work_s + len(away) * self.calibration.handing_s, math.fsum(away))
+        elsewhere = sum(device != devices[0] for device, n in zip(devices, rows, strict=True) if n)
+        return _Shares(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(away))
 
     def _side_by_side(self, computing: Sequence[tuple[str, int]]) -> float:
         """Until all places of one device have their rows; the fewer still compute, the faster they are."""

@@ -187,10 +187,10 @@ def test_a_line_is_found_again_at_any_scale(fixed: float, each: float, scale: in
     assert [line(n) for n, _ in points] == pytest.approx([seconds for _, seconds in points])
 
 
-def on_one_device(rows: int, beside: list[Line], handing_s: float = 0.0) -> Calibrated:
+def on_one_device(rows: int, beside: list[Line]) -> Calibrated:
     """A row takes a second at any of the places of "a"."""
     layers = {f"a#{i}": Line(0.0, 1.0) for i in range(4)}
-    return Calibrated(Calibration(layers, {}, {"a": beside}, handing_s), rows, 1, 1)
+    return Calibrated(Calibration(layers, {}, {"a": beside}), rows, 1, 1)
 
 
 def test_places_share_the_cores_of_their_device() -> None:
@@ -201,11 +201,14 @@ def test_places_share_the_cores_of_their_device() -> None:
     assert on_one_device(8, []).work(("a#0", "a#1")) == 4.0  # not measured
 
 
-def test_handing_inputs_to_replicas_takes_its_time() -> None:
-    model = on_one_device(6, [], handing_s=0.25)
-    assert model.work(("a#0",)) == 6.0
-    assert model.work(("a#0", "a#1", "a#2")) == 2.5
-    assert on_one_device(1, [], handing_s=0.25).work(("a#0", "a#1")) == 1.0  # no row for it
+def test_handing_inputs_to_another_device_takes_its_time() -> None:
+    def of(rows: int) -> Calibrated:
+        calibration = Calibration(dict.fromkeys(("a#0", "a#1", "b"), Line(0.0, 1.0)), handing_s=0.25)
+        return Calibrated(calibration, rows, 1, 1)
+
+    assert of(6).work(("a#0",)) == 6.0
+    assert of(6).work(("a#0", "a#1", "b")) == 2.25  # beside on one device it was measured with that
+    assert of(1).work(("a#0", "b")) == 1.0  # no row for it
 
 
 @settings(deadline=None, max_examples=60)
