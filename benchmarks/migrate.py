@@ -21,7 +21,7 @@ from common import arguments, finish, paired, ratio, seconds, show, small_model,
 import elastic
 from elastic.memory.copying import copy
 
-COPY_RATE = "1GB"
+COPY_RATE = "250MB"
 """A second while a model computes, on a CPU: there, copies and computation share the memory's speed."""
 
 
