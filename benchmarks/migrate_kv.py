@@ -57,8 +57,7 @@ def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: 
         for name, seen in took.items():
             if name == "to be mapped":
                 runtime.kv.trim()
-                for pool in runtime._places:
-                    pool.unmap_idle()
+                runtime.kv.trim()
             seen.append(seconds(partial(runtime.migrate_kv, layers, there), device))
             assert runtime.events()[-1].moved_bytes >= nbytes
             runtime.migrate_kv(layers, here)

@@ -81,11 +81,10 @@ class Lease:
         self.pool.release(self.store, self._number)
 
     def leave(self) -> int:
-        """End it, with nothing kept for the next cache; returns the bytes that tensors outside still show."""
+        """End it; returns the bytes that tensors outside still show."""
         with self.pool.lock:
             if self.store.lease != self._number:
                 return 0
-            self.store.unwanted = True
             self.end()
             return self.store.pages * self.pool.pool.page_bytes if self.store.state is StoreState.RETAINED else 0
 

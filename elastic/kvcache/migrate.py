@@ -90,7 +90,7 @@ class MigrateKVMechanism:
         prepared.parcels.clear()
 
     def finish(self, prepared: PreparedKV) -> Change:
-        """Give the pages back that caches have left, but for what tensors outside still show."""
+        """What caches have left is idle, for the next ones there, but for what tensors outside still show."""
         parcels = list(prepared.parcels.values())
         retained = sum(parcel.finish() for parcel in parcels)
         return Change("applied", prepared.layers, (), sum(p.moved_bytes for p in parcels), 0, retained)
