@@ -22,7 +22,8 @@ from elastic.controller.speedup import CostModel
 
 SILENT_S = 5.0
 SILENT_TICKS = 5
-"""A model that has not looked for so long, the longer of both, is left out: it will answer nothing."""
+"""A model that has not looked for so long, the longer of both, is left out: it will answer nothing. But what it was
+doing when it was last seen may still be done."""
 ROWS_ALPHA = 0.1
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _joining = threading.Lock()
@@ -53,7 +54,7 @@ class Group:
     def others(self, name: str, now: float) -> tuple[Notice, ...]:
         """What the other members said last."""
         known = sorted(self._notices.items())
-        return tuple(notice for other, (notice, until) in known if other != name and now <= until)
+        return tuple(notice for other, (notice, until) in known if other != name and (now <= until or notice.pending))
 
     def last(self, name: str) -> Notice | None:
         return self._notices[name][0] if name in self._notices else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from lenders import EAGER, NBYTES, World, quick
 
@@ -227,7 +227,15 @@ steps = st.lists(
 )
 
 
+SILENT = [
+    ("leave", "A") if who == "leave" else ("tick", who) if who in ("B", "C") else ("later", float(who))
+    for who in "leave .2 C C C C B .2 C B B .2 C B B B C 7 B 7 C".split()
+]
+"""A model is silent for long with an action under way, whose bytes are not for others."""
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@example(SILENT, 1, [500] * 4)
 @given(steps, st.integers(0, 4), st.lists(st.integers(500, 1500), min_size=4, max_size=4))
 def test_no_two_models_are_ever_planned_into_the_same_bytes(
     script: list[tuple[str, ...]], took: int, totals: list[int]
