@@ -228,8 +228,8 @@ steps = st.lists(
 
 
 SILENT = [
-    ("leave", "A") if who == "leave" else ("tick", who) if who in ("B", "C") else ("later", float(who))
-    for who in "leave .2 C C C C B .2 C B B .2 C B B B C 7 B 7 C".split()
+    ("leave", "A"),
+    *[("tick", c) if c in "BC" else ("later", 7.0 if c == "7" else 0.2) for c in ".CCCCB.CBB.CBBBC7B7C"],
 ]
 """A model is silent for long with an action under way, whose bytes are not for others."""
 
