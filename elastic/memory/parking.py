@@ -60,7 +60,7 @@ class Parking:
         """Show pages at an address; whether the system did."""
         if not self._covers(first, count) or not self._move(self._at(first), address, count):
             return False
-        if self._filled.count(0, first, first + count):
+        if self._filled.count(1, first, first + count) < count:
             _libc.madvise(address, count * self._page_bytes, _POPULATE_READ)
         self._mark(first, count, False)
         return True
@@ -84,7 +84,7 @@ class Parking:
         address = _libc.mmap(None, pages * self._page_bytes, read_write, mmap.MAP_SHARED, self._file, 0)
         self._usable = address != _FAILED
         if self._usable:
-            self._address, self._pages, self._filled = address, pages, bytearray(pages)
+            self._address, self._pages = address, pages
 
     def _move(self, source: int, target: int, count: int) -> bool:
         size = count * self._page_bytes
@@ -101,4 +101,5 @@ class Parking:
         return self._address + page * self._page_bytes
 
     def _mark(self, first: int, count: int, filled: bool) -> None:
+        self._filled.extend(bytes(max(0, first + count - len(self._filled))))  # as long as the pages that there were
         self._filled[first : first + count] = bytes([filled]) * count

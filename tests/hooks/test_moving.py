@@ -61,7 +61,9 @@ def test_the_state_of_a_resident_layer_is_contiguous_where_the_checkpoint_is(
 def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() -> None:
     out = in_child("""
     import re, torch, elastic
+    from elastic.memory.pool import PagePool
     from transformers import LlamaConfig, LlamaForCausalLM
+    PagePool.__init__.__kwdefaults__["ready_pages"] = 0  # those kept ready, of no layer, are mapped and so counted
     config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=16,
                          num_attention_heads=8)
     model = LlamaForCausalLM(config).eval()
@@ -82,5 +84,5 @@ def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() 
             elastic.unwrap(model)
         print(peak(both) / layer)
     """)
-    beside = 0.4  # what torch and malloc keep for themselves, and what is on its way
+    beside = 0.25  # what torch and malloc keep for themselves
     assert all(float(line) < 1 + beside for line in out.split()), out
