@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from elastic.assets import MODEL_DIR
-from elastic.quant.checkpoints import QuantizedCheckpoint
-from elastic.quant.codes import Codes, Integers, round_to_nearest
-from elastic.quant.search import search_scales
+from elastic.quant.checkpoints.reader import QuantizedCheckpoint
+from elastic.quant.formats.awq_search import search_scales
+from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 
 HELD_OUT = Path(__file__).parent.parent / "training" / "heldout.txt"
 WINDOW, GROUP = 512, 128
@@ -96,7 +96,7 @@ def quality(quick: bool) -> dict[str, Any]:
     inputs = captured(model, calibration)
     weights = {name: model.model.layers.get_submodule(name).weight.data for name in inputs}
 
-    def loss_with(codes: Callable[[str], Codes]) -> torch.Tensor:
+    def loss_with(codes: Callable[[str], QuantizedMatrix]) -> torch.Tensor:
         for name in weights:
             model.model.layers.get_submodule(name).weight.data = codes(name).value()
         return losses(model, evaluation)

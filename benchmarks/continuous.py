@@ -20,8 +20,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import elastic
 from elastic.assets import MODEL_DIR
+from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.engine import Request
 
 BLOCK, BATCH_TOKENS, NEW = 32, 256, 32
 
@@ -42,7 +42,7 @@ def ours(engine: ContinuousEngine, asked: list[list[int]]) -> list[list[int]]:
             if output.finish:
                 ended.release()
 
-        engine.submit(Request(tuple(asked[i]), NEW), listener)
+        engine.submit(Request(tuple(asked[i]), NEW, ignore_eos=True), listener)
 
     for i in range(len(asked)):
         submit(i)

@@ -18,7 +18,7 @@ import torch
 from common import arguments, finish, llama, table
 
 import elastic
-from elastic.hooks.generations import Generations
+from elastic.hooks.request_tracking import CacheRequestTracker
 
 HOUR = 36_000
 
@@ -70,7 +70,7 @@ def hour(model: Any, ticks: int) -> list[float]:
 
 def counting(model: Any) -> float:
     """Microseconds that the hooks' counting adds to a forward pass."""
-    generations, cache = Generations(), torch.nn.Module()
+    generations, cache = CacheRequestTracker(), torch.nn.Module()
     generations.observer = model.elastic.counters
     token = torch.ones(4, 1, dtype=torch.long)
 

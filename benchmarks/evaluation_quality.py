@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 import elastic
-from elastic.bench.quality import Quality, Replayed, Replayer, share_of_loss
-from elastic.cli.loading import load_model
+from elastic.bench.quality.evaluate import Quality, QualityReplayer, ReplayedRequest, share_of_loss
+from elastic.cli.inputs.model_loading import load_model
 from elastic.config import Place
 
 
-def load(spec: dict[str, Any], path: str) -> tuple[list[Replayed], list[list[str]]]:
+def load(spec: dict[str, Any], path: str) -> tuple[list[ReplayedRequest], list[list[str]]]:
     """A seeded choice of the requests of a run that had two tokens or more, and the forms that they name."""
     run = json.loads(Path(path).read_text())
     able = [r for r in run["requests"] if len(r["weights"]) > 1] or run["requests"]
     chosen = random.Random(spec["seed"]).sample(able, min(spec["requests"], len(able)))
-    requests = [Replayed(tuple(r["prompt"]), tuple(r["weights"])) for r in chosen]
+    requests = [ReplayedRequest(tuple(r["prompt"]), tuple(r["weights"])) for r in chosen]
     return requests, run["summary"]["elastic"]["weights"]
 
 
@@ -43,12 +43,12 @@ def main(source: str, target: str) -> None:
     page_bytes = spec["page_bytes"] if device.type == "cpu" else None
     place = Place(spec["device"], device, spec["budget_bytes"], page_bytes)
     elastic.wrap(model.to(device), places=[place], variants=(spec["variant"],), variant_cache=spec["variant_cache"])
-    replayer = Replayer(model)
+    replayer = QualityReplayer(model)
     layers = model.elastic.status().layers
     found = {}
     for name, path in spec["runs"].items():
         requests, forms = load(spec, path)
-        packed = [Replayed(r.prompt, (0,) * len(r.weights)) for r in requests]
+        packed = [ReplayedRequest(r.prompt, (0,) * len(r.weights)) for r in requests]
         static = replayer.replay(packed, [(spec["variant"],) * layers])
         quality = replayer.replay(requests, forms)
         found[name] = {"run": figures(quality, static), "static_int4": figures(static, static)}

@@ -11,8 +11,8 @@ from typing import Any
 
 from common import finish, table
 
-from elastic.bench.compare import Result
-from elastic.bench.plots import draw
+from elastic.bench.report.compare import Result
+from elastic.bench.report.plots import draw
 
 Summaries = dict[str, list[dict[str, Any]]]
 FIGURES: tuple[tuple[str, Callable[[dict[str, Any]], float | None]], ...] = (

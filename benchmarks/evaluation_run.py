@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 import elastic
-from elastic.bench.generator import Lognormal, OnOff, generate
-from elastic.bench.prompts import random_prompts, text_prompts
-from elastic.bench.readers import read_trace
-from elastic.bench.replay import Options, replay
-from elastic.bench.traces import Trace
-from elastic.cli.loading import load_model
+from elastic.bench.replay.open_loop import ReplayOptions, replay
+from elastic.bench.report.summary import summarize
+from elastic.bench.traces.generator import Lognormal, OnOff, generate
+from elastic.bench.traces.prompts import random_prompts, text_prompts
+from elastic.bench.traces.readers import read_trace
+from elastic.bench.traces.trace import Trace
+from elastic.cli.inputs.model_loading import load_model
 from elastic.config import SLO, Place, Policy
 from elastic.engines.continuous import ContinuousEngine
 
@@ -140,7 +141,7 @@ def run(spec: Spec) -> dict[str, Any]:
     wrap(model, spec)
     engine = ContinuousEngine(model, share_prefixes=False)
     engine.start()
-    options = Options(spec.settings["warmup"], spec.settings["timeout_s"], spec.settings["sample_every_s"])
+    options = ReplayOptions(spec.settings["warmup"], spec.settings["timeout_s"], spec.settings["sample_every_s"])
     slo = SLO(ttft_s=spec.slo_ttft_s) if spec.slo_ttft_s else None
     try:
         done = replay(engine, trace, prompts, slo, options=options)
@@ -151,7 +152,7 @@ def run(spec: Spec) -> dict[str, Any]:
         for prompt, record in zip(prompts, done.records, strict=False)
         if record.completed
     ]
-    return {"summary": done.summary(detailed=True), "requests": requests}
+    return {"summary": summarize(done, detailed=True), "requests": requests}
 
 
 def main(source: str, target: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from common import arguments, finish, paired, ratio, seconds, show, small_model, table
 
 import elastic
-from elastic.memory.copying import copy
+from elastic.memory.copy_engine import copy
 
 COPY_RATE = "250MB"
 """A second while a model computes, on a CPU: there, copies and computation share the memory's speed."""

@@ -21,7 +21,7 @@ import torch
 from common import arguments, finish, paired, ratio, seconds, show, small_model, table
 
 import elastic
-from elastic.memory.copying import copy
+from elastic.memory.copy_engine import copy
 
 COPY_RATE = "1GB"
 """A second, on a CPU while a generation runs: there, copies and computation share the memory's speed."""

@@ -15,9 +15,9 @@ from typing import Any
 from common import arguments, finish, paired, ratio, seconds, show, table
 
 from elastic.config import Place
+from elastic.memory.page_pool import PagePool
 from elastic.memory.places import make_backend
-from elastic.memory.pool import PagePool
-from elastic.memory.range import VirtualRange
+from elastic.memory.virtual_range import VirtualRange
 
 PAGES = 1000
 
@@ -26,8 +26,8 @@ def raw(backend: Any, address: int, pages: list[int]) -> Any:
     """The system's own calls: a map for each run of pages, an unmap for each, nothing kept."""
     if backend.device.type == "cuda":
         return raw_cuda(backend, address, pages)
-    from elastic.memory import memfd
-    from elastic.memory.backend import runs
+    from elastic.memory.backends import memfd
+    from elastic.memory.backends.base import runs
 
     size, pieces = backend.page_bytes, runs(pages)
 
@@ -59,9 +59,9 @@ def ledger(pool: PagePool, range_: VirtualRange) -> Any:
     """The same through the pool: take, map, unmap, give back."""
 
     def work() -> None:
-        pages = pool.take("kv", PAGES)
+        pages = pool.allocate("kv", PAGES)
         range_.map(0, pages)
-        pool.give_back(range_.unmap(0, PAGES))
+        pool.free(range_.unmap(0, PAGES))
 
     return work
 
@@ -69,10 +69,10 @@ def ledger(pool: PagePool, range_: VirtualRange) -> Any:
 def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
     backend = make_backend(Place.parse(device))
     pool = PagePool(f"{device}#bench", backend, 2 * PAGES * backend.page_bytes, ready_pages=0)
-    creating = seconds(lambda: pool.give_back(pool.take("kv", 2 * PAGES)), device)
+    creating = seconds(lambda: pool.free(pool.allocate("kv", 2 * PAGES)), device)
     if name == "scattered":  # hold every other page, so that no two free ones are neighbours
-        held = pool.take("kv", 2 * PAGES)
-        pool.give_back(held[::2])
+        held = pool.allocate("kv", 2 * PAGES)
+        pool.free(held[::2])
         holder = VirtualRange(pool, PAGES)
         holder.map(0, held[1::2])
     pages = sorted(pool._parked)[:PAGES]

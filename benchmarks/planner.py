@@ -21,14 +21,13 @@ from common import arguments, finish, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from placements import Case, random_case
-
-from elastic.controller.calibrated import Calibrated, Calibration, Line
-from elastic.controller.exhaustive import best
-from elastic.controller.placement import Need, Placement, PlaceSize
-from elastic.controller.scale_up import scale_up
-from elastic.controller.search import plan_up
-from elastic.controller.speedup import Unlike, cost, speedup
+from elastic.planning.cost_model import HeterogeneousCost, cost, speedup
+from elastic.planning.local_search import plan_up
+from elastic.planning.measured_cost import Calibration, LinearLatency, MeasuredCostModel
+from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
+from elastic.planning.scale_up import scale_up
+from support.planning.brute_force import best
+from support.planning.random_placements import Case, random_case
 
 LAYERS, PLACES = 80, 64
 PLANNERS: dict[str, Callable[..., Placement]] = {"algorithm 1": scale_up, "search": plan_up}
@@ -39,7 +38,7 @@ def large_case(seed: int, *, printed: bool) -> Case:
     choose = random.Random(seed)
     names = [f"cuda:{i}" for i in range(PLACES)]
     places = [
-        PlaceSize(
+        PlaceCapacity(
             name,
             80_000,
             choose.randint(0, 40_000),
@@ -49,11 +48,11 @@ def large_case(seed: int, *, printed: bool) -> Case:
         )
         for name in names
     ]
-    layers = {name: Line(1e-4 * choose.uniform(1, 2), 1e-5 * choose.uniform(1, 2)) for name in names}
-    links = {(a, b): Line(2e-5, 1e-11) for a in names for b in names if a < b}
-    in_seconds = Calibrated(Calibration(layers, links), 64, 1, 16384)
-    model = Unlike(512, 64, 512, {place.name: place for place in places}) if printed else in_seconds
-    return Case(Placement.alone(LAYERS, names[0]), [Need(1200, 0.001)] * LAYERS, places, model)
+    layers = {name: LinearLatency(1e-4 * choose.uniform(1, 2), 1e-5 * choose.uniform(1, 2)) for name in names}
+    links = {(a, b): LinearLatency(2e-5, 1e-11) for a in names for b in names if a < b}
+    in_seconds = MeasuredCostModel(Calibration(layers, links), 64, 1, 16384)
+    model = HeterogeneousCost(512, 64, 512, {place.name: place for place in places}) if printed else in_seconds
+    return Case(Placement.alone(LAYERS, names[0]), [ResourceDemand(1200, 0.001)] * LAYERS, places, model)
 
 
 def times(rounds: int) -> list[dict[str, Any]]:

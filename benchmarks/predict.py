@@ -2,12 +2,12 @@
 
     python benchmarks/predict.py [--device cuda:0]
 
-Four places on one device; the places beyond the cores of a CPU share them. `elastic.calibration.measure` runs before
-the model is wrapped, once with prompts and once with single tokens; what is not decoder layers is timed on a model
-that has none. Then placements drawn at random, in turn by their number of runs (1 to 4) and of places that have each
-replicated layer (2 to 4): each is applied, its prompts and decode steps are timed, and those of the plain placement
-before and after it, so that drift cancels in *relative* times. Errors are of the predicted relative time, and of the
-predicted seconds. Targets: 45 of 50 within 10 % on CUDA; on a CPU a rank correlation (Spearman) of .9.
+Four places on one device; the places beyond the cores of a CPU share them. `elastic.runtime.layer_benchmark.measure`
+runs before the model is wrapped, once with prompts and once with single tokens; what is not decoder layers is timed on
+a model that has none. Then placements drawn at random, in turn by their number of runs (1 to 4) and of places that have
+each replicated layer (2 to 4): each is applied, its prompts and decode steps are timed, and those of the plain
+placement before and after it, so that drift cancels in *relative* times. Errors are of the predicted relative time, and
+of the predicted seconds. Targets: 45 of 50 within 10 % on CUDA; on a CPU a rank correlation (Spearman) of .9.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from common import SEED, arguments, finish, seconds, small_model, table
 
 import elastic
-from elastic.calibration import measure
-from elastic.controller.calibrated import Calibrated
-from elastic.controller.placement import Placement
-from elastic.controller.speedup import cost
-from elastic.hooks.structure import find_decoder
+from elastic.planning.cost_model import cost
+from elastic.planning.measured_cost import MeasuredCostModel
+from elastic.planning.placement import Placement
+from elastic.runtime.layer_benchmark import measure
+from elastic.weights.decoder import find_decoder
 
 KINDS = ("prompt", "decode")
 RUNS, DEGREES = (1, 2, 3, 4), (2, 3, 4)
@@ -98,7 +98,7 @@ def predict(model: Any, places: list[str], load: Load, drawn: list[Drawn], rest:
     found: dict[str, Any] = {"rest_s": rest}
     for kind, tokens in (("prompt", load.prompt), ("decode", 1)):
         calibration = measure(find_decoder(model), parsed, rows, tokens)
-        form = Calibrated(calibration, load.batch, tokens, token_bytes)
+        form = MeasuredCostModel(calibration, load.batch, tokens, token_bytes)
         plain = rest[kind] + cost(form, drawn[0].placement.alone_at_home)
         for one in drawn:
             one.predicted_s[kind] = rest[kind] + cost(form, one.placement)

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from common import arguments, finish, paired, ratio, show, table
 
-from elastic.quant.codes import Integers
-from elastic.quant.formats import Matrix, Parts, Path, Target, format_of
-from elastic.quant.integers import unpack
-from elastic.quant.measure import measure
-from elastic.quant.paths import PathTable
+from elastic.quant.formats.autotune import measure
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
+from elastic.quant.formats.integer import Integers
+from elastic.quant.formats.kernel_table import KernelTable
+from elastic.quant.kernels.integer_format import unpack
 
 SHAPES = ((768, 768), (768, 2048), (2048, 2048), (4096, 4096), (4096, 11008), (11008, 4096))
 TOKENS = (1, 8, 64, 512)
@@ -49,7 +49,7 @@ def copies(nbytes: int) -> int:
     return max(math.ceil(ROTATED_BYTES / nbytes), 2) - 1
 
 
-def clones(parts: Parts) -> list[Parts]:
+def clones(parts: PackedTensors) -> list[PackedTensors]:
     size = sum(part.nbytes for part in parts.values())
     return [{name: part.clone() for name, part in parts.items()} for _ in range(copies(size))]
 
@@ -65,10 +65,10 @@ class Variant:
     """One format of one matrix, the paths that were measured, and copies to rotate."""
 
     name: str
-    matrix: Matrix
+    matrix: MatrixShape
     value: torch.Tensor
-    paths: Mapping[str, Path]
-    parts: list[Parts]
+    paths: Mapping[str, Kernel]
+    parts: list[PackedTensors]
     chosen: dict[str, dict[int, str]]
     """With dynamic products and without, tokens -> path."""
 
@@ -86,12 +86,12 @@ class Variant:
 
 
 def variant(name: str, weight: torch.Tensor, device: str) -> Variant:
-    config, matrix = CONFIGS[name], Matrix(*weight.shape)
-    target = Target.of(torch.device(device))
+    config, matrix = CONFIGS[name], MatrixShape(*weight.shape)
+    target = KernelTarget.of(torch.device(device))
     parts = {key: part.to(device) for key, part in format_of(config).quantize(config, weight, None, target).items()}
     chosen = {
         kind: measure(
-            PathTable(), replace(config, dynamic=dynamic), parts, matrix, target, weight.dtype, buckets=TOKENS
+            KernelTable(), replace(config, dynamic=dynamic), parts, matrix, target, weight.dtype, buckets=TOKENS
         )
         for kind, dynamic in (("weight-only", False), ("dynamic", True))
     }

@@ -23,7 +23,7 @@ from continuous import BATCH_TOKENS, BLOCK, NEW, ours, prompts
 
 import elastic
 from elastic.engines.continuous import ContinuousEngine
-from elastic.memory.copying import copy
+from elastic.memory.copy_engine import copy
 
 
 def throughput(model: Any, device: str, batch: int, sizes: tuple[int, int], rounds: int) -> dict[str, Any]:

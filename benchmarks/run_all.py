@@ -19,6 +19,7 @@ BENCHMARKS = (
     "pages",
     "overhead",
     "decode",
+    "choices",
     "resize",
     "weights",
     "streaming",
@@ -34,6 +35,7 @@ BENCHMARKS = (
     "predict",
     "planner",
     "lending",
+    "server_stall",
 )
 
 

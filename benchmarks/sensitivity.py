@@ -27,15 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import elastic
 from elastic.assets import MODEL_DIR
-from elastic.hooks.structure import find_decoder
 from elastic.profiling import token_ids
-from elastic.quant.capture import Trace
-from elastic.quant.dequantized import dequantized_layer
-from elastic.quant.orders import RULES, order, random_order
-from elastic.quant.profile_file import Setting
-from elastic.quant.quality import nats, prefixes, score_sets
-from elastic.quant.sensitivity import cosine, measure
-from elastic.quant.variants import DEFAULTS
+from elastic.quant.sensitivity.evaluate import nats, prefixes, score_sets
+from elastic.quant.sensitivity.fake_quant import dequantized_layer
+from elastic.quant.sensitivity.layer_trace import LayerTrace
+from elastic.quant.sensitivity.order import RULES, order, random_order
+from elastic.quant.sensitivity.profile_file import ProfileSettings
+from elastic.quant.sensitivity.scores import cosine, measure
+from elastic.quant.variants.variant import DEFAULTS
+from elastic.weights.decoder import find_decoder
 
 ROOT = Path(__file__).parent.parent
 SEEDS = 10
@@ -92,7 +92,7 @@ def curves(variant: str, model: Any, windows: torch.Tensor, orders: Orders) -> t
     quantize = functools.cache(lambda i: dequantized_layer(layers[i], DEFAULTS[variant]))
     parts = []
     for ids in windows.split(2):
-        trace = Trace(model, layers, ids)
+        trace = LayerTrace(model, layers, ids)
         best = trace.logits.argmax(-1)
 
         def score(logits: torch.Tensor, ids: Any = ids, best: Any = best) -> torch.Tensor:
@@ -213,10 +213,10 @@ def show_quality(result: dict[str, Any]) -> None:
     )
 
 
-def naive(model: Any, ids: torch.Tensor, variants: Sequence[Any], setting: Setting) -> tuple[int, ...]:
+def naive(model: Any, ids: torch.Tensor, variants: Sequence[Any], setting: ProfileSettings) -> tuple[int, ...]:
     """The order by whole passes of the model, one for each candidate."""
     layers = find_decoder(model).layers
-    trace = Trace(model, layers, ids)
+    trace = LayerTrace(model, layers, ids)
     count = ids.numel()
     local = []
     for p, (state, output) in enumerate(zip(trace.states[:-1], trace.outputs, strict=True)):
@@ -258,12 +258,12 @@ def cost(name: str, model: Any, ids: torch.Tensor, rounds: int) -> dict[str, Any
     """Seconds of each kind of search. Quantized layers are made beforehand for all."""
     layers = find_decoder(model).layers
     variants = [dequantized_layer(layer, DEFAULTS["int4"]) for layer in layers]
-    setting = Setting("int4", {}, 0.25, 0.25, 0.5, False, "float32", ("",) * len(layers), "", *ids.shape)
-    lazy = Setting(**{**vars(setting), "lazy": True})
+    setting = ProfileSettings("int4", {}, 0.25, 0.25, 0.5, False, "float32", ("",) * len(layers), "", *ids.shape)
+    lazy = ProfileSettings(**{**vars(setting), "lazy": True})
     orders: dict[str, tuple[int, ...]] = {}
 
-    def search(kind: str, setting: Setting, **more: Any) -> None:
-        traces = [Trace(model, layers, ids)]
+    def search(kind: str, setting: ProfileSettings, **more: Any) -> None:
+        traces = [LayerTrace(model, layers, ids)]
         orders[kind] = measure(traces, layers, lambda i: variants[i], setting, **more).order
 
     works: dict[str, Callable[[], Any]] = {

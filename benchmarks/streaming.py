@@ -17,7 +17,7 @@ from common import arguments, finish, paired, ratio, seconds, show, table, twin
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic
-from elastic.memory.copying import copy
+from elastic.memory.copy_engine import copy
 
 TOKENS = 8
 

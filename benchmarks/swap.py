@@ -19,7 +19,8 @@ import torch
 from common import arguments, finish, paired, ratio, seconds, show, small_model, table
 
 import elastic
-from elastic.memory.copying import Pace, copy
+from elastic.memory.copy_engine import copy
+from elastic.memory.rate_limit import RateLimiter
 
 SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
 STEPS_PER_COMMIT = 8
@@ -32,7 +33,7 @@ def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
     elastic.wrap(model, places=[f"{device}=8GiB"], variants=("int4", "int8"))
     runtime = model.elastic
     layer = runtime._weights.layers[0]
-    form = layer.form_with("int4")
+    form = layer.with_variant("int4")
     plain_source = torch.randint(0, 255, (form.nbytes,), dtype=torch.uint8)
     if device != "cpu":
         plain_source = plain_source.pin_memory()
@@ -43,7 +44,7 @@ def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
     packed = layer.sources(layer.block.show(form.layout), form)
     works = {
         "plain copy": partial(copy, plain_target, plain_source),
-        "copy": lambda: copier.copy(packed, Pace()).finish(),
+        "copy": lambda: copier.copy(packed, RateLimiter()).finish(),
         "plain copy, full": partial(copy, full_target, full_source),
     }
     times = paired(works, device, rounds)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from common import arguments, finish, paired, ratio, seconds, show, small_model, table
 
 import elastic
-from elastic.memory.copying import copy
+from elastic.memory.copy_engine import copy
 
 SHAPES = {"768 (28 MB)": (768, 2048), "2048 (218 MB)": (2048, 5504), "4096 (809 MB)": (4096, 11008)}
 LINEARS = ((768, 768), (768, 2048), (4096, 4096))

@@ -15,7 +15,7 @@ from elastic.errors import (
     Overloaded,
     StateError,
 )
-from elastic.runtime import Runtime, runtime
+from elastic.runtime.runtime import Runtime, runtime
 from elastic.types import (
     Change,
     Event,
@@ -38,13 +38,15 @@ from elastic.types import (
 from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
-    from elastic.engines.continuous import ContinuousEngine
-    from elastic.engines.engine import Engine, Output, Request, Sampling
-    from elastic.kvcache.cache import ElasticCache
+    from elastic.controller.decision import Plan
+    from elastic.controller.snapshot import Snapshot
+    from elastic.engines.base import Engine, Output, Request, Sampling
+    from elastic.engines.continuous.engine import ContinuousEngine
+    from elastic.kvcache.hf_cache import ElasticCache
     from elastic.profiling import profile
-    from elastic.quant.codes import Integers
-    from elastic.quant.profile_file import Profile
-    from elastic.quant.variants import Variant
+    from elastic.quant.formats.integer import Integers
+    from elastic.quant.sensitivity.profile_file import Profile
+    from elastic.quant.variants.variant import Variant
 
 __version__ = "0.1.0"
 
@@ -69,6 +71,7 @@ __all__ = [
     "Overloaded",
     "Place",
     "PlaceStatus",
+    "Plan",
     "PlanStep",
     "Policy",
     "Profile",
@@ -83,6 +86,7 @@ __all__ = [
     "SLO",
     "Sampling",
     "Scale",
+    "Snapshot",
     "StateError",
     "Status",
     "Swap",
@@ -95,12 +99,14 @@ __all__ = [
 
 
 _LATER = {
-    "ContinuousEngine": "elastic.engines.continuous",
-    **dict.fromkeys(("Engine", "Output", "Request", "Sampling"), "elastic.engines.engine"),
-    "ElasticCache": "elastic.kvcache.cache",  # needs transformers, which `import elastic` does not
-    "Integers": "elastic.quant.codes",
-    "Profile": "elastic.quant.profile_file",
-    "Variant": "elastic.quant.variants",
+    "ContinuousEngine": "elastic.engines.continuous.engine",
+    **dict.fromkeys(("Engine", "Output", "Request", "Sampling"), "elastic.engines.base"),
+    "ElasticCache": "elastic.kvcache.hf_cache",  # needs transformers, which `import elastic` does not
+    "Integers": "elastic.quant.formats.integer",
+    "Plan": "elastic.controller.decision",
+    "Profile": "elastic.quant.sensitivity.profile_file",
+    "Snapshot": "elastic.controller.snapshot",
+    "Variant": "elastic.quant.variants.variant",
     "profile": "elastic.profiling",
 }
 

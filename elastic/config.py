@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from elastic.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_LARGEST = 2**63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.ASCII)
 _PLACE = re.compile(r"(?P<device>cpu|cuda)(?::(?P<index>\d+))?(?:#(?P<label>\w+))?(?:=(?P<budget>.+))?", re.ASCII)
 
@@ -28,12 +30,20 @@ def parse_bytes(size: int | str, *, option: str = "size") -> int:
 
     Raises `ConfigError` naming `option` for anything else, and for sizes below zero.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None or match[2] not in _UNITS:
+    found = -1
+    if isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    elif match is not None and match[2] in _UNITS:
+        found = int(Decimal(match[1]) * _UNITS[match[2]])
+    if not 0 <= found < _LARGEST:
         raise ConfigError(f"{option}={size!r} is not a size; use bytes as an integer or text such as '4GiB' or '512MB'")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return found
+
+
+def parse_limit(size: int | str, *, option: str) -> int | None:
+    """Bytes of a limit, as `parse_bytes`; None, the maximum, from `"max"`. Raises `ConfigError`."""
+    return None if size == "max" else parse_bytes(size, option=option)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,11 @@ class Place:
         budget = parse_bytes(match["budget"], option=f"budget of place {name}") if match["budget"] else None
         return cls(name, torch.device(device), budget)
 
+    def __post_init__(self) -> None:
+        budget = self.budget_bytes
+        good = budget is None or (_is_integer(budget) and budget >= 0)
+        require(good, f"budget of place {self.name}", budget, "whole bytes, at least 0, or None")
+
     def with_budget(self, budget_bytes: int) -> Place:
         """The same place with a budget, in bytes."""
         return replace(self, budget_bytes=budget_bytes)
@@ -83,7 +98,7 @@ class SLO:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _require(value is None or (_is_number(value) and value > 0), name, value, "seconds above 0, or None")
+            require(value is None or (_is_number(value) and value > 0), name, value, "seconds above 0, or None")
 
 
 @dataclass(frozen=True)
@@ -149,7 +164,7 @@ class Policy:
 
         Raises `ConfigError` for another name.
         """
-        _require(isinstance(mode, str) and mode in MODES, "policy", mode, "one of " + ", ".join(MODES))
+        require(isinstance(mode, str) and mode in MODES, "policy", mode, "one of " + ", ".join(MODES))
         return cls(**MODES[mode])
 
     @classmethod
@@ -172,7 +187,7 @@ class Policy:
         return replace(cls.named(mode), **fields)
 
     def _check(self, name: str, allowed: str, holds: Callable[[Any], bool]) -> None:
-        _require(holds(getattr(self, name)), name, getattr(self, name), allowed)
+        require(holds(getattr(self, name)), name, getattr(self, name), allowed)
 
     def _below(self, low: float) -> bool:
         return low <= self.kv_high - self.margin + 1e-9
@@ -216,16 +231,16 @@ class Scale:
     def __post_init__(self) -> None:
         shares = ("t_up", "t_down", "kv_high", "margin", "least_gain")
         for name in shares:
-            _require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
+            require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
         for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
             value = getattr(self, name)
-            _require(_is_integer(value) and value >= 1, name, value, "a whole number, at least 1")
+            require(_is_integer(value) and value >= 1, name, value, "a whole number, at least 1")
         for name in ("cooldown_s", "dwell_s", "patience_s"):
             value = getattr(self, name)
-            _require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
-        _require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
-        _require(isinstance(self.group, str), "group", self.group, "a name, or '' for none")
-        _require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
+            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        require(isinstance(self.group, str), "group", self.group, "a name, or '' for none")
+        require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -244,13 +259,14 @@ MODES: dict[str, dict[str, Any]] = {
 (section 3); the rest was settled on simulated traces, see docs/controller.md."""
 
 
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raises `ConfigError` naming an option, its value and what is allowed, unless that holds."""
     if not holds:
         raise ConfigError(f"{name}={value!r} cannot be; it must be {allowed}")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _is_share(value: object) -> bool:
@@ -268,12 +284,12 @@ def _is_names(value: object) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """The fields in a TOML or JSON file, by its name."""
     readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
-    _require(path.suffix in readers, "policy", str(path), "a file named *.toml or *.json")
+    require(path.suffix in readers, "policy", str(path), "a file named *.toml or *.json")
     try:
-        fields = readers[path.suffix](path.read_text())
+        fields = readers[path.suffix](path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"policy file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"policy file {path} is no {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"policy file {path} has a {type(fields).__name__}; it must have names and values")

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from elastic.errors import ConfigError, StateError
-from elastic.hooks.structure import Decoder, find_decoder
-from elastic.quant.capture import Trace, as_for_inference
-from elastic.quant.codes import Integers
-from elastic.quant.dequantized import dequantized_layer
-from elastic.quant.profile_file import Profile, Setting, fingerprint, fingerprint_of_tokens, read
-from elastic.quant.sensitivity import measure
-from elastic.quant.variants import DEFAULTS
-from elastic.runtime import Runtime
+from elastic.quant.formats.integer import Integers
+from elastic.quant.sensitivity.fake_quant import dequantized_layer
+from elastic.quant.sensitivity.layer_trace import LayerTrace, as_for_inference
+from elastic.quant.sensitivity.profile_file import Profile, ProfileSettings, fingerprint, fingerprint_of_tokens, read
+from elastic.quant.sensitivity.scores import measure
+from elastic.quant.variants.variant import DEFAULTS
+from elastic.runtime.runtime import Runtime
+from elastic.weights.decoder import Decoder, find_decoder
 
 CONTEXT = 512
 """Tokens in a sequence of calibration text."""
@@ -66,7 +66,7 @@ def profile(
     with as_for_inference(model):
         on_device = ids.to(next(model.parameters()).device)
         return measure(
-            [Trace(model, decoder.layers, part) for part in on_device.chunk(-(-len(ids) // batch))],
+            [LayerTrace(model, decoder.layers, part) for part in on_device.chunk(-(-len(ids) // batch))],
             decoder.layers,
             lambda index: dequantized_layer(decoder.layers[index], config),
             setting,
@@ -129,8 +129,8 @@ def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> Non
         raise ConfigError(f"batch={batch} must be at least 1")
 
 
-def _setting(decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers, **options: Any) -> Setting:
-    return Setting(
+def _setting(decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers, **options: Any) -> ProfileSettings:
+    return ProfileSettings(
         variant=variant,
         config={"type": type(config).__name__, **dataclasses.asdict(config)},
         dtype=str(next(decoder.layers[0].parameters()).dtype).removeprefix("torch."),
@@ -142,12 +142,12 @@ def _setting(decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers
     )
 
 
-def _begun(path: str | Path | None, setting: Setting) -> Profile | None:
+def _begun(path: str | Path | None, setting: ProfileSettings) -> Profile | None:
     """What is at the path already. Raises `ConfigError` unless it is of the same setting."""
     if path is None or not Path(path).exists():
         return None
     found = read(Path(path))
-    fields = [field.name for field in dataclasses.fields(Setting)]
+    fields = [field.name for field in dataclasses.fields(ProfileSettings)]
     other = [name for name in fields if getattr(found.setting, name) != getattr(setting, name)]
     if other:
         names = {"layers": "another model", "text": "another text"}

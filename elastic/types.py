@@ -15,7 +15,8 @@ class ResizeKV:
     """Action: set the most bytes that new KV caches of one instance may hold on `place`."""
 
     place: str
-    limit_bytes: int
+    limit_bytes: int | None
+    """None: the maximum, whatever it is when the action is done; the limit follows it from then on."""
     revision: int | None = None
     """A resize with a revision not above the last one applied is refused as stale. None: the next one."""
 
@@ -191,10 +192,12 @@ class PlaceStatus:
     page_bytes: int
     budget_bytes: int
     owners: dict[str, int] = field(hash=False)
-    """Owner -> bytes: `kv`, `staging`, `retained`, `layer:i`, `fixed:name`."""
+    """Owner -> bytes: `kv`, `staging`, `retained`, `layer:i`, `fixed:name`. `staging` is kept back to swap layers (one
+    packed layer, if there are variants) and to stream released ones (one layer; under a policy only once one is
+    released: docs/controller.md)."""
     free_bytes: int
-    """Bytes that nobody owns: `idle_bytes` still mapped where a released layer was, taken as soon as they are needed,
-    `parked_bytes` created and kept for reuse, the rest not created."""
+    """Bytes that nobody owns, and that are not kept back: `idle_bytes` still mapped where a released layer was, taken
+    as soon as they are needed, `parked_bytes` created and kept for reuse, the rest not created."""
     idle_bytes: int
     parked_bytes: int
     mappings: int

@@ -11,42 +11,48 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from elastic.assembly import homes, kv_memory, make_reserves, move_weights, open_places, pack
-from elastic.calibration import measure
+from elastic.actions.base import ActionHandler
+from elastic.actions.deferred import DeferredActions
+from elastic.actions.migrate import MigrateHandler
+from elastic.actions.pages.allocation import WeightPageAllocator
+from elastic.actions.pages.broker import PageBroker
+from elastic.actions.release import ReleaseHandler
+from elastic.actions.swap import SwapHandler
 from elastic.config import SLO, Place
-from elastic.control import Asked, choose_policy, set_up_control
 from elastic.errors import StateError
-from elastic.hooks.actions import Waiting
-from elastic.hooks.gate import Gate
+from elastic.hooks.device_transfer import TransferRouter
+from elastic.hooks.forward_gate import ForwardGate
+from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.install import ModelHooks
-from elastic.hooks.migrate import MigrateMechanism
-from elastic.hooks.moving import (
-    layer_slots,
-    make_layers,
+from elastic.kvcache.api import KV
+from elastic.kvcache.storage.layout import choose_layout
+from elastic.memory.background import janitor
+from elastic.memory.checkpoint_file import Checkpoint
+from elastic.memory.page_pool import PagePool
+from elastic.runtime.build import (
+    choose_decode_kernels,
+    homes,
+    kv_memory,
+    make_reserves,
+    move_weights,
+    open_places,
+    pack,
 )
-from elastic.hooks.release import ReleaseMechanism
-from elastic.hooks.reserve import ReservingLender
-from elastic.hooks.structure import Decoder
-from elastic.hooks.swap import MoveMechanism
-from elastic.hooks.tenancy import Tenancy
-from elastic.hooks.travel import Routes
-from elastic.hooks.weights import ModelWeights
-from elastic.kvcache.control import KV
-from elastic.kvcache.layout import choose_layout
-from elastic.kvcache.lending import KVLender
-from elastic.memory.checkpoint import Checkpoint
-from elastic.memory.janitor import janitor
-from elastic.memory.pool import PagePool
-from elastic.options import Options, check_model, check_placement, choose_places, parse_rate, parse_variants
-from elastic.replication import replication
-from elastic.runtime import Runtime, runtime
+from elastic.runtime.controller_setup import Asked, choose_policy, set_up_control
+from elastic.runtime.layer_benchmark import measure
+from elastic.runtime.options import WrapOptions, check_model, check_placement, choose_places, parse_rate, parse_variants
+from elastic.runtime.replication import replication
+from elastic.runtime.runtime import Runtime, runtime
 from elastic.types import Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
-from elastic.worker import Mechanism
+from elastic.weights.decoder import Decoder
+from elastic.weights.eligible import layer_slots
+from elastic.weights.model import ModelWeights
+from elastic.weights.paging import make_layers
 
 if TYPE_CHECKING:
-    from elastic.kvcache.memory import KVMemory
-    from elastic.quant.profile_file import Profile
-    from elastic.quant.variants import Variant
+    from elastic.kvcache.manager import KVMemory
+    from elastic.quant.sensitivity.profile_file import Profile
+    from elastic.quant.variants.variant import Variant
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -95,7 +101,7 @@ def wrap(
     """
     decoder, parsed = check_model(model), parse_variants(variants)
     chosen = choose_places(decoder, places)
-    wanted = Options(
+    wanted = WrapOptions(
         decoder,
         chosen,
         check_placement(placement),
@@ -115,27 +121,29 @@ def wrap(
 def _remember(model: nn.Module, installed: _Installed) -> None:
     """For `unwrap`, or for when the model dies."""
     _installed[model] = installed
-    weakref.finalize(model, janitor.put, installed.abandon).atexit = False
+    weakref.finalize(model, janitor.submit, installed.abandon).atexit = False
 
 
-def _build(model: nn.Module, wanted: Options) -> _Installed:
+def _build(model: nn.Module, wanted: WrapOptions) -> _Installed:
     """Move the model's memory, then put everything on it; on an error it is as it was."""
     decoder = wanted.decoder
+    choose_decode_kernels(decoder, wanted.layouts, wanted.variant_cache)
     with ExitStack() as memory_stack, ExitStack() as model_stack:
         slots = layer_slots(model, decoder)
         pools = open_places(model, decoder, wanted.places, slots, memory_stack)
         layers = make_layers(decoder, slots, homes(decoder, slots, pools, wanted.placement), wanted.files)
         pack(model, layers, pools, wanted.variants, wanted.variant_cache)
         reserves = make_reserves(layers, memory_stack)
-        # a policy swaps layers: memory for streaming released ones is taken from the cache if one is ever released
+        # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
+        # ones is taken from the cache if one is ever released (docs/controller.md)
         least_stages = 1 if wanted.make_policy is None else 0
         weights = move_weights(layers, pools, least_stages, memory_stack, model_stack)
         memory = kv_memory(decoder, pools, wanted.layouts, layers, memory_stack)
-        gate = Gate()
-        lender = ReservingLender(KVLender(memory, gate.exclusive), reserves)
-        mechanisms = _mechanisms(wanted, memory, weights, pools, lender, memory_stack)
-        run = Runtime(gate, partial(KV, memory), weights, pools, mechanisms)
-        _connect(run, memory, weights, lender, pools, memory_stack)
+        gate, forward = ForwardGate(), ForwardState()
+        broker = PageBroker(memory, reserves, gate.exclusive)
+        mechanisms = _mechanisms(wanted, memory, weights, forward, pools, broker, memory_stack)
+        run = Runtime(gate, partial(KV, memory), weights, forward, pools, mechanisms)
+        _connect(run, memory, weights, broker, pools, memory_stack)
         set_up_control(run, memory, weights, pools, wanted.make_policy, wanted.slo, memory_stack)
         _install(model, decoder, gate, memory, run, weights, model_stack)
         run.start(controlled=wanted.start_controller)
@@ -187,29 +195,30 @@ _installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDi
 
 
 def _mechanisms(
-    wanted: Options,
+    wanted: WrapOptions,
     memory: KVMemory,
     weights: ModelWeights,
+    forward: ForwardState,
     pools: list[PagePool],
-    lender: ReservingLender,
+    broker: PageBroker,
     stack: ExitStack,
-) -> dict[type, Mechanism]:
-    from elastic.kvcache.migrate import MigrateKVMechanism
-    from elastic.kvcache.resize import ResizeMechanism
+) -> dict[type, ActionHandler]:
+    from elastic.actions.migrate_kv import MigrateKVHandler
+    from elastic.actions.resize_kv import ResizeHandler
 
-    waiting, pace = Waiting(lender), wanted.pace
-    moves = MoveMechanism(weights, lender, waiting, pace)
-    routes = Routes(weights)
+    waiting, pace = DeferredActions(broker), wanted.pace
+    moves = SwapHandler(weights, broker, waiting, pace)
+    routes = TransferRouter(weights, forward)
     routes.lay()
-    tenancy = stack.enter_context(closing(Tenancy(pools, lender)))
-    replicas = replication(wanted.decoder, memory, weights, tenancy, waiting, pace, stack)
-    kv_migrations = stack.enter_context(closing(MigrateKVMechanism(memory, pace, weights.require_alone)))
+    tenancy = stack.enter_context(closing(WeightPageAllocator(pools, broker)))
+    replicas = replication(wanted.decoder, memory, weights, forward, tenancy, waiting, pace, stack)
+    kv_migrations = stack.enter_context(closing(MigrateKVHandler(memory, pace, weights.require_alone)))
     return {
-        ResizeKV: ResizeMechanism(memory),
-        Release: ReleaseMechanism(weights, lender, waiting),
+        ResizeKV: ResizeHandler(memory),
+        Release: ReleaseHandler(weights, broker, waiting),
         Swap: moves,
         Restore: moves,
-        Migrate: MigrateMechanism(weights, routes, tenancy, waiting, pace),
+        Migrate: MigrateHandler(weights, routes, tenancy, waiting, pace),
         MigrateKV: kv_migrations,
         Replicate: replicas,
         Evict: replicas,
@@ -220,7 +229,7 @@ def _connect(
     run: Runtime,
     memory: KVMemory,
     weights: ModelWeights,
-    lender: ReservingLender,
+    broker: PageBroker,
     pools: list[PagePool],
     stack: ExitStack,
 ) -> None:
@@ -228,7 +237,7 @@ def _connect(
     for kv_pool in memory.pools:
         kv_pool.on_settled = partial(run.settled, kv_pool.pool.name)
     for name, streamer in weights.streamers.items():
-        streamer.on_spare = partial(lender.lend, name)
+        streamer.on_spare = partial(broker.give_to_cache, name)
     for pool in pools:
         pool.listeners.append(run.pages_came_free)
         stack.callback(pool.listeners.remove, run.pages_came_free)
@@ -237,7 +246,7 @@ def _connect(
 def _install(
     model: nn.Module,
     decoder: Decoder,
-    gate: Gate,
+    gate: ForwardGate,
     memory: KVMemory,
     run: Runtime,
     weights: ModelWeights,
@@ -245,9 +254,10 @@ def _install(
 ) -> None:
     """Put hooks, attention function and runtime on the model."""
     from elastic.kvcache.attention import AttentionSwitch
-    from elastic.kvcache.cache import Caches
+    from elastic.kvcache.hf_cache import ElasticCaches
 
-    hooks, attention = ModelHooks(gate, Caches(memory), weights, run.generations), AttentionSwitch(model)
+    hooks = ModelHooks(gate, ElasticCaches(memory), weights, run.forward, run.generations)
+    attention = AttentionSwitch(model)
     stack.callback(hooks.remove)
     hooks.install(decoder)
     if len(weights.streamers) > 1:

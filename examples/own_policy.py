@@ -6,9 +6,8 @@ import time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import elastic
+from elastic import Plan, Snapshot
 from elastic.assets import MODEL_DIR
-from elastic.controller.plan import Plan
-from elastic.controller.snapshot import Snapshot
 
 options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--model", default=MODEL_DIR, help="model directory (default: the small one inside)")

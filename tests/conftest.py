@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import `architectures`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # a busy machine is no failure
+
+import poison  # noqa: E402
+
+poison.install()
 
 import elastic  # noqa: E402
 from elastic.memory import places  # noqa: E402

@@ -12,23 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.bench.compare import Result, read_results, rows, warnings
-from elastic.bench.plots import draw, require_matplotlib
-from elastic.bench.progress import choose_progress
-from elastic.bench.prompts import Prompt, random_prompts, text_prompts
-from elastic.bench.records import write_records
-from elastic.bench.replay import Options, replay
+from elastic.bench.replay.open_loop import ReplayOptions, replay
+from elastic.bench.replay.progress import choose_progress
+from elastic.bench.replay.records import write_records
+from elastic.bench.report.compare import Result, read_results, rows, warnings
+from elastic.bench.report.plots import draw, require_matplotlib
+from elastic.bench.report.summary import summarize
+from elastic.bench.traces.prompts import Prompt, random_prompts, text_prompts
 from elastic.cli.bench_options import make_trace
+from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_write
+from elastic.cli.inputs.interrupts import terminable
 from elastic.config import SLO
 from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from elastic.bench.targets import Target
-    from elastic.bench.traces import Trace
-    from elastic.engines.engine import Engine
+    from elastic.bench.replay.run import ReplayRun
+    from elastic.bench.replay.targets import LoadTarget
+    from elastic.bench.traces.trace import Trace
+    from elastic.engines.base import Engine
 
 VOCABULARY_IF_UNKNOWN = 1000
-INTERRUPTED = 130
 
 
 def bench(options: Namespace) -> int:
@@ -38,32 +41,44 @@ def bench(options: Namespace) -> int:
 
 def compare(options: Namespace) -> int:
     """Show result files side by side; draw them if asked to."""
-    if options.plot:
+    if options.plot is not None:
         require_matplotlib()
     results = read_results(options.files)
     show(results)
-    if options.plot:
+    if options.plot is not None:
         draw(results, Path(options.plot))
     return 0
 
 
 def run(options: Namespace) -> int:
-    """Replay, show the figures, write the files; after Ctrl-C too, with what there is."""
-    _require_folders(options)
+    """Replay, write the files, show the figures; after Ctrl-C or SIGTERM too, with what there is."""
+    with terminable() as interrupts:
+        try:
+            return interrupts.code if measure(options).interrupted else 0
+        except KeyboardInterrupt:  # before there was anything
+            return interrupts.code
+
+
+def measure(options: Namespace) -> ReplayRun:
+    """One run, with all that comes of it."""
+    for name in ("out", "records"):
+        require_file_to_write(getattr(options, name), f"--{name}")
     bounds = (options.slo_ttft, options.slo_tpot, options.slo_e2el)
     slo = None if bounds == (None, None, None) else SLO(*bounds)
     trace = make_trace(options, _context(options.model))
     prompts = make_prompts(options, trace)
-    limits = Options(warmup=options.warmup, timeout_s=options.timeout)
+    limits = ReplayOptions(warmup=options.warmup, timeout_s=options.timeout)
     with make_target(options, slo) as target:
         done = replay(target, trace, prompts, slo, options=limits, progress=choose_progress())
-    if options.records:
-        write_records(options.records, done.records)
-    summary = done.summary(detailed=options.save_detailed)
-    if options.out:
-        _write(Path(options.out), json.dumps(summary) + "\n")
+        summary = summarize(
+            done, detailed=options.save_detailed
+        )  # written before the target's end, which may take long
+        if options.records is not None:
+            write_records(options.records, done.records)
+        if options.out is not None:
+            _write(Path(options.out), json.dumps(summary) + "\n")
     show([Result(Path(options.out or "result").stem, summary)])
-    return INTERRUPTED if done.interrupted else 0
+    return done
 
 
 def show(results: Sequence[Result]) -> None:
@@ -83,25 +98,26 @@ def make_prompts(options: Namespace, trace: Trace) -> list[Prompt]:
     """Passages of the text that was given, else random tokens."""
     choice: dict[str, Any] = {"seed": options.seed, "shared_prefix": options.shared_prefix}
     if options.prompts is None:
-        return random_prompts(trace, options.vocabulary or _vocabulary(options.model), **choice)
-    path = options.tokenizer or options.model
+        tokens = _vocabulary(options.model) if options.vocabulary is None else options.vocabulary
+        return random_prompts(trace, tokens, **choice)
+    path = options.model if options.tokenizer is None else options.tokenizer
     if path is None:
         raise ConfigError("--prompts with --url needs --tokenizer, a directory with the server's tokenizer")
     return text_prompts(trace, _tokenize(options.prompts, path), **choice)
 
 
 @contextmanager
-def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | Target]:
+def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | LoadTarget]:
     """What to replay to, ready; it is stopped at the end."""
     if options.url is None:
         with make_engine(options, slo) as engine:
             yield engine
         return
-    from elastic.bench.remote import RemoteEngine
+    from elastic.bench.replay.http_target import HTTPTarget
 
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with RemoteEngine(options.url, model=options.served_model_name, headers=headers) as remote:
+    with HTTPTarget(options.url, model=options.served_model_name, headers=headers) as remote:
         yield remote
 
 
@@ -109,11 +125,10 @@ def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | Target
 def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
     """A model of a directory, wrapped, behind an engine that has been started."""
     import elastic
-    from elastic.cli.loading import load_model
-    from elastic.config import Place
-    from elastic.engines.continuous import ContinuousEngine
+    from elastic.cli.inputs.model_loading import load_model
+    from elastic.engines.continuous.engine import ContinuousEngine
 
-    place = Place.parse(options.place or "cpu")
+    place = parse_place(options.place)
     model, _ = load_model(options.model, place.device, option="--model")
     variants = tuple(name for name in options.variants.split(",") if name)
     elastic.wrap(model.to(place.device), policy=options.policy, slo=slo, places=[place], variants=variants)
@@ -138,36 +153,17 @@ def _vocabulary(model: str | None) -> int:
 
 
 def _config(model: str) -> Any:
-    from transformers import AutoConfig
+    from elastic.cli.inputs.model_files import read_config
 
-    if not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"--model {model}: no model there (a directory with config.json and weights is needed)")
-    try:
-        return AutoConfig.from_pretrained(model).get_text_config(decoder=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model {model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return read_config(model, option="--model").get_text_config(decoder=True)
 
 
 def _tokenize(text: str, tokenizer: str) -> list[int]:
-    from transformers import AutoTokenizer
+    from elastic.cli.inputs.model_files import read_tokenizer
 
-    try:
-        content = Path(text).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {text} cannot be read: {error}") from error
-    try:
-        found = AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer in {tokenizer}: {str(error).splitlines()[0]}") from error
+    content = read_text(text, "--prompts")
+    found = read_tokenizer(tokenizer, option="--tokenizer")
     return list(found(content, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _require_folders(options: Namespace) -> None:
-    """Before minutes are spent: what is to be written can be."""
-    for name in ("out", "records"):
-        path = getattr(options, name)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such directory")
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING
 from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from elastic.bench.generator import Arrivals, Lengths
-    from elastic.bench.traces import Trace
+    from elastic.bench.traces.generator import ArrivalProcess, Lengths
+    from elastic.bench.traces.trace import Trace
 
 POLICIES = "manual (the default: nothing is swapped), accuracy, balanced, performance"
 
@@ -30,10 +31,10 @@ def add_bench(command: ArgumentParser) -> None:
 
 def make_trace(options: Namespace, most_tokens: int | None) -> Trace:
     """The requests to offer: read or generated, cut, scaled. `most_tokens`: what the model's context holds."""
-    trace = _read(options) if options.trace else _generate(options)
+    trace = _generate(options) if options.trace is None else _read(options)
     if options.rate_scale != 1 or options.rate_method == "stretch":
         trace = trace.with_rate(options.rate_scale, options.rate_method, seed=options.seed)
-    most = options.most_tokens or most_tokens
+    most = most_tokens if options.most_tokens is None else options.most_tokens
     return trace.with_tokens(options.token_scale, most=most)
 
 
@@ -44,7 +45,7 @@ def numbers(text: str, option: str, names: str) -> list[float]:
         found = [float(part) for part in parts]
     except ValueError:
         found = []
-    if len(found) != len(names.split(":")):
+    if len(found) != len(names.split(":")) or not all(map(math.isfinite, found)):
         raise ConfigError(f"{option} {text}: {names} is needed, in numbers")
     return found
 
@@ -112,7 +113,7 @@ def _add_measuring(run: ArgumentParser) -> None:
 
 
 def _read(options: Namespace) -> Trace:
-    from elastic.bench.readers import read_trace
+    from elastic.bench.traces.readers import read_trace
 
     trace = read_trace(options.trace, seed=options.seed)
     if options.window is None:
@@ -121,15 +122,15 @@ def _read(options: Namespace) -> Trace:
 
 
 def _generate(options: Namespace) -> Trace:
-    from elastic.bench.generator import generate
+    from elastic.bench.traces.generator import generate
 
     if options.window is not None:
         raise ConfigError("--window is of a --trace; generated arrivals have --duration")
     return generate(_arrivals(options), _lengths(options), options.duration, seed=options.seed)
 
 
-def _arrivals(options: Namespace) -> Arrivals:
-    from elastic.bench.generator import Gamma, OnOff, Poisson, Ramp
+def _arrivals(options: Namespace) -> ArrivalProcess:
+    from elastic.bench.traces.generator import Gamma, OnOff, Poisson, Ramp
 
     if options.poisson is not None:
         return Poisson(*numbers(options.poisson, "--poisson", "RATE"))
@@ -142,12 +143,14 @@ def _arrivals(options: Namespace) -> Arrivals:
 
 
 def _lengths(options: Namespace) -> Lengths:
-    from elastic.bench.generator import Fixed, LikeTrace, Lognormal
-    from elastic.bench.readers import read_trace
+    from elastic.bench.traces.generator import Fixed, LikeTrace, Lognormal
+    from elastic.bench.traces.readers import read_trace
 
     if Path(options.lengths).is_file():
         return LikeTrace(read_trace(options.lengths))
     if options.lengths.count(":") == 3:
         return Lognormal(*numbers(options.lengths, "--lengths", "MEDIAN:SIGMA:MEDIAN:SIGMA"))
     prompt, output = numbers(options.lengths, "--lengths", "PROMPT:OUTPUT")
+    if not (prompt.is_integer() and output.is_integer()):
+        raise ConfigError(f"--lengths {options.lengths}: tokens are whole numbers")
     return Fixed(int(prompt), int(output))

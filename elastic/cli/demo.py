@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.live import Live
 
 import elastic
-from elastic.cli.loading import Loaded, load
-from elastic.cli.view import mib, screen
+from elastic.cli.inputs.checks import parse_place
+from elastic.cli.inputs.model_loading import Loaded, load
+from elastic.cli.views.panels import mib, screen
 from elastic.config import Place, parse_bytes
 
 DEFAULT_PLACE = "cpu=24MiB"
@@ -29,10 +30,10 @@ RESERVE = 0.08
 
 def demo(options: Namespace) -> int:
     """Run the acts; returns 0 if every text is the plain model's that should be, and the ledger is right, else 1."""
-    place = Place.parse(options.place or DEFAULT_PLACE)
+    place = parse_place(options.place, DEFAULT_PLACE)
     place = Place(place.name, place.device, place.budget_bytes, _page_bytes(options.pages, place))
     console = Console()
-    loaded = load(options.model, options.prompt, options.max_new_tokens, place.device)
+    loaded = load(options, place.device)
     expected = _write(loaded, options)
     console.rule("act 1: the KV limit moves under a running generation")
     same, needs = _act(_move_the_limit, place, loaded, options, console, expected)
@@ -156,7 +157,7 @@ def _move_the_limit(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None,
         for _ in range(PIECES_BETWEEN_ACTIONS):
             yield
         used = kv.used_bytes
-        kv.resize((used, used // 2, 0, kv.maximum_bytes)[turn % 4])
+        kv.resize((used, used // 2, 0, "max")[turn % 4])
 
 
 def _trade_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:

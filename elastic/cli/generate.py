@@ -7,16 +7,16 @@ from argparse import Namespace
 import torch
 
 import elastic
-from elastic.cli.loading import load
-from elastic.config import Place
+from elastic.cli.inputs.checks import parse_place
+from elastic.cli.inputs.model_loading import load
 
 
 def generate(options: Namespace) -> int:
     """Stream the continuation of a prompt to standard output."""
     from transformers import TextStreamer
 
-    place = Place.parse(options.place or "cpu")
-    loaded = load(options.model, options.prompt, options.max_new_tokens, place.device)
+    place = parse_place(options.place)
+    loaded = load(options, place.device)
     elastic.wrap(loaded.model, places=[place])
     try:
         torch.manual_seed(options.seed)

@@ -14,18 +14,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic.calibration import assume, measure
-from elastic.cli.grid import layers_at
-from elastic.cli.loading import load_model
-from elastic.cli.view import mib
+from elastic.cli.inputs.model_files import read_config, reading
+from elastic.cli.inputs.model_loading import load_model
+from elastic.cli.views.layer_grid import layers_at
+from elastic.cli.views.panels import mib
 from elastic.config import Place
-from elastic.controller.calibrated import Calibrated, Calibration, Weighted
-from elastic.controller.placement import Need, Placement, PlaceSize
-from elastic.controller.search import Instance, plan_together
-from elastic.controller.speedup import CostModel, cost, speedup
 from elastic.errors import ConfigError
-from elastic.hooks.structure import Decoder, find_decoder
 from elastic.memory.places import free_bytes
+from elastic.planning.assumed_speeds import assume
+from elastic.planning.cost_model import CostModel, cost, speedup
+from elastic.planning.local_search import PlannedModel, plan_together
+from elastic.planning.measured_cost import Calibration, MeasuredCostModel, WeightedCost
+from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
+from elastic.runtime.layer_benchmark import measure
+from elastic.weights.decoder import Decoder, find_decoder
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,18 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """One of the models that are planned."""
 
     name: str
     home: Placement
-    needs: tuple[Need, ...]
+    needs: tuple[ResourceDemand, ...]
     forwards: dict[str, CostModel]
     """What is predicted, by name; `all` is what placements are chosen by."""
 
     @property
-    def instance(self) -> Instance:
-        return Instance(self.home, tuple(map(_half_kv, self.needs)), self.forwards["all"])
+    def instance(self) -> PlannedModel:
+        return PlannedModel(self.home, tuple(map(_half_kv, self.needs)), self.forwards["all"])
 
 
 def plan(options: Namespace) -> int:
@@ -64,7 +66,7 @@ def plan(options: Namespace) -> int:
     Of several models each begins at a place of its own, in the order of both; replicas are planned together.
     """
     places = _places(options)
-    rooms = [PlaceSize(p.name, _budget(p), _budget(p), margin=options.margin) for p in places]
+    rooms = [PlaceCapacity(p.name, _budget(p), _budget(p), margin=options.margin) for p in places]
     models = []
     for number, path in enumerate(options.models):
         first = number % len(places)
@@ -85,27 +87,29 @@ def plan(options: Namespace) -> int:
 
 
 def _asked(
-    options: Namespace, path: str, number: int, places: Sequence[Place], rooms: Sequence[PlaceSize]
-) -> tuple[Asked, list[PlaceSize]]:
+    options: Namespace, path: str, number: int, places: Sequence[Place], rooms: Sequence[PlaceCapacity]
+) -> tuple[PlanRequest, list[PlaceCapacity]]:
     """A model with its layers at places in this order, and the rooms that are left then, in their own order."""
     model = _meta_model(path, places)
     sizes = sizes_of(find_decoder(model), model)
     calibration = _calibration(options, path, places, sizes)
-    needs = [Need(nbytes, kv_bytes=options.batch * _tokens(options) * sizes.kv_token) for nbytes in sizes.layers]
+    needs = [
+        ResourceDemand(nbytes, kv_bytes=options.batch * _tokens(options) * sizes.kv_token) for nbytes in sizes.layers
+    ]
     known = {room.name: room for room in rooms}
     home, left = spread([known[place.name] for place in places], needs, sizes.fixed)
-    step = Calibrated(calibration, options.batch, 1, sizes.hidden)
-    prompt = Calibrated(calibration, options.batch, options.tokens, sizes.hidden)
-    whole = Weighted((1.0, prompt), (float(options.new_tokens), step))
+    step = MeasuredCostModel(calibration, options.batch, 1, sizes.hidden)
+    prompt = MeasuredCostModel(calibration, options.batch, options.tokens, sizes.hidden)
+    whole = WeightedCost((1.0, prompt), (float(options.new_tokens), step))
     forwards: dict[str, CostModel] = {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}
     known |= {room.name: room for room in left}
     name = f"{number + 1}: {Path(path).resolve().name}"
-    return Asked(name, home, tuple(needs), forwards), [known[room.name] for room in rooms]
+    return PlanRequest(name, home, tuple(needs), forwards), [known[room.name] for room in rooms]
 
 
-def _half_kv(need: Need) -> Need:
+def _half_kv(need: ResourceDemand) -> ResourceDemand:
     """Of a replica, which has half of the rows at most."""
-    return Need(need.nbytes, kv_bytes=-(-need.kv_bytes // 2))
+    return ResourceDemand(need.nbytes, kv_bytes=-(-need.kv_bytes // 2))
 
 
 def sizes_of(decoder: Decoder, model: Any) -> Sizes:
@@ -121,12 +125,14 @@ def sizes_of(decoder: Decoder, model: Any) -> Sizes:
     return Sizes(layers, total - sum(layers), 2 * kv_heads * head_dim * itemsize, hidden, parameters)
 
 
-def spread(rooms: Sequence[PlaceSize], needs: Sequence[Need], fixed: int) -> tuple[Placement, list[PlaceSize]]:
+def spread(
+    rooms: Sequence[PlaceCapacity], needs: Sequence[ResourceDemand], fixed: int
+) -> tuple[Placement, list[PlaceCapacity]]:
     """Every layer at a place of its own, in their order, and the rooms that are left.
 
     Raises `ConfigError` if they do not fit below the margins.
     """
-    left = [room.having(Need(fixed)) if i == 0 else room for i, room in enumerate(rooms)]
+    left = [room.having(ResourceDemand(fixed)) if i == 0 else room for i, room in enumerate(rooms)]
     homes: list[tuple[str]] = []
     here = 0
     for need in needs:
@@ -165,18 +171,13 @@ def _tokens(options: Namespace) -> int:
 
 def _meta_model(path: str, places: Sequence[Place]) -> Any:
     """The model without memory, in the dtype that it would be loaded in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"MODEL {path}: no model there (a directory with config.json is needed)")
-    try:
-        config = AutoConfig.from_pretrained(path)
-        on_cpu = places[0].device.type == "cpu"
-        dtype = torch.float32 if on_cpu else getattr(config, "dtype", None) or torch.bfloat16
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"MODEL {path} cannot be read: {str(error).splitlines()[0]}") from error
+    config = read_config(path, option="MODEL")
+    on_cpu = places[0].device.type == "cpu"
+    dtype = torch.float32 if on_cpu else getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"), reading(f"MODEL {path}", "see that its config.json is whole"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _calibration(options: Namespace, path: str, places: Sequence[Place], sizes: Sizes) -> Calibration:
@@ -186,7 +187,7 @@ def _calibration(options: Namespace, path: str, places: Sequence[Place], sizes: 
     return measure(find_decoder(model.to(places[0].device)), places, (1, options.batch, 8 * options.batch))
 
 
-def _memory(found: Sequence[tuple[Asked, Placement]], left: Sequence[PlaceSize]) -> Table:
+def _memory(found: Sequence[tuple[PlanRequest, Placement]], left: Sequence[PlaceCapacity]) -> Table:
     """What each place has; `left` is what own layers leave, replicas come on top."""
     table = Table("place", "budget", "own", "replicas", "free", title="memory, KV cache included")
     for room in left:

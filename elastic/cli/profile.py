@@ -12,30 +12,33 @@ from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import elastic
-from elastic.cli.loading import load_model
+from elastic.cli.inputs.checks import read_text, require_file_to_write
+from elastic.cli.inputs.model_loading import load_model
 from elastic.config import Place
-from elastic.errors import ConfigError
-from elastic.quant.profile_file import Profile
+from elastic.quant.sensitivity.profile_file import Profile
 
 
 def profile(options: Namespace) -> int:
     """Profile a model, save and show the order; draw it if asked to."""
     device = Place.parse(options.device).device
-    texts = [_text(path, "--calibration") for path in options.calibration]
-    held_out = _text(options.held_out, "--held-out") if options.held_out else None
-    if options.plot:
-        from elastic.cli.plot import require_matplotlib
+    texts = [read_text(path, "--calibration") for path in options.calibration]
+    held_out = None if options.held_out is None else read_text(options.held_out, "--held-out")
+    if options.plot is not None:
+        from elastic.cli.views.loss_plot import require_matplotlib
 
         require_matplotlib()
+    beside = Path(options.model) / f"elastic-profile-{options.variant}.json"
+    path = beside if options.out is None else Path(options.out)
+    require_file_to_write(options.out, "--out")
+    require_file_to_write(options.plot, "--plot")
     model, tokenizer = load_model(options.model, device, option="MODEL")
     model = model.to(device)
-    path = Path(options.out or Path(options.model) / f"elastic-profile-{options.variant}.json")
     found = _measure(model, tokenizer, texts, path, options)
     console = Console()
     console.print(_scores(found))
     console.print(f"order, the first to swap first: {' '.join(map(str, found.order))}", soft_wrap=True)
     console.print(f"saved to {path}", soft_wrap=True)
-    if options.plot:
+    if options.plot is not None:
         _draw(model, tokenizer, found, held_out, texts, options)
         console.print(f"drawn to {options.plot}", soft_wrap=True)
     return 0
@@ -79,18 +82,10 @@ def _tokens(found: Profile) -> int:
 def _draw(
     model: Any, tokenizer: Any, found: Profile, held_out: str | None, texts: list[str], options: Namespace
 ) -> None:
-    from elastic.cli.plot import draw, losses_by_order
+    from elastic.cli.views.loss_plot import draw, losses_by_order
     from elastic.profiling import token_ids
 
-    ids = token_ids(held_out or texts, tokenizer, options.tokens)
+    ids = token_ids(texts if held_out is None else held_out, tokenizer, options.tokens)
     with torch.no_grad():
         losses = losses_by_order(model, found, ids.to(model.device))
-    draw(found, losses, "held-out text" if held_out else "calibration text", Path(options.plot))
-
-
-def _text(path: str, option: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{option} {path} cannot be read: {reason}") from error
+    draw(found, losses, "calibration text" if held_out is None else "held-out text", Path(options.plot))

@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from elastic.config import SLO
-from elastic.engines.engine import Engine
+from elastic.cli.inputs.checks import read_text, require_at_least, require_characters
+from elastic.config import SLO, Place, parse_bytes
+from elastic.engines.base import Engine
 from elastic.errors import ConfigError
+from elastic.memory.places import require_memory
 
 TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
 
@@ -25,10 +27,27 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (not bounded)")
     command.add_argument("--max-body", default="4MiB", metavar="SIZE", help="bound on the body of a request (4MiB)")
     command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
+    _add_clients(command)
     _add_memory(command)
     command.add_argument("--enable-actions", action="store_true", help="open /elastic/actions to holders of the token")
     command.add_argument("--token-file", metavar="FILE", help=f"file with the token for actions (else ${TOKEN})")
     command.add_argument("--api-key-file", metavar="FILE", help=f"file with a key that /v1 asks for (else ${API_KEY})")
+
+
+def _add_clients(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--header-timeout", type=float, default=20.0, metavar="S", help="for a client to send a request's head (20)"
+    )
+    command.add_argument(
+        "--body-timeout", type=float, default=60.0, metavar="S", help="for a client to send a request's body (60)"
+    )
+    command.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names in Host headers to answer to, as example.com, *.example.com or * "
+        "(this machine's where only it can reach the server, else any)",
+    )
 
 
 def _add_memory(command: ArgumentParser) -> None:
@@ -47,44 +66,56 @@ def _add_memory(command: ArgumentParser) -> None:
 def serve(options: Namespace) -> int:
     """Load, wrap, serve until a signal, unwrap; returns the exit code."""
     import elastic
-    from elastic.cli.loading import load_model
-    from elastic.config import Place
+    from elastic.cli.inputs.model_loading import load_model
     from elastic.server import create_app, run
+    from elastic.server.uvicorn_server import bind
 
     token = _secret("--token-file", options.token_file, TOKEN)
     api_key = _secret("--api-key-file", options.api_key_file, API_KEY)
     _check(options, token)
-    device = Place.parse((options.place or ["cpu"])[0]).device
-    model, tokenizer = load_model(options.model, device, option="MODEL")
-    max_model_len = _max_model_len(model, options)
+    chosen, name = wrap_options(options), _served_name(options)
+    device = _places(options)[0].device
     with ExitStack() as stack:
-        elastic.wrap(model.to(device), **wrap_options(options))
+        bound = stack.enter_context(bind(options.host, options.port))  # before minutes are spent on the model
+        model, tokenizer = load_model(options.model, device, option="MODEL")
+        max_model_len = _max_model_len(model, options)
+        elastic.wrap(model.to(device), **chosen)
         stack.callback(elastic.unwrap, model)
         engine = make_engine(model, options)
         stack.callback(engine.stop, drain=False)
         app = create_app(
             engine,
             tokenizer,
-            options.served_model_name or Path(options.model).resolve().name,
+            name,
             max_model_len=max_model_len,
             api_key=api_key,
             token=token,
             actions=options.enable_actions,
             max_body=options.max_body,
+            body_timeout_s=options.body_timeout,
         )
-        return run(app, host=options.host, port=options.port, drain_s=options.drain_seconds)
+        return run(
+            app,
+            host=options.host,
+            bound=bound,
+            drain_s=options.drain_seconds,
+            header_timeout_s=options.header_timeout,
+            allowed_hosts=options.allowed_hosts,
+        )
 
 
 def make_engine(model: Any, options: Namespace) -> Engine:
     """The engine that serves the model, not started yet."""
-    from elastic.engines.continuous import ContinuousEngine
+    from elastic.engines.continuous.engine import ContinuousEngine
 
     return ContinuousEngine(model, max_queue=options.max_queue)
 
 
 def wrap_options(options: Namespace) -> dict[str, Any]:
     """What `elastic.wrap` gets."""
-    policy = options.policy or ("balanced" if options.variants else "manual")
+    policy = options.policy
+    if policy is None:
+        policy = "balanced" if options.variants else "manual"
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
     if options.order is not None:
         chosen["order"] = options.order
@@ -99,27 +130,41 @@ def _check(options: Namespace, token: str | None) -> None:
         raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
-    if not options.drain_seconds >= 0:
-        raise ConfigError(f"--drain-seconds {options.drain_seconds} must be at least 0")
-    if options.max_queue is not None and options.max_queue < 0:
-        raise ConfigError(f"--max-queue {options.max_queue} must be at least 0")
+    require_at_least(0, options.drain_seconds, "--drain-seconds")
+    for option in ("header_timeout", "body_timeout"):
+        if not getattr(options, option) > 0:
+            raise ConfigError(f"--{option.replace('_', '-')} {getattr(options, option)} must be above 0")
+    require_at_least(1, options.max_queue, "--max-queue")
+    require_at_least(2, options.max_model_len, "--max-model-len")
+    require_at_least(1, parse_bytes(options.max_body, option="--max-body"), "--max-body")
+
+
+def _served_name(options: Namespace) -> str:
+    if options.served_model_name is not None:
+        return require_characters(options.served_model_name, "--served-model-name")
+    return require_characters(Path(options.model).resolve().name, "the name of MODEL's directory")
+
+
+def _places(options: Namespace) -> list[Place]:
+    """Those of `--place`, or the one by default."""
+    places = [Place.parse(place) for place in (["cpu"] if options.place is None else options.place)]
+    require_memory(places)
+    return places
 
 
 def _secret(option: str, path: str | None, variable: str) -> str | None:
-    if path is None:
-        return os.environ.get(variable) or None
-    try:
-        secret = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
-    if not secret:
-        raise ConfigError(f"{option} {path} is empty")
-    return secret
+    if path is None and variable not in os.environ:
+        return None
+    secret = os.environ[variable] if path is None else read_text(path, option)
+    if not secret.strip():
+        where = variable if path is None else f"{option} {path}"
+        raise ConfigError(f"{where} is empty; put the secret there, or do without it")
+    return secret.strip()
 
 
 def _max_model_len(model: Any, options: Namespace) -> int | None:
     own = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     wanted: int | None = options.max_model_len
-    if own and wanted and wanted > own:
+    if own and wanted is not None and wanted > own:
         raise ConfigError(f"--max-model-len {wanted} is more than the {own} tokens that the model was made for")
-    return wanted or own
+    return own if wanted is None else wanted

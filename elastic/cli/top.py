@@ -14,10 +14,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from elastic.cli.asking import NoAnswer, ask, base_url
-from elastic.cli.dashboard import SPAN_S, Sample, frame, sample
-from elastic.cli.reading import Moment
-from elastic.errors import ConfigError
+from elastic.cli.inputs.checks import require_at_least
+from elastic.cli.views.dashboard import SPAN_S, Sample, frame, sample
+from elastic.cli.views.status_client import NoAnswer, ask, base_url
+from elastic.cli.views.status_document import StatusDocument
 
 LEAST_S = 0.1
 TIMEOUT_S = 5.0
@@ -26,8 +26,7 @@ TIMEOUT_S = 5.0
 def top(options: Namespace) -> int:
     """Show frames until interrupted, or one with `--once`; a server that does not answer is asked again."""
     url, every_s = base_url(options.url), options.every
-    if not every_s >= LEAST_S:
-        raise ConfigError(f"--every {every_s:g} must be at least {LEAST_S:g} seconds")
+    require_at_least(LEAST_S, every_s, "--every", " seconds")
     console = Console()
     if options.once:
         seen = ask(url, TIMEOUT_S)
@@ -44,7 +43,7 @@ def top(options: Namespace) -> int:
 def frames(url: str) -> Iterator[RenderableType]:
     """A frame for each answer; where there is none, one line about it above the last frame."""
     history: deque[Sample] = deque()
-    seen: Moment | None = None
+    seen: StatusDocument | None = None
     for attempt in itertools.count(1):
         try:
             seen = ask(url, TIMEOUT_S)

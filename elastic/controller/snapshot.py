@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.controller.notice import Notice
-from elastic.types import Event
+from elastic.planning.cost_model import CostModel
+from elastic.planning.placement import ResourceDemand
+from elastic.types import Action, Event, Evict
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RequestStats:
     """What requests experience now."""
 
     waiting: int = 0
@@ -53,7 +55,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryStats:
     """The KV cache: of all layers together, before the first of several places is full."""
 
     used_bytes: int
@@ -73,7 +75,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceStats:
     """One GPU as NVML sees it; None for what it does not report."""
 
     place: str
@@ -89,7 +91,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostStats:
     """Host memory."""
 
     available_bytes: int | None = None
@@ -117,14 +119,14 @@ class Snapshot:
 
     at_s: float
     """Seconds of `time.monotonic`."""
-    traffic: Traffic
-    kv: Memory
+    traffic: RequestStats
+    kv: MemoryStats
     layers: tuple[str, ...]
     """For each decoder layer the variant it is in, such as "float32" or "int4"; "absent" for a released one."""
     busy: bool = False
     """Whether actions that were asked for are still under way or deferred."""
-    devices: tuple[Device, ...] = ()
-    host: Host = Host()
+    devices: tuple[DeviceStats, ...] = ()
+    host: HostStats = HostStats()
     residencies: tuple[tuple[str, ...], ...] = ()
     """For each decoder layer the places that have it, its own first; () where nobody tells."""
     places: tuple[PlaceReading, ...] = ()
@@ -134,5 +136,32 @@ class Snapshot:
     """Decoder layers of which modules are at other places: they are neither replicated nor released."""
     name: str = ""
     """The instance's own name in its group."""
-    others: tuple[Notice, ...] = ()
+    others: tuple[PeerState, ...] = ()
     """The other models of its group, as they were when they last looked."""
+
+
+@dataclass(frozen=True)
+class EvictionRequest:
+    """What a model wants of another one of its group before it does anything else: that replicas leave."""
+
+    model: str
+    action: Evict
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """One model of a group, as it was when it last looked."""
+
+    name: str
+    snapshot: Snapshot
+    needs: tuple[ResourceDemand, ...]
+    """Of its decoder layers, as bytes."""
+    model: Callable[[int], CostModel]
+    """Its cost model, for so many rows."""
+    rows: float = 0.0
+    """Moving average of the requests that run."""
+    pending: tuple[Action, ...] = ()
+    """What it has asked its runtime for, and is not known to be done."""
+    short: bool = False
+    """Whether it sees a shortage."""
+    asks: tuple[EvictionRequest, ...] = ()

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic.engines.engine import Sampling
+from elastic.engines.base import Sampling
+
+
+def random_source(rule: Sampling, device: torch.device) -> torch.Generator | None:
+    """What a request draws from: its seed's numbers, or others each time; None for a greedy one."""
+    if rule.temperature <= 0:
+        return None
+    source = torch.Generator(device)
+    if rule.seed is None:
+        source.seed()  # without it every generator begins with the same numbers
+    else:
+        source.manual_seed(rule.seed)
+    return source
 
 
 def choose(

@@ -1,33 +1,24 @@
-"""Attention for one new token, in which each key head is read once.
-
-With one query token the query heads of a group are simply several queries of one key head, so no key is repeated:
-[batch, groups * n, 1, dim] is viewed as [batch, groups, n, dim]. On CPUs the stock kernel reads grouped keys four times
-as slowly at long contexts, and keys in bfloat16 without native instructions four times again; there two batched
-matrix products with a softmax in float32 between them are the fastest (benchmarks/decode.py).
-"""
+"""The attention function of a wrapped model: one new token goes to the kernel that was measured as the fastest for it
+(`decode_table.py`), an engine's cache attends by itself, anything else goes to the stock function."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from elastic.kvcache.visits import attend_elsewhere
+from elastic.kvcache.decode_table import table
+from elastic.kvcache.remote_attention import attend_on_cache_device
 
-NAME = "elastic_sdpa"
-_STOCK = "sdpa"
+_SDPA = "sdpa"
 _UNUSUAL = ("softcap", "position_bias", "s_aux")  # what the stock function refuses or adds to the scores
-
-
-def register() -> None:
-    """Have transformers know the function by its name. Can be called twice."""
-    AttentionInterface.register(NAME, elastic_sdpa)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+_elastic_modules: WeakSet[nn.Module] = WeakSet()
+_installed: WeakSet[AttentionSwitch] = WeakSet()
 
 
 def elastic_sdpa(
@@ -44,44 +35,21 @@ def elastic_sdpa(
     returns [batch, q, heads, dim], on the query's device. Anything but one query token goes to the stock function; what
     an engine caches in blocks, to its `cache`; keys and values on another device are visited or fetched."""
     if key.device != query.device:
-        return attend_elsewhere(
+        return attend_on_cache_device(
             elastic_sdpa, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         ), None
     attend = getattr(kwargs.get("cache"), "attend", None)
     if attend is not None and not dropout and not any(kwargs.get(name) is not None for name in _UNUSUAL):
         return attend(module.layer_idx, query, key, value, scaling, kwargs["write_index"]), None
-    if query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs):
+    if query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs) or not _one_dtype(query, key, value):
         out, weights = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, weights
     batch, heads, _, dim = query.shape
     packed = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
-    if query.device.type == "cpu" and _rows_merge(key) and _rows_merge(value):
-        out = _matmul_attention(packed, key, value, attention_mask, scaling or dim**-0.5)
-    else:
-        out = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    out = table.attend(packed, key, value, attention_mask, scaling or dim**-0.5)
     return out.reshape(batch, 1, heads, value.shape[-1]), None
-
-
-def _matmul_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """Query [batch, groups, n, dim], key and value [batch, groups, k, dim], mask [batch, 1, 1, k] or [1, 1, 1, k]."""
-    batch, groups, n, _ = query.shape
-    by_key = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).transpose(1, 2))  # the faster order for strided keys
-    scores = by_key.transpose(1, 2).contiguous().float() * scaling
-    if mask is not None:
-        scores = scores.view(batch, groups, n, -1)
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        scores = scores.flatten(0, 1)
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    return torch.bmm(weights, value.flatten(0, 1)).view(batch, groups, n, -1)
-
-
-def _rows_merge(states: torch.Tensor) -> bool:
-    """Whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
-    return states.shape[0] == 1 or states.stride(0) == states.shape[1] * states.stride(1)
 
 
 def _plain(mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
@@ -89,33 +57,63 @@ def _plain(mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) ->
     return shared_mask and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None
 
 
+def _one_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether no autocast is at work, which may give each of them a dtype of its own."""
+    return query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type)
+
+
 class AttentionSwitch:
-    """Sets `elastic_sdpa` on the parts of a model that use `sdpa`, and sets them back. Other choices are left alone."""
+    """Has the modules of a model attend by `elastic_sdpa` where its configs say `sdpa`. Other choices are left alone.
+
+    The configs go on saying `sdpa`: models look at the name, and copies of them are plain ones. Holds no module.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._configs = list(_configs_with_sdpa(model))
-        self._all = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+        parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        by_interface = [part for part in parts if part._supports_attention_backend]  # others compare names themselves
+        configs = {id(part.config) for part in by_interface}
+        self._modules = WeakSet(m for m in model.modules() if id(getattr(m, "config", None)) in configs)
+        self._configs = list({id(part.config): part.config for part in parts}.values())
+        self._all = len(by_interface) == len(parts)
 
     def install(self) -> None:
-        register()
-        for config in self._configs:
-            config._attn_implementation_internal = NAME
+        """Another library's choice of what `sdpa` stands for is left alone too."""
+        _elastic_modules.update(self._modules)
+        _installed.add(self)
+        if ALL_ATTENTION_FUNCTIONS[_SDPA] is sdpa_attention_forward:
+            AttentionInterface.register(_SDPA, _sdpa)
 
     def remove(self) -> None:
-        for config in self._configs:
-            if config._attn_implementation_internal == NAME:
-                config._attn_implementation_internal = _STOCK
+        """Undo `install_override`. Can be called twice, or without it."""
+        _elastic_modules.difference_update(self._modules)
+        _installed.discard(self)
+        if not _installed and ALL_ATTENTION_FUNCTIONS[_SDPA] is _sdpa:
+            AttentionInterface.register(_SDPA, sdpa_attention_forward)
 
     def everywhere(self) -> bool:
         """Whether `elastic_sdpa` is now the attention of all parts of the model."""
-        return len(self._configs) == len(self._all) and all(c._attn_implementation == NAME for c in self._all)
+        return self._all and all(map(_says_sdpa, self._configs))
 
 
-def _configs_with_sdpa(model: nn.Module) -> Iterator[PretrainedConfig]:
-    """The configs of submodels whose attention goes through the interface (others compare the name themselves)."""
-    seen: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) not in seen:
-            seen.add(id(module.config))
-            if module._supports_attention_backend and module.config._attn_implementation in (_STOCK, NAME):
-                yield module.config
+def attends(model: nn.Module, config: PretrainedConfig) -> bool:
+    """Whether the modules of a model with this config now attend by `elastic_sdpa`."""
+    ours = any(m in _elastic_modules for m in model.modules() if getattr(m, "config", None) is config)
+    return ours and _says_sdpa(config)
+
+
+def attend_alike(original: nn.Module, copy: nn.Module) -> None:
+    """Have a copy of a module attend as the original does."""
+    for known, new in zip(original.modules(), copy.modules(), strict=True):
+        if known in _elastic_modules:
+            _elastic_modules.add(new)
+
+
+def _sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `sdpa` stands for while a model of the process is wrapped: for all other models the stock function."""
+    ours = not torch.compiler.is_compiling() and module in _elastic_modules
+    out, weights = (elastic_sdpa if ours else sdpa_attention_forward)(module, *args, **kwargs)
+    return out, weights
+
+
+def _says_sdpa(config: PretrainedConfig) -> bool:
+    return config._attn_implementation == _SDPA and ALL_ATTENTION_FUNCTIONS[_SDPA] is _sdpa

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from elastic.config import Place
 from elastic.errors import ConfigError
-from elastic.memory.backend import PageBackend
-from elastic.memory.cuda import CudaBackend
-from elastic.memory.janitor import janitor
-from elastic.memory.memfd import MemfdBackend
-from elastic.memory.pool import PagePool
+from elastic.memory.backends.base import PageBackend
+from elastic.memory.backends.cgroup import memory_limit
+from elastic.memory.backends.cuda import CudaBackend, require_cuda
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.background import janitor
+from elastic.memory.page_pool import PagePool
 
 _libc = ctypes.CDLL(None)
 _lock = threading.Lock()
@@ -66,10 +68,35 @@ def make_backend(place: Place) -> PageBackend:
 def free_bytes(device: torch.device) -> int:
     """Memory that is free on a device now."""
     if device.type == "cuda":
+        require_cuda(device)
         return int(torch.cuda.mem_get_info(device)[0])
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, total_bytes(device))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory that a device has at all; of a CPU, as much as this process may have of it."""
+    if device.type == "cuda":
+        require_cuda(device)
+        return int(torch.cuda.mem_get_info(device)[1])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = memory_limit()
+    return physical if limit is None else min(physical, limit)
+
+
+def require_memory(places: Sequence[Place]) -> None:
+    """Raises `ConfigError` where the budgets of places on one device are more together than it has."""
+    budgets: dict[torch.device, int] = {}
+    for place in places:
+        budgets[place.device] = budgets.get(place.device, 0) + (place.budget_bytes or 0)
+    for device, budget in budgets.items():
+        total = total_bytes(device)
+        if budget > total:
+            raise ConfigError(
+                f"places={[place.name for place in places if place.device == device]} have budgets of {budget:,} bytes "
+                f"together; {device} has {total:,}: give them less, or none to have it chosen"
+            )
 
 
 def give_back_freed(device: torch.device) -> None:

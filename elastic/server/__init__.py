@@ -9,11 +9,11 @@ from elastic.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from elastic.server.app import create_app
-    from elastic.server.server import run
+    from elastic.server.uvicorn_server import run
 
 __all__ = ["create_app", "run"]
 
-_HOMES = {"create_app": "elastic.server.app", "run": "elastic.server.server"}
+_HOMES = {"create_app": "elastic.server.app", "run": "elastic.server.uvicorn_server"}
 
 
 def __getattr__(name: str) -> Any:

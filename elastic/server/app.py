@@ -13,15 +13,17 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse
 
 from elastic.config import parse_bytes
-from elastic.engines.engine import Engine
+from elastic.engines.base import Engine
 from elastic.errors import ConfigError
-from elastic.server import actions as action_routes
-from elastic.server import errors, openai
-from elastic.server.door import Door
-from elastic.server.serving import Serving
-from elastic.server.status import document
+from elastic.server.generation import errors
+from elastic.server.generation.state import ServerState
+from elastic.server.middleware import RequestMiddleware
+from elastic.server.routes import actions as action_routes
+from elastic.server.routes import openai
+from elastic.server.routes.status import document
 
 MAX_BODY = "4MiB"
+BODY_TIMEOUT_S = 60.0
 
 
 def create_app(
@@ -34,22 +36,33 @@ def create_app(
     token: str | None = None,
     actions: bool = False,
     max_body: int | str = MAX_BODY,
+    body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> FastAPI:
     """An ASGI application that serves one model under `name`.
 
     It starts the engine with itself and stops it at its end, unless the engine serves already: who starts an engine
     stops it. `tokenizer` is the model's, from transformers. `max_model_len` is the most tokens of prompt and answer
     together; None: not bounded here. With `api_key`, `/v1/…` wants it as a bearer token. `actions=True` opens
-    `/elastic/actions` to those who have `token`. `max_body` bounds the bodies of requests, in bytes or as text.
+    `/elastic/actions` to those who have `token`. `max_body` bounds the bodies of requests, in bytes or as text, and
+    `body_timeout_s` the seconds that one may take to arrive.
 
-    The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `Serving`: call
+    The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `EngineState`: call
     `drain()` on it to refuse new requests. Raises `ConfigError` for options that cannot work.
     """
     if actions and not token:
         raise ConfigError("actions=True needs a token: whoever reaches the server could change the model")
     if max_model_len is not None and max_model_len < 2:
         raise ConfigError(f"max_model_len={max_model_len} leaves no room for a prompt and an answer")
-    serving = Serving(engine, tokenizer, name, max_model_len=max_model_len)
+    if not name.strip():
+        raise ConfigError(f"name={name!r} is empty; give the model a name")
+    if api_key is not None and not api_key:
+        raise ConfigError("api_key='' lets everyone in; give a key, or None for no key")
+    body_bytes = parse_bytes(max_body, option="max_body")
+    if body_bytes < 1:
+        raise ConfigError(f"max_body={max_body!r} refuses every request; give bytes, such as '4MiB'")
+    if not body_timeout_s > 0:
+        raise ConfigError(f"body_timeout_s={body_timeout_s} must be above 0")
+    serving = ServerState(engine, tokenizer, name, max_model_len=max_model_len)
     app = FastAPI(title="Elastic", description="An elastic language model", lifespan=partial(_lifespan, serving))
     app.state.serving = serving
     errors.install(app)
@@ -57,12 +70,14 @@ def create_app(
     app.include_router(action_routes.routes(engine) if actions else action_routes.closed())
     _add_views(app, serving)
     keys = {"/v1/": api_key, "/elastic/actions": token if actions else None}
-    app.add_middleware(Door, serving=serving, keys=keys, max_body_bytes=parse_bytes(max_body, option="max_body"))
+    app.add_middleware(
+        RequestMiddleware, serving=serving, keys=keys, max_body_bytes=body_bytes, body_timeout_s=body_timeout_s
+    )
     return app
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(serving: Serving, app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(serving: ServerState, app: FastAPI) -> AsyncIterator[None]:
     ours = not serving.engine.serving
     if ours:
         serving.engine.start()
@@ -70,12 +85,12 @@ async def _lifespan(serving: Serving, app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         serving.drain()
-        serving.prompts.close()
+        serving.close()
         if ours:
-            await asyncio.to_thread(serving.engine.stop, drain=False)
+            await asyncio.to_thread(serving.engine.stop, drain=False, timeout_s=0.0 if serving.forced else None)
 
 
-def _add_views(app: FastAPI, serving: Serving) -> None:
+def _add_views(app: FastAPI, serving: ServerState) -> None:
     """The endpoints that only look. They run in threads: the runtime may be busy for a moment."""
 
     @app.get("/health")
@@ -91,4 +106,4 @@ def _add_views(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/elastic/status")
     def status() -> Response:
-        return JSONResponse(document(serving.engine, serving.name, serving.state, serving.since_s))
+        return JSONResponse(document(serving))

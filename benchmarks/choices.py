@@ -1,0 +1,121 @@
+"""What is chosen by the kind of device, without measuring it at run time, beside its alternatives on this machine.
+
+    python benchmarks/choices.py
+
+The order of keys and values in memory (`kv_layout`; attention at 2,048 tokens, each order by its own fastest kernel),
+the page size (mapping and unmapping 64 MiB), the parts of copies beside a model, and the pieces in which packed weights
+are expanded on a CPU. The ratio is the time of the choice to that of the fastest: 1.00 where nothing is lost by it.
+Kernels of products and of attention are not here: those are measured when a model is wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import torch
+from common import arguments, finish, paired, ratio, show, table
+from quantized_linear import CONFIGS
+
+from elastic.config import Place
+from elastic.kvcache import decode_timing
+from elastic.kvcache.decode_kernels import KERNELS
+from elastic.memory.backends.memfd import DEFAULT_PAGE_BYTES
+from elastic.memory.copy_engine import copy
+from elastic.memory.page_pool import PagePool
+from elastic.memory.places import make_backend
+from elastic.memory.rate_limit import RateLimiter
+from elastic.memory.virtual_range import VirtualRange
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+from elastic.quant.kernels import cpu_dequant as cpu_pieces
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+Works = dict[str, Callable[[], Any]]
+
+
+def layouts(dtype: torch.dtype, queries: int) -> Works:
+    """Attention of one token over 2,048 tokens of 4 key heads of 64, from memory that is not in cache."""
+
+    def attend(order: str) -> Callable[[], Any]:
+        shape = decode_timing.Shape("this", dtype, queries, 64, 64, order)
+        kernel = KERNELS[decode_timing.fastest(shape, 2048, CPU, 4)]
+        inputs = cycle(decode_timing._inputs(shape, 2048, CPU, 4))
+        return lambda: [kernel(*next(inputs), None, 0.125) for _ in range(8)]
+
+    return {order: attend(order) for order in ("head_major", "token_major")}
+
+
+def pages() -> Works:
+    """Mapping and unmapping 64 MiB through the ledger."""
+
+    def turn(page_bytes: int) -> Callable[[], Any]:
+        count = 64 * MIB // page_bytes
+        backend = make_backend(Place("cpu", CPU, page_bytes=page_bytes))
+        pool = PagePool(f"cpu#{page_bytes}", backend, count * page_bytes, ready_pages=0)
+        range_ = VirtualRange(pool, count)
+
+        def work() -> None:
+            range_.map(0, pool.allocate("kv", count))
+            pool.free(range_.unmap(0, count))
+
+        return work
+
+    return {f"{size // 1024} KiB": turn(size) for size in (16 << 10, 64 << 10, 256 << 10, 2 * MIB)}
+
+
+def copies() -> Works:
+    """Copying 64 MiB in parts, as beside a model that computes."""
+    source, target = (torch.zeros(64 * MIB, dtype=torch.uint8) for _ in range(2))
+
+    def in_parts(size: int) -> Callable[[], Any]:
+        return lambda: [copy(target[i : i + size], source[i : i + size]) for i in range(0, 64 * MIB, size)]
+
+    return {f"{size // MIB} MiB": in_parts(size) for size in (MIB, 4 * MIB, 16 * MIB, 64 * MIB)}
+
+
+def pieces() -> Works:
+    """64 tokens through an int4 matrix, 2048 -> 2048, that is expanded in pieces."""
+    config, matrix, target = CONFIGS["int4"], MatrixShape(2048, 2048), KernelTarget.of(CPU)
+    parts = format_of(config).quantize(config, torch.randn(2048, 2048), None, target)
+    path = format_of(config).paths(config, parts, matrix, target)["expanded"]
+    x = torch.randn(64, 2048)
+
+    def expand(size: int) -> Callable[[], Any]:
+        def work() -> None:
+            cpu_pieces.PIECE = size
+            path(x, parts)
+
+        return work
+
+    return {f"2^{power}": expand(1 << power) for power in (16, 17, 18, 19, 20)}
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    piece = f"2^{cpu_pieces.PIECE.bit_length() - 1}"
+    cases: dict[str, tuple[str, Works]] = {
+        "order of keys, float32 MHA": ("head_major", layouts(torch.float32, 1)),
+        "order of keys, float32 GQA": ("head_major", layouts(torch.float32, 3)),
+        "order of keys, bfloat16 MHA": ("head_major", layouts(torch.bfloat16, 1)),
+        "order of keys, bfloat16 GQA": ("head_major", layouts(torch.bfloat16, 3)),
+        "page size": (f"{DEFAULT_PAGE_BYTES // 1024} KiB", pages()),
+        "part of a copy": (f"{RateLimiter.CHUNK // MIB} MiB", copies()),
+        "expanded piece": (piece, pieces()),
+    }
+    results, rows = [], []
+    for name, (chosen, works) in cases.items():
+        times = paired(works, "cpu", options.rounds)
+        best = min(times, key=lambda kind: sorted(times[kind])[options.rounds // 2])
+        result = {"choice": name, "chosen": chosen, "fastest": best, "ratio": ratio(times[chosen], times[best])}
+        results.append(
+            result | {"others": {kind: ratio(t, times[chosen]) for kind, t in times.items() if kind != chosen}}
+        )
+        rows.append([name, chosen, best, show(result["ratio"])])
+    table(["choice", "chosen", "fastest here", "chosen / fastest"], rows)
+    finish("choices", options.device, results)
+
+
+if __name__ == "__main__":
+    main()

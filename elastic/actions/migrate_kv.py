@@ -1,0 +1,161 @@
+"""The action that has the KV cache of decoder layers at another place (CoCoServe, section 3.3).
+
+What caches hold is copied beside running forward passes; the safe point copies the tokens that were appended meanwhile,
+and switches. A cache that was cropped, reordered or replaced meanwhile is copied again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.transfer import KVTransfer
+from elastic.memory.copy_engine import CopyEngine, make_copy_engine
+from elastic.memory.rate_limit import RateLimiter
+from elastic.types import Change, MigrateKV, PlanStep
+
+ROUNDS = 2
+"""What is appended during the first is copied in the second, so that little is left for the safe point."""
+
+
+@dataclass
+class PreparedKVMigration:
+    action: MigrateKV
+    pool: KVPool
+    layers: tuple[int, ...]
+    """Of the action, those whose KV cache is elsewhere."""
+    parcels: weakref.WeakKeyDictionary[ElasticLayer, KVTransfer] = field(default_factory=weakref.WeakKeyDictionary)
+    """Of the cache layers that live. What was taken for one that died went with it."""
+    homes: dict[int, KVPool] = field(default_factory=dict)
+    """Before the commit."""
+
+
+class MigrateKVHandler:
+    """`MigrateKV`: check, prepare, commit, roll back, finish."""
+
+    def __init__(self, memory: KVMemory, pace: RateLimiter, require_alone: Callable[[int], None]) -> None:
+        """`require_alone` raises for a layer whose rows replicas share."""
+        self._memory = memory
+        self._require_alone = require_alone
+        self._pools = {pool.pool.name: pool for pool in memory.pools}
+        self._pace = pace
+        self._copiers: dict[torch.device, CopyEngine] = {}
+
+    def close(self) -> None:
+        """Give up the threads or streams of copies."""
+        while self._copiers:
+            self._copiers.popitem()[1].close()
+
+    def dry_run(self, action: MigrateKV) -> PlanStep:
+        """What the action would do now. Raises `CapacityError` if the place has no room for it."""
+        prepared = self._check(action)
+        moved = sum(held.nbytes for layer in self._leaving(prepared) if (held := layer.held()) is not None)
+        return PlanStep(action, "applied", moved, 0, self._pages(prepared), 0.0)
+
+    def prepare(self, action: MigrateKV) -> PreparedKVMigration:
+        """Pages at the new place, and copies in them of what caches hold."""
+        prepared = self._check(action)
+        try:
+            for _ in range(ROUNDS):
+                for layer in self._leaving(prepared):
+                    self._parcel(prepared, layer).sync(
+                        layer, lambda source: self._copier(source, prepared.pool), self._pace
+                    )
+        except BaseException:
+            self.rollback(prepared)
+            raise
+        return prepared
+
+    def commit(self, prepared: PreparedKVMigration) -> None:
+        """New caches go to the new place from now on; those that live go on there."""
+        self._require_no_engine(prepared.layers)
+        for index in prepared.layers:
+            prepared.homes[index] = self._memory.homes[index]
+            self._memory.homes[index] = prepared.pool
+        for layer in self._leaving(prepared):
+            self._parcel(prepared, layer).cut_over(layer)
+
+    def rollback(self, prepared: PreparedKVMigration) -> None:
+        """Everything goes on where it was, and the new pages are given back."""
+        for index, pool in prepared.homes.items():
+            self._memory.homes[index] = pool
+        for layer, parcel in list(prepared.parcels.items()):
+            parcel.revert(layer)
+        prepared.parcels.clear()
+
+    def finish(self, prepared: PreparedKVMigration) -> Change:
+        """What caches have left is idle, for the next ones there, but for what tensors outside still show."""
+        parcels = list(prepared.parcels.values())
+        retained = sum(parcel.finish() for parcel in parcels)
+        return Change("applied", prepared.layers, (), sum(p.moved_bytes for p in parcels), 0, retained)
+
+    def deferred(self) -> tuple[MigrateKV, ...]:
+        """It is never deferred: without pages it is refused."""
+        return ()
+
+    def _check(self, action: MigrateKV) -> PreparedKVMigration:
+        """What is to be moved. Raises if the place has no room for it."""
+        if action.place not in self._pools:
+            raise ConfigError(
+                f"place {action.place!r} is none of this model's, which are {sorted(self._pools)}; "
+                "wrap(model, places=…) opens them"
+            )
+        homes, pool = self._memory.homes, self._pools[action.place]
+        unknown = [index for index in action.layers if not 0 <= index < len(homes)]
+        if unknown:
+            raise ConfigError(f"layer {unknown[0]} is no decoder layer of this model; use 0 to {len(homes) - 1}")
+        for index in action.layers:
+            self._require_alone(index)
+        prepared = PreparedKVMigration(
+            action, pool, tuple(index for index in action.layers if homes[index] is not pool)
+        )
+        self._require_no_engine(prepared.layers)
+        pages, room = self._pages(prepared), pool.available(growing=False)
+        if pages > room:
+            size, status = pool.pool.page_bytes, pool.status()
+            raise CapacityError(
+                f"place {action.place} has no room for the KV cache of layers {list(prepared.layers)}; migrate fewer, "
+                "let generations end, or raise its limit or its budget",
+                requested_bytes=pages * size,
+                free_bytes=room * size,
+                total_bytes=status.capacity_bytes,
+            )
+        return prepared
+
+    def _require_no_engine(self, layers: tuple[int, ...]) -> None:
+        if layers and any(pool.has_sectors for pool in self._memory.pools):
+            raise StateError(
+                "a continuous batching engine has its KV cache in blocks, which stay at one place; stop it first, or "
+                "migrate only the weights: rt.migrate(…, kv=False)"
+            )
+
+    def _leaving(self, prepared: PreparedKVMigration) -> Iterator[ElasticLayer]:
+        """The cache layers that live and are not at the new place. It keeps none of them alive but the last given."""
+        living = [weakref.ref(layer) for layer in self._memory.layers_of(prepared.action.layers)]
+        for known in living:
+            layer = known()
+            if layer is not None and not layer.is_on(prepared.pool):
+                yield layer
+            del layer
+
+    def _pages(self, prepared: PreparedKVMigration) -> int:
+        """That the caches which live now would take at the new place."""
+        held = (layer.held() for layer in self._leaving(prepared))
+        return sum(self._memory.pages_like(one, prepared.pool) for one in held if one is not None)
+
+    def _parcel(self, prepared: PreparedKVMigration, layer: ElasticLayer) -> KVTransfer:
+        return prepared.parcels.setdefault(layer, KVTransfer(self._memory, prepared.pool))
+
+    def _copier(self, source: KVPool, target: KVPool) -> CopyEngine:
+        devices = [pool.pool.backend.device for pool in (target, source)]
+        device = next((device for device in devices if device.type == "cuda"), devices[0])
+        if device not in self._copiers:
+            self._copiers[device] = make_copy_engine(device)
+        return self._copiers[device]

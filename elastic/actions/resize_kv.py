@@ -1,0 +1,84 @@
+"""The action that moves the limit of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from elastic.errors import ConfigError
+from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.lease import OffloadedTokens
+from elastic.kvcache.storage.pool import KVPool
+from elastic.types import PlanStep, Resize, ResizeKV
+
+
+@dataclass
+class PreparedResize:
+    """A resize that was checked, and host copies of what it will move there; `result` is set by its commit."""
+
+    action: ResizeKV
+    previous_bytes: int | None
+    """None: the maximum."""
+    copies: list[OffloadedTokens] = field(default_factory=list)
+    result: Resize | None = None
+
+
+class ResizeHandler:
+    """`ResizeKV`: check, prepare, commit, roll back."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._pools = {pool.pool.name: pool for pool in memory.pools}
+
+    def dry_run(self, action: ResizeKV) -> PlanStep:
+        """What the action would do now. Raises `ConfigError` or `CapacityError` if it cannot be done at all."""
+        pool = self._pool(action)
+        status, released, over = pool.dry_run_resize(action.limit_bytes, action.revision)
+        size, moved = pool.pool.page_bytes, 0
+        if over and pool.host_offload:
+            offered = sum(layer.pages for layer in self._memory.resting(pool))
+            moved = min(over, offered)
+            status = "applied" if offered >= over else status
+        return PlanStep(action, status, moved * size, released + moved, transient_pages=0, pause_ms=0.0)
+
+    def prepare(self, action: ResizeKV) -> PreparedResize:
+        """Check; copy caches that rest to the host, as many as the limit needs, beside whatever runs."""
+        pool = self._pool(action)
+        _, _, over = pool.dry_run_resize(action.limit_bytes, action.revision)
+        before = pool.limits
+        at_maximum = before.limit == before.maximum
+        prepared = PreparedResize(action, None if at_maximum else before.limit * pool.pool.page_bytes)
+        if over and pool.host_offload:
+            for layer in self._memory.resting(pool):
+                copy = layer.copy_to_host() if over > 0 else None
+                if copy is not None:
+                    over -= layer.pages
+                    prepared.copies.append(copy)
+        return prepared
+
+    def commit(self, prepared: PreparedResize) -> None:
+        """Move the limit, once. A cache that was used since it was copied stays where it is."""
+        if prepared.result is None:
+            action = prepared.action
+            moved = [copy.nbytes for copy in prepared.copies if copy.layer.move_to_host(copy)]
+            result = self._pool(action).resize(action.limit_bytes, action.revision)
+            prepared.result = replace(result, moved_bytes=sum(moved))
+
+    def rollback(self, prepared: PreparedResize) -> None:
+        """Undo a commit. Pages that were given back, and caches on the host, return when they are next used."""
+        if prepared.result is not None and prepared.result.status != "stale":
+            self._pool(prepared.action).resize(prepared.previous_bytes)
+        prepared.result = None
+
+    def finish(self, prepared: PreparedResize) -> Resize:
+        """The result."""
+        assert prepared.result is not None
+        return prepared.result
+
+    def deferred(self) -> tuple[ResizeKV, ...]:
+        """A deferred resize completes by itself, as caches end."""
+        return ()
+
+    def _pool(self, action: ResizeKV) -> KVPool:
+        if action.place not in self._pools:
+            raise ConfigError(f"place={action.place!r} has no KV cache of this model; it lies on {list(self._pools)}")
+        return self._pools[action.place]

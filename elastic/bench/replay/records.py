@@ -1,0 +1,109 @@
+"""What happened to each request, and the file that keeps it: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from elastic.errors import ConfigError
+
+Finish = Literal["stop", "length", "cancelled", "failed", "rejected", "timeout", "unfinished"]
+COMPLETED: frozenset[Finish] = frozenset({"stop", "length"})
+
+
+@dataclass(frozen=True)
+class Record:
+    """One offered request. Times are seconds since the replay began; None: it did not come to that, or is not known."""
+
+    id: str
+    arrival_s: float
+    """By the trace, whenever it was really submitted."""
+    prompt_tokens: int
+    asked_tokens: int
+    """The output length that the trace wants."""
+    submitted_s: float | None
+    """When the replay handed it in; what it is later than `arrival_s` counts as waiting."""
+    scheduled_s: float | None
+    """When it first went into a forward pass."""
+    waited_for_kv_s: float | None
+    """How long before that there was no KV block for it although the batch had room."""
+    token_times_s: tuple[float, ...]
+    """When each token, or each piece of a stream, was there."""
+    output_tokens: int
+    """What was generated; more than there are `token_times_s` where a piece of a stream had several."""
+    finish: Finish
+    ended_s: float | None
+    error: str | None = None
+    weights: tuple[int, ...] = ()
+    """For each token, which weights computed it; empty where that is not known."""
+    tokens: tuple[int, ...] = ()
+    """What was generated; empty where that is not known."""
+
+    @property
+    def completed(self) -> bool:
+        return self.finish in COMPLETED and bool(self.token_times_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """First token - arrival, waiting included."""
+        return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def e2el_s(self) -> float | None:
+        """Last token - arrival."""
+        return self.token_times_s[-1] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(E2EL - TTFT) / (tokens - 1), of two tokens or more."""
+        if self.output_tokens < 2 or not self.token_times_s:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def itls_s(self) -> tuple[float, ...]:
+        """The gaps between one token, or piece, and the next."""
+        times = self.token_times_s
+        return tuple(later - earlier for earlier, later in pairwise(times))
+
+    @property
+    def queued_s(self) -> float | None:
+        """First scheduling - arrival."""
+        return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
+
+
+def write_records(path: str | Path, records: Iterable[Record]) -> None:
+    """One line for each. Raises `ConfigError` where the file cannot be written."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+    except OSError as error:
+        raise ConfigError(f"records {path} cannot be written: {error.strerror}") from error
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """What `write_records` wrote. Raises `ConfigError` naming file and line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"records {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"records {path} are not UTF-8 text: {error}") from error
+    return list(_parsed(path, lines))
+
+
+def _parsed(path: str | Path, lines: Sequence[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            yield Record(**{f.name: _value(row[f.name]) for f in fields(Record)})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: it is not a record of a replay: {error!r}") from error
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

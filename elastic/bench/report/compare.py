@@ -1,0 +1,125 @@
+"""Result files side by side, with ratios against the first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the table."""
+
+    label: str
+    path: tuple[str, ...]
+    """Keys that lead to it in a result file."""
+    factor: float = 1.0
+
+
+FIGURES = (
+    Figure("offered", ("elastic", "offered")),
+    Figure("completed", ("completed",)),
+    Figure("SLO attainment %", ("elastic", "slo_attainment"), 100),
+    Figure("goodput req/s", ("request_goodput",)),
+    Figure("requests/s", ("request_throughput",)),
+    Figure("output tokens/s", ("output_throughput",)),
+    *(
+        Figure(f"{name.upper()} {which} ms", (f"{key}_{name}_ms",))
+        for name in ("ttft", "tpot", "itl", "e2el")
+        for which, key in (("P50", "median"), ("P95", "p95"), ("P99", "p99"))
+    ),
+    Figure("queueing P50 ms", ("elastic", "median_queueing_ms")),
+    Figure("queueing P95 ms", ("elastic", "p95_queueing_ms")),
+    Figure("KV use mean %", ("elastic", "kv_use", "mean"), 100),
+    Figure("KV > 95 % of time %", ("elastic", "kv_use", "almost_full_share"), 100),
+    Figure("preemptions", ("elastic", "preemptions")),
+    Figure("stalls", ("elastic", "stalls")),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result file, and what it is called in a table."""
+
+    name: str
+    summary: dict[str, Any]
+
+    def value(self, figure: Figure) -> float | None:
+        found: Any = self.summary
+        for key in figure.path:
+            found = found.get(key) if isinstance(found, dict) else None
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        return found * figure.factor if is_number else None
+
+    @property
+    def elastic(self) -> dict[str, Any]:
+        found = self.summary["elastic"]
+        return found if isinstance(found, dict) else {}
+
+
+def read_results(paths: Sequence[str | Path]) -> list[Result]:
+    """Result files of `elastic bench run`. Raises `ConfigError` naming the one that is none."""
+    names = _names([Path(path) for path in paths])
+    return [Result(name, _read(Path(path))) for name, path in zip(names, paths, strict=True)]
+
+
+def rows(results: Sequence[Result]) -> list[list[str]]:
+    """A header, then a row for each figure that any of the files has: values, each with its ratio to the first."""
+    table = [["", *(result.name for result in results)]]
+    for figure in FIGURES:
+        values = [result.value(figure) for result in results]
+        if any(value is not None for value in values):
+            table.append([figure.label, *(_cell(value, values[0], i) for i, value in enumerate(values))])
+    known = [result.elastic.get("token_share_by_variant") or {} for result in results]
+    for variant in sorted({v for shares in known for v in shares}):
+        shares = [shares.get(variant) for shares in known]
+        table.append([f"tokens in {variant} %", *("-" if s is None else f"{100 * s:.1f}" for s in shares)])
+    return table
+
+
+def warnings(results: Sequence[Result]) -> list[str]:
+    """What a reader of the table must know."""
+    found = []
+    workloads = {result.elastic.get("trace", {}).get("workload_sha256") for result in results}
+    if len(workloads) > 1:
+        found.append("the files were not offered the same requests: ratios compare workloads too")
+    for result in results:
+        if result.elastic.get("over_saturated"):
+            found.append(f"{result.name} is over-saturated: its latencies measure the length of the run")
+        if result.elastic.get("interrupted"):
+            found.append(f"{result.name} was interrupted")
+        if result.summary.get("failed"):
+            found.append(
+                f"{result.name}: {result.summary['failed']} requests were not completed; latencies leave them out"
+            )
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(summary, dict) or not isinstance(summary.get("elastic"), dict) or "duration" not in summary:
+        raise ConfigError(f"{path} is no result file of `elastic bench run`")
+    return summary
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """File names without suffix; the whole path where two are alike."""
+    stems = [path.stem for path in paths]
+    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
+
+
+def _cell(value: float | None, first: float | None, column: int) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1000 else f"{value:.4g}"
+    return text if column == 0 or not first else f"{text} ({value / first:.2f}x)"

@@ -1,0 +1,59 @@
+"""What is in the prompts: token ids, as many as the trace says, seeded, another text for each request.
+
+Traces have no prompts, only lengths. An engine that keeps caches of prefixes would find a replay of alike prompts easy,
+so no two requests begin at the same place of the text; `shared_prefix` is the case where they share on purpose.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from elastic.bench.traces.trace import Trace
+from elastic.errors import ConfigError
+
+Prompt = tuple[int, ...]
+
+
+def text_prompts(trace: Trace, tokens: Sequence[int], *, seed: int = 0, shared_prefix: int = 0) -> list[Prompt]:
+    """Prompts that are passages of a tokenized text, each from a place of its own; after the end it begins again.
+
+    With `shared_prefix`, the first so many tokens of every prompt (all but one of a shorter one) are the text's first.
+    Raises `ConfigError` for a text with fewer tokens than the trace has requests.
+    """
+    if len(tokens) < len(trace.requests):
+        raise ConfigError(
+            f"the text has {len(tokens):,} tokens, and {len(trace.requests):,} prompts must begin at different ones; "
+            "give a longer text"
+        )
+    twice = [*tokens, *tokens]
+    starts = random.Random(seed).sample(range(len(tokens)), len(trace.requests))
+    prompts = [
+        _passage(twice, len(tokens), start, request.prompt_tokens)
+        for start, request in zip(starts, trace.requests, strict=True)
+    ]
+    return _with_prefix(prompts, _passage(twice, len(tokens), 0, shared_prefix), shared_prefix)
+
+
+def random_prompts(trace: Trace, vocabulary: int, *, seed: int = 0, shared_prefix: int = 0) -> list[Prompt]:
+    """Prompts of token ids drawn evenly from [0, `vocabulary`)."""
+    if vocabulary < 2:
+        raise ConfigError(f"a vocabulary of {vocabulary} tokens makes no prompts that differ; at least 2 are needed")
+    rng = random.Random(seed)
+    prompts = [tuple(rng.choices(range(vocabulary), k=r.prompt_tokens)) for r in trace.requests]
+    return _with_prefix(prompts, rng.choices(range(vocabulary), k=max(0, shared_prefix)), shared_prefix)
+
+
+def _passage(twice: Sequence[int], length: int, start: int, wanted: int) -> Prompt:
+    passage = tuple(twice[start : start + min(wanted, length)])
+    while len(passage) < wanted:
+        passage += passage[: wanted - len(passage)]
+    return passage
+
+
+def _with_prefix(prompts: list[Prompt], prefix: Sequence[int], shared: int) -> list[Prompt]:
+    if shared < 0:
+        raise ConfigError(f"shared prefix {shared} must be at least 0")
+    if shared == 0:
+        return prompts
+    return [tuple(prefix[: min(shared, len(p) - 1)]) + p[min(shared, len(p) - 1) :] for p in prompts]

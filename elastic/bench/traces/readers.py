@@ -1,0 +1,152 @@
+"""Traces from files: Azure 2023 CSV, BurstGPT CSV, Mooncake JSONL. Their first line tells which."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from elastic.bench.traces.trace import Trace, TraceRequest
+from elastic.errors import ConfigError
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """How one format writes a request."""
+
+    time: str
+    prompt: str
+    output: str
+    seconds: Callable[[Any], float]
+
+
+def read_trace(path: str | Path, *, seed: int = 0) -> Trace:
+    """Read a trace file; requests come out in the order of their arrival.
+
+    Azure 2023 (`TIMESTAMP,ContextTokens,GeneratedTokens`): its wall clock counts from the first row. BurstGPT
+    (`Timestamp,...,Request tokens,Response tokens,...`, with or without `Session ID` and `Elapsed time`): times are
+    as written; where all are whole seconds, the n requests of a second are spread over it, one in each n-th part, at a
+    seeded place. Mooncake JSONL (`timestamp` in ms, `input_length`, `output_length`): times are as written.
+    Rows without prompt or output tokens are failed requests: dropped, and counted in `Trace.dropped`.
+    Raises `ConfigError` naming file, line and what is wrong.
+    """
+    path = Path(path)
+    data = _read(path)
+    lines = data.decode("utf-8-sig", errors="replace").splitlines()
+    columns, rows = _sniff(path, lines)
+    read = [_request(path, number, row, columns) for number, row in rows]
+    if not read:
+        raise ConfigError(f"{path}: there is no request in it")
+    good = sorted((r for r in read if r.prompt_tokens and r.output_tokens), key=lambda r: r.arrival_s)
+    if columns is _AZURE:
+        good = _from_zero(good, min(r.arrival_s for r in read))
+    if columns is _BURSTGPT and all(r.arrival_s.is_integer() for r in good):
+        good = _spread(good, seed)
+    return Trace(tuple(good), path.name, hashlib.sha256(data).hexdigest(), None, len(read) - len(good), seed)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
+
+
+def _sniff(path: Path, lines: list[str]) -> tuple[_Columns, Iterable[tuple[int, Row]]]:
+    first = lines[0] if lines else ""
+    if first.lstrip().startswith("{"):
+        return _MOONCAKE, _json_rows(path, lines)
+    header = first.split(",")
+    for columns in (_AZURE, _BURSTGPT):
+        if {columns.time, columns.prompt, columns.output} <= set(header):
+            return columns, _csv_rows(path, lines)
+    raise ConfigError(
+        f"{path}, line 1: {first[:80]!r} is no header of a known trace; Azure has TIMESTAMP,ContextTokens,"
+        "GeneratedTokens, BurstGPT Timestamp, Request tokens and Response tokens, Mooncake one JSON object a line"
+    )
+
+
+def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
+    reader = csv.DictReader(lines)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise ConfigError(f"{path}, line {reader.line_num}: it has not as many columns as the header")
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _json_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Row]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: it is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}: {line[:80]!r} is not a JSON object")
+        yield number, row
+
+
+def _request(path: Path, number: int, row: Row, columns: _Columns) -> TraceRequest:
+    try:
+        arrival_s = columns.seconds(row[columns.time])
+    except KeyError as error:
+        raise ConfigError(f"{path}, line {number}: {columns.time} is missing") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{path}, line {number}: {columns.time} {row[columns.time]!r} is not a time") from error
+    if not math.isfinite(arrival_s) or arrival_s < 0:
+        raise ConfigError(f"{path}, line {number}: {columns.time} {row[columns.time]!r} must be finite, not below 0")
+    prompt, output = (_count(path, number, row, name) for name in (columns.prompt, columns.output))
+    return TraceRequest(arrival_s, prompt, output)
+
+
+def _count(path: Path, number: int, row: Row, name: str) -> int:
+    try:
+        count = int(row[name])
+    except KeyError as error:
+        raise ConfigError(f"{path}, line {number}: {name} is missing") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{path}, line {number}: {name} {row[name]!r} is not a number of tokens") from error
+    if count < 0 or (isinstance(row[name], float) and count != row[name]):
+        raise ConfigError(f"{path}, line {number}: {name} {row[name]!r} must be a whole number, not below 0")
+    return count
+
+
+def _wall_clock(text: str) -> float:
+    """Seconds since 1970, zone left out: only differences are used, and they are exact to a microsecond."""
+    return (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+
+
+def _from_zero(requests: list[TraceRequest], zero_s: float) -> list[TraceRequest]:
+    return [replace(r, arrival_s=round(r.arrival_s - zero_s, 6)) for r in requests]
+
+
+def _spread(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
+    """Whole seconds would arrive as batches; in equal parts of the second they come one by one."""
+    rng = random.Random(seed)
+    spread: list[TraceRequest] = []
+    for second, same in groupby(requests, key=lambda r: r.arrival_s):
+        together = list(same)
+        spread += [
+            replace(request, arrival_s=second + (i + rng.random()) / len(together))
+            for i, request in enumerate(together)
+        ]
+    return spread
+
+
+_AZURE = _Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens", _wall_clock)
+_BURSTGPT = _Columns("Timestamp", "Request tokens", "Response tokens", float)
+_MOONCAKE = _Columns("timestamp", "input_length", "output_length", lambda ms: float(ms) / 1000)

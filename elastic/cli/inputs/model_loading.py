@@ -1,0 +1,61 @@
+"""Loading what the commands work on, with one clear line for what is wrong."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.cli.inputs.checks import require_at_least, require_characters, require_seed
+from elastic.cli.inputs.model_files import read_config, read_model, read_tokenizer
+from elastic.errors import ConfigError
+from elastic.memory.backends.cuda import require_cuda
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, its tokenizer, and the prompt as token ids, [1, tokens]."""
+
+    model: Any
+    tokenizer: Any
+    inputs: Any
+
+
+def load(options: Namespace, device: torch.device) -> Loaded:
+    """What `--model`, `--prompt`, `--max-new-tokens` and `--seed` say, on a device.
+
+    Raises `ConfigError` naming what is missing or wrong.
+    """
+    require_characters(options.prompt, "--prompt")
+    require_at_least(1, options.max_new_tokens, "--max-new-tokens")
+    require_seed(options.seed)
+    model, tokenizer = load_model(options.model, device, option="--model")
+    inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
+    _check_length(model.config, inputs["input_ids"].shape[1], options.max_new_tokens)
+    return Loaded(model.to(device), tokenizer, inputs.to(device))
+
+
+def load_model(path: str, device: torch.device, *, option: str) -> tuple[Any, Any]:
+    """A model in evaluation mode, for this device but not on it yet, and its tokenizer."""
+    if device.type == "cuda":
+        require_cuda(device)
+    read_config(path, option=option)
+    tokenizer = read_tokenizer(path, option=option)
+    model = read_model(path, _dtype(device), option=option)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def _dtype(device: torch.device) -> torch.dtype | str:
+    """The checkpoint's own on CUDA; float32 on CPUs, where half precision is often slow."""
+    return torch.float32 if device.type == "cpu" else "auto"
+
+
+def _check_length(config: Any, prompt_tokens: int, new_tokens: int) -> None:
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most and prompt_tokens + new_tokens > most:
+        raise ConfigError(
+            f"the prompt has {prompt_tokens} tokens; with --max-new-tokens {new_tokens} that is more than the "
+            f"{most} that the model was made for"
+        )

@@ -1,0 +1,177 @@
+"""What `elastic top` shows of a server: pure functions from its status to what rich draws."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic.cli.views.layer_grid import layers_at, of_status
+from elastic.cli.views.panels import actions, mib, pages_by_owner
+from elastic.cli.views.status_document import HealthReport, StatusDocument
+from elastic.controller.snapshot import MemoryStats, Quantiles, RequestStats
+from elastic.types import Status
+
+SPAN_S = 60
+SPARKS = 40
+EVENTS = 4
+LEVELS = "▁▂▃▄▅▆▇█"
+CELLS = {"int8": ("8", "green"), "int4": ("4", "yellow"), "int3": ("3", "red"), "absent": ("·", "dim")}
+FULL = ("█", "blue")
+MIXED = ("±", "magenta")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How full the KV cache was."""
+
+    at_s: float
+    use: float
+    """Used share of the capacity, from 0 to 1."""
+
+
+def sample(seen: StatusDocument) -> Sample:
+    return Sample(seen.at_s, memory(seen.status).use if seen.status else 0.0)
+
+
+def frame(seen: StatusDocument, history: Sequence[Sample], url: str, problem: str = "") -> RenderableType:
+    """Everything, what matters most first; with a problem: that, above what was seen last."""
+    side_by_side = Table.grid(expand=True, padding=(0, 1))
+    side_by_side.add_row(requests(seen.traffic), latencies(seen.traffic))
+    parts: list[RenderableType] = [header(seen, url, problem), side_by_side]
+    if seen.status is not None:
+        parts += [kv_cache(memory(seen.status), history), layers(seen.layers)]
+        parts += [layers_at(*of_status(seen.status))] if len(seen.status.places) > 1 else []
+    parts.append(controller(seen.controller))
+    if seen.status is not None:
+        parts.append(actions(seen.events, last=EVENTS))
+        parts += [pages_by_owner(p, kv) for p, kv in zip(seen.status.places, seen.status.kv, strict=False)]
+    return Group(*parts)
+
+
+def header(seen: StatusDocument, url: str, problem: str) -> Text:
+    """Who, where, since when; and what is wrong."""
+    hours, seconds = divmod(max(0, int(seen.uptime_s)), 3600)
+    up = f"up {hours}:{seconds // 60:02}:{seconds % 60:02}"
+    text = Text.assemble((seen.model, "bold"), f" at {url}: {seen.state}, {up}")
+    return text.append(f"\n{problem}; this was {_clock(seen.at_s)}", "bold red") if problem else text
+
+
+def requests(traffic: RequestStats) -> Panel:
+    """How many there are, and what became of the others."""
+    rows = (
+        ("running", f"{traffic.running:,}"),
+        ("waiting", f"{traffic.waiting:,}, for {milliseconds(traffic.queue_delay_s)} ms"),
+        ("tokens/s", f"{traffic.tokens_per_s:,.1f}"),
+        ("arrivals/s", f"{traffic.arrivals_per_s:,.2f}"),
+        ("completed", f"{traffic.completed:,} of {traffic.arrived:,}"),
+        ("cancelled", f"{traffic.cancelled:,}"),
+        ("refused", f"{traffic.rejected:,} rejected, {traffic.failed:,} failed"),
+        ("held up", f"{traffic.preemptions:,} preempted, {traffic.stalls:,} stalled"),
+    )
+    table = Table.grid(padding=(0, 1))
+    for row in rows:
+        table.add_row(*row)
+    return Panel(table, title="requests")
+
+
+def latencies(traffic: RequestStats) -> Panel:
+    """Quantiles of the last window, in milliseconds."""
+    table = Table("ms", box=None, padding=(0, 1, 0, 0))
+    for name in ("P50", "P95", "P99", "count"):
+        table.add_column(name, justify="right")
+    rows = {"queued": traffic.queued_s, "TTFT": traffic.ttft_s, "TPOT": traffic.tpot_s, "ITL": traffic.itl_s}
+    for name, q in rows.items():
+        table.add_row(name, *_milliseconds_of(q), f"{q.count:,}")
+    return Panel(table, title="latency")
+
+
+def memory(status: Status) -> MemoryStats:
+    """The KV cache over all places that have any of it."""
+    caches = [kv for kv in status.kv if kv.share]
+    used, capacity, maximum = (
+        sum(getattr(kv, f"{name}_bytes") for kv in caches) for name in ("used", "capacity", "maximum")
+    )
+    return MemoryStats(used, capacity, maximum)
+
+
+def kv_cache(kv: MemoryStats, history: Sequence[Sample]) -> Panel:
+    """Bars of what is used and of the capacity, within the maximum; use over the last minute."""
+    table = Table.grid(padding=(0, 1))
+    for name, size in (("used", kv.used_bytes), ("capacity", kv.capacity_bytes)):
+        bar = ProgressBar(total=max(1, kv.maximum_bytes), completed=max(0, size), width=SPARKS)
+        table.add_row(name, bar, mib(size))
+    now = history[-1].at_s if history else 0.0
+    table.add_row(f"last {SPAN_S} s", sparkline(history, now), f"{kv.use:.0%} of the capacity used")
+    return Panel(table, title=f"KV cache: at most {mib(kv.maximum_bytes)}")
+
+
+def sparkline(history: Sequence[Sample], now_s: float, *, span_s: float = SPAN_S, width: int = SPARKS) -> str:
+    """Shares over time, the newest right: each cell has the most of its time, or what was before it."""
+    most: dict[int, float] = {}
+    for s in history:
+        cell = width - 1 - int((now_s - s.at_s) / span_s * width)
+        most[cell] = max(most.get(cell, 0.0), s.use)
+    cells, level = "", " "
+    for cell in range(width):
+        if cell in most:
+            level = LEVELS[max(0, min(len(LEVELS) - 1, int(most[cell] * len(LEVELS))))]
+        cells += level
+    return cells
+
+
+def layers(variants: Sequence[str]) -> Panel:
+    """One cell for each layer, and what the cells mean."""
+    strip = Text()
+    for variant in variants:
+        strip.append(*_cell(variant))
+    legend = Text()
+    for variant, count in Counter(variants).most_common():
+        legend.append(*_cell(variant)).append(f" {variant}: {count}   ")
+    return Panel(Group(strip, legend), title=f"{len(variants)} layers")
+
+
+def controller(health: HealthReport | None) -> Text:
+    """Whether it runs, what it decided last and why, and what went wrong."""
+    if health is None:
+        return Text("controller: none; actions are called by hand")
+    if not health.running and not health.ticks:
+        return Text(f"controller: not started; {health.last_reason}")
+    text = Text("controller: " + ("running" if health.running else "not running"))
+    text.append(f", {health.ticks:,} ticks, {health.actions:,} actions, {health.cost:.2%} of the time")
+    if health.last_reason:
+        figures = f" ({health.last_figures})" if health.last_figures else ""
+        text.append(f"\n  last: {health.last_reason}{figures}")
+    if health.faults:
+        last = health.faults[-1]
+        text.append(f"\n  fault, {last.times} times: {last.text}", "bold red")
+    return text
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as text in milliseconds; a dash for none."""
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:,.1f}" if abs(seconds) < 0.1 else f"{1000 * seconds:,.0f}"
+
+
+def _milliseconds_of(q: Quantiles) -> list[str]:
+    return [milliseconds(value) for value in (q.p50, q.p95, q.p99)]
+
+
+def _cell(variant: str) -> tuple[str, str]:
+    return CELLS.get(variant) or (MIXED if "+" in variant else FULL)
+
+
+def _clock(at_s: float) -> str:
+    try:
+        return time.strftime("at %H:%M:%S", time.localtime(at_s))
+    except (OverflowError, OSError, ValueError):
+        return "at an unknown time"

@@ -1,0 +1,61 @@
+"""Asking a server for its status."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from elastic.cli.views.status_document import NotAStatus, StatusDocument, moment
+from elastic.errors import ConfigError, ElasticError
+
+PATH = "/elastic/status"
+MOST_BYTES = 16 << 20
+
+
+class NoAnswer(ElasticError):
+    """The server does not say how it is: it cannot be reached, or is no server of Elastic."""
+
+
+def base_url(text: str) -> str:
+    """A server's address from text such as `localhost:8000`. Raises `ConfigError`."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or any(c.isspace() or not c.isprintable() for c in url):
+        raise ConfigError(f"URL {text!r} is no address of a server; write http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix(PATH)
+
+
+def ask(url: str, timeout_s: float) -> StatusDocument:
+    """The server's status now. Raises `NoAnswer` with one line that says what is wrong."""
+    try:
+        with urllib.request.urlopen(url + PATH, timeout=timeout_s) as answer:
+            body = answer.read(MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        error.close()
+        hint = "; is it a server of Elastic?" if error.code in (404, 405) else ""
+        raise NoAnswer(f"{url} answers {error.code} to {PATH}{hint}") from None
+    except TimeoutError:
+        raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise NoAnswer(f"{url} cannot be reached: {_one_line(reason)}") from None
+    if len(body) > MOST_BYTES:
+        raise NoAnswer(f"{url} answers more than {MOST_BYTES >> 20} MiB to {PATH}; is it a server of Elastic?")
+    try:
+        return moment(json.loads(body))
+    except NotAStatus as error:
+        raise NoAnswer(f"{url}{PATH} is not the status of a server of Elastic: {error}") from None
+    except (ValueError, RecursionError):
+        raise NoAnswer(f"{url}{PATH} is not JSON; is it a server of Elastic?") from None
+
+
+def _one_line(text: object) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())

@@ -1,0 +1,221 @@
+"""The controller: looks, asks its policy, and has the answer done. On a thread of its own, or by hand."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic.controller.decision import ControllerPolicy, Plan
+from elastic.controller.snapshot import Snapshot
+from elastic.errors import ConfigError, StateError
+from elastic.types import Action
+
+logger = logging.getLogger(__name__)
+FAULTS_KEPT = 20
+TICK_S = 0.1
+_controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class ControllerFault:
+    """Something that went wrong in a tick, or in an action that it asked for. Only its text is kept."""
+
+    when_s: float
+    """Seconds since the epoch, of the last time."""
+    text: str
+    times: int = 1
+    """In a row."""
+
+
+@dataclass(frozen=True)
+class ControllerHealth:
+    """How a controller is."""
+
+    running: bool = False
+    """Whether its thread is alive."""
+    ticks: int = 0
+    last_tick_s: float | None = None
+    """Seconds since the epoch."""
+    last_reason: str = ""
+    last_figures: str = ""
+    actions: int = 0
+    """Plans with actions that were handed on."""
+    faults: tuple[ControllerFault, ...] = ()
+    """The last ones, oldest first; bounded."""
+    cost: float = 0.0
+    """The thread's CPU time as a share of the time since it was started."""
+
+
+class Controller:
+    """`sense` gives a snapshot, or None when what it watched is gone: then the thread ends. Thread-safe.
+
+    `act` is given the actions of a plan and its reason; it must not wait for them, and may return a future. Whatever
+    sense, policy or act raise is kept as text, logged and shown by `health()`, and the next tick comes. Controllers
+    that share a `lock` tick one at a time.
+    """
+
+    def __init__(
+        self,
+        sense: Callable[[], Snapshot | None],
+        policy: ControllerPolicy,
+        act: Callable[[Sequence[Action], str], Any],
+        *,
+        tick_s: float = TICK_S,
+        lock: threading.Lock | None = None,
+    ) -> None:
+        self.policy = policy
+        self.tick_s = tick_s
+        self._sense = sense
+        self._act = act
+        self._state: Any = None
+        self._one_at_a_time = lock or threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._stop = threading.Event()
+        self._pid = os.getpid()
+        self._health = ControllerHealth()
+        self._faults: deque[ControllerFault] = deque(maxlen=FAULTS_KEPT)
+        self._future: Future[Any] | None = None
+        self._spent_s = 0.0
+        self._began_s = math.nan
+
+    def start(self) -> None:
+        """Tick on a thread. Starting one that runs changes nothing; one that was stopped can be started again."""
+        if os.getpid() != self._pid:
+            raise StateError("this controller belongs to the process that forked; wrap the model again here")
+        with self._starting:
+            if self._alive and not self._stop.is_set():
+                return
+            self._stop = threading.Event()
+            self._spent_s, self._began_s = 0.0, time.perf_counter()
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._stop, self.tick_s), name="elastic-controller", daemon=True
+            )
+            _controllers.add(self)
+            self._thread.start()
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the thread, after the tick that it is in. Can be called twice, also from within a tick."""
+        if os.getpid() != self._pid:
+            return
+        with self._starting:
+            self._stop.set()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def tick(self) -> Plan | None:
+        """Look, decide and act once; the plan, or None if there was a fault or nothing to look at any more.
+
+        Raises `StateError` in a process that was forked from the controller's.
+        """
+        if os.getpid() != self._pid:
+            raise StateError("this controller belongs to the process that forked; wrap the model again here")
+        with self._one_at_a_time:
+            start = time.thread_time()
+            try:
+                return self._tick()
+            except Exception as error:  # the thread must outlive whatever policies, sensors and actions do
+                self._keep(error)
+                return None
+            finally:
+                self._spent_s += time.thread_time() - start
+                self._health = replace(self._health, ticks=self._health.ticks + 1, last_tick_s=time.time())
+
+    def health(self) -> ControllerHealth:
+        """How it is now."""
+        spent = self._spent_s / (time.perf_counter() - self._began_s) if self._thread else 0.0
+        return replace(self._health, running=self._alive, faults=tuple(self._faults), cost=spent)
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid
+
+    def _tick(self) -> Plan | None:
+        self._see_to_the_last_action()
+        snapshot = self._sense()
+        if snapshot is None:
+            self._stop.set()
+            return None
+        plan = _checked(self.policy.decide(snapshot, self._state))
+        self._state = plan.state
+        self._note(plan)
+        if plan.actions:
+            self._health = replace(self._health, actions=self._health.actions + 1)
+            why = f"{plan.reason} ({plan.figures})" if plan.figures else plan.reason
+            self._future = _future(self._act(plan.actions, why))  # in no local: an error in it would know this frame
+        return plan
+
+    def _note(self, plan: Plan) -> None:
+        """Log a decision when its reason changes, and every action."""
+        if plan.actions or plan.reason != self._health.last_reason:
+            logger.info("%s: %s (%s)", _in_words(plan.actions), plan.reason, plan.figures)
+        self._health = replace(self._health, last_reason=plan.reason, last_figures=plan.figures)
+
+    def _see_to_the_last_action(self) -> None:
+        if self._future is None or not self._future.done():
+            return
+        future, self._future = self._future, None
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._keep(error)
+
+    def _keep(self, error: BaseException) -> None:
+        """Note a fault, as text: an error knows frames, and they know tensors."""
+        text = f"{type(error).__name__}: {error}"
+        last = self._faults[-1] if self._faults else None
+        if last is not None and last.text == text:
+            self._faults[-1] = ControllerFault(time.time(), text, last.times + 1)
+            return
+        self._faults.append(ControllerFault(time.time(), text))
+        logger.warning("a fault in the controller; it goes on: %s", text)
+
+
+def _run(controller: weakref.ref[Controller], stop: threading.Event, tick_s: float) -> None:
+    """What the thread does: it holds nothing between two ticks."""
+    wait_s = 0.0
+    while not stop.wait(wait_s):
+        alive = controller()
+        if alive is None:
+            return
+        start = time.monotonic()
+        alive.tick()
+        del alive
+        wait_s = max(0.0, tick_s - (time.monotonic() - start))
+
+
+def _future(done: object) -> Future[Any] | None:
+    return done if isinstance(done, Future) else None
+
+
+def _checked(plan: object) -> Plan:
+    """Raises `ConfigError` for what is no plan."""
+    if not isinstance(plan, Plan) or not isinstance(plan.reason, str) or not isinstance(plan.actions, tuple):
+        raise ConfigError(f"the policy returned {str(plan)[:200]!r}; it must be a Plan, with a tuple and a text")
+    for action in plan.actions:
+        if not isinstance(action, Action):
+            raise ConfigError(f"the policy asked for {str(action)[:200]!r}, which is no action")
+    return plan
+
+
+def _in_words(actions: Sequence[Action]) -> str:
+    return "; ".join(map(str, actions)) or "nothing to do"
+
+
+def _finish() -> None:
+    """At exit: a thread that is in torch when the interpreter ends would abort it."""
+    for known in list(_controllers):
+        known.stop(timeout_s=10)
+
+
+atexit.register(_finish)

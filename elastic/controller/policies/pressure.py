@@ -1,0 +1,81 @@
+"""When layers should leave and when they should return: entry and exit, apart from whether it is possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.config import SLO, Policy
+from elastic.controller.snapshot import RequestStats
+
+
+@dataclass(frozen=True)
+class PressureReading:
+    """What entry and exit look at; smoothed, but for `stalled` and the traffic."""
+
+    used_bytes: float
+    capacity_bytes: int
+    base_bytes: int
+    """The capacity that is left when all swapped layers are back."""
+    queue_s: float
+    stalled: bool
+    """Whether, since the last tick, a request found no KV block."""
+    traffic: RequestStats
+
+    @property
+    def use(self) -> float:
+        return share(self.used_bytes, self.capacity_bytes)
+
+    @property
+    def base_use(self) -> float:
+        return share(self.used_bytes, self.base_bytes)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all requests have ended. Where none was ever counted, nobody counts: then it is not known."""
+        return bool(self.traffic.arrived) and not self.traffic.waiting and not self.traffic.running
+
+
+def share(used: float, capacity: int) -> float:
+    """Of a capacity that may be nothing."""
+    return used / capacity if capacity > 0 else (1.0 if used > 0 else 0.0)
+
+
+def entry(reading: PressureReading, policy: Policy, slo: SLO | None = None) -> str | None:
+    """Which pressure there is, in words; None: none."""
+    if reading.idle:  # what caches then hold, nobody waits for
+        return None
+    if reading.use >= policy.kv_high:
+        return "the KV cache is nearly full"
+    if reading.stalled:
+        return "requests find no KV block"
+    if reading.use < policy.queue_kv:
+        return None
+    if reading.queue_s >= _queue_high_s(policy, slo):
+        return "requests wait for KV"
+    if reading.queue_s > policy.queue_low_s and not alone(reading.traffic) and missed(reading.traffic, slo):
+        return "requests wait, and an SLO is missed"
+    return None
+
+
+def exit_wish(reading: PressureReading, policy: Policy, slo: SLO | None = None) -> bool:
+    """Whether the load would do without swapped layers. Whether they can return now is another question."""
+    if reading.stalled or reading.base_use > policy.kv_low:
+        return False
+    low_s = min(policy.queue_low_s, _queue_high_s(policy, slo))
+    return reading.queue_s <= low_s or reading.base_use < policy.queue_kv
+
+
+def missed(traffic: RequestStats, slo: SLO | None) -> tuple[str, ...]:
+    """The SLOs that more than one in twenty of the last requests missed."""
+    promised = (("ttft_s", slo.ttft_s, traffic.ttft_s), ("tpot_s", slo.tpot_s, traffic.tpot_s)) if slo else ()
+    return tuple(name for name, limit, seen in promised if limit and seen.p95 is not None and seen.p95 > limit)
+
+
+def alone(traffic: RequestStats) -> bool:
+    """Whether what is slow now is slow by itself: no other request is in its way."""
+    return not traffic.waiting and traffic.running <= 1
+
+
+def _queue_high_s(policy: Policy, slo: SLO | None) -> float:
+    """Half of a TTFT that is promised may be waiting, if that is less than the policy's."""
+    return min(policy.queue_high_s, slo.ttft_s / 2) if slo and slo.ttft_s else policy.queue_high_s

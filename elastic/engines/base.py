@@ -1,0 +1,123 @@
+"""What an engine is, for those that bring requests: the server, the replay of traces, a program of the user's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from elastic.config import require
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.runtime.runtime import Runtime
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The default is greedy."""
+
+    temperature: float = 0.0
+    """0: the likeliest token."""
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    """For the same tokens again from the same logits; None: other ones each time."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0 and finite")
+        require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or None")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1")
+        require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "from -2**63 to 2**64 - 1")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is to be continued."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    max_tokens: int
+    """The most tokens to generate, at least 1."""
+    sampling: Sampling = Sampling()
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end the request besides the model's own; the one that did is part of the output."""
+    ignore_eos: bool = False
+    """Whether the model's own end tokens do not end it."""
+    arrived_s: float | None = None
+    """When it arrived, in seconds of `time.perf_counter`; None: when it is submitted."""
+    id: str = field(default_factory=lambda: f"request-{next(_ids)}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """News of a request: tokens since the last news, and how it ended, if it did."""
+
+    request: str
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+    error: str | None = None
+    """With `finish="failed"`: why."""
+    at_s: float = 0.0
+    """When the tokens were there, in seconds of `time.perf_counter`."""
+    weights: int = 0
+    """Which weights computed them: an index into `Engine.weights`."""
+    scheduled_s: float | None = None
+    """In the first news with tokens, where the engine knows: when the request first went into a forward pass."""
+    waited_for_kv_s: float | None = None
+    """There too: how long before that no KV block was to be had for it although the batch had room."""
+
+
+Listener = Callable[[Output], None]
+"""Called on the engine's thread, in order; it returns soon and does not raise."""
+
+
+class Engine(Protocol):
+    """Serves many requests at once with one model. Thread-safe."""
+
+    counters: RequestMetrics
+    """What the controller and the metrics read."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime of the model, if it is wrapped."""
+        ...
+
+    @property
+    def weights(self) -> tuple[tuple[str, ...], ...]:
+        """The forms that the model's layers have had while requests were computed: for each, the layers' variants."""
+        ...
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The model's own end tokens: of each kind, if it ends turns and texts by different ones."""
+        ...
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
+        ...
+
+    def start(self) -> None:
+        """Begin to serve. Raises `StateError` if it was stopped."""
+        ...
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queue a request; news of it goes to `listener`, the last with `finish`.
+
+        Raises `Overloaded` when too many wait, or the limit of the KV cache is too low now, `CapacityError` for a
+        request that can never fit, `ConfigError` for one that makes no sense, `StateError` when the engine is not
+        serving; then nothing is queued.
+        """
+        ...
+
+    def cancel(self, request: str) -> None:
+        """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
+        ...
+
+    def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more requests; finish those there are (`drain`), or end them as `cancelled`. Can be called twice."""
+        ...

@@ -1,0 +1,63 @@
+"""What hooks have in common: they stay with the model that they were installed on, and what they need of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elastic.hooks.interceptor import Args, Kwargs
+
+
+class CacheLayer(Protocol):
+    """An elastic cache layer, as far as hooks care."""
+
+    def get_seq_length(self) -> int: ...
+
+    def rewind(self, length: int) -> None: ...
+
+
+class CacheProvider(Protocol):
+    """What the hooks need of the KV cache."""
+
+    def make(self, config: Any) -> Any:
+        """A new elastic cache for a model config."""
+        ...
+
+    def adopt(self, cache: Any) -> None:
+        """Give an empty stock cache elastic layers; leave any other alone."""
+        ...
+
+    def become_stock(self, cache: Any) -> None:
+        """Give any cache stock layers in place of elastic ones, with the same contents."""
+        ...
+
+    def begin_forward(self, cache: Any) -> None:
+        """A forward pass of this thread uses the cache now."""
+        ...
+
+    def layers(self, cache: Any) -> Sequence[CacheLayer]:
+        """The elastic layers of any cache."""
+        ...
+
+
+class InertHook:
+    """What a hook becomes on a copy of a model, made by deepcopy or pickle: the copy is not wrapped."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+class Hook:
+    """A hook that stays with the module it was installed on."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InertHook, ()
+
+
+def _any_requires_grad(args: Args, kwargs: Kwargs) -> bool:
+    return any(isinstance(given, torch.Tensor) and given.requires_grad for given in (*args, *kwargs.values()))

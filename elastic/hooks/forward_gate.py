@@ -1,0 +1,139 @@
+"""The safe point: forward passes enter as readers, a commit is the one writer between them (law 6)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elastic.errors import StateError
+
+
+class ForwardActivity:
+    """The forward passes in flight, of all models of this process. Thread-safe."""
+
+    PAUSE_S = 0.05
+    """For so long after a forward pass the next one is expected: between the tokens of a generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._left_s = -self.PAUSE_S
+
+    def enter(self) -> None:
+        with self._lock:
+            self._in_flight += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            self._left_s = time.monotonic()
+
+    def busy(self) -> bool:
+        """Whether a model computes, or has just done so."""
+        return self._in_flight > 0 or time.monotonic() - self._left_s < self.PAUSE_S
+
+
+traffic = ForwardActivity()
+
+
+class ForwardGate:
+    """A reader-writer gate, re-entrant for readers of one thread.
+
+    New forwards wait for a waiting commit; a commit waits for those in flight, and after it the forwards that waited
+    go before the next commit. So neither starves.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._readers = 0
+        self._writing = False
+        self._writers_waiting = 0
+        self._readers_waiting = 0
+        self._readers_first = 0  # readers to let in before the next writer
+        self._inside = threading.local()  # .keys: what this thread has entered, outermost first
+        self.refusal: str | None = None
+        """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is in a forward pass."""
+        return bool(getattr(self._inside, "keys", None))
+
+    def enter(self, key: int) -> bool:
+        """Begin a forward pass of the module `key`; returns whether it is the outermost of this thread.
+
+        An entry with the same key that is still there was left by a forward that died without its hooks (Ctrl-C):
+        it and what it contained are forgotten.
+        """
+        if self.refusal is not None:
+            raise StateError(self.refusal)
+        keys = self._keys()
+        if key in keys:
+            self.leave(key)
+        keys.append(key)
+        if len(keys) > 1:
+            return False
+        with self._changed:
+            if self._writing or (self._writers_waiting and not self._readers_first):
+                self._readers_waiting += 1
+                self._changed.wait_for(
+                    lambda: not self._writing and (self._readers_first > 0 or not self._writers_waiting)
+                )
+                self._readers_waiting -= 1
+                self._readers_first = max(0, self._readers_first - 1)
+            self._readers += 1
+        traffic.enter()
+        return True
+
+    def leave(self, key: int) -> bool:
+        """End the forward pass of `key`, and of what it contains; returns whether it was the outermost.
+
+        A key that was not entered (a hook before ours raised) is ignored.
+        """
+        keys = self._keys()
+        if key not in keys:
+            return False
+        del keys[keys.index(key) :]
+        if keys:
+            return False
+        with self._changed:
+            self._readers -= 1
+            self._changed.notify_all()
+        traffic.leave()
+        return True
+
+    @contextmanager
+    def exclusive(self) -> Iterator[float]:
+        """Wait until no forward is in flight and keep new ones out. Yields the seconds waited.
+
+        Raises `StateError` inside a forward pass of this thread, which would wait for itself.
+        """
+        if self.inside:
+            raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
+        start = time.perf_counter()
+        with self._changed:
+            self._writers_waiting += 1
+            try:
+                self._changed.wait_for(
+                    lambda: not (self._readers or self._writing or (self._readers_first and self._readers_waiting))
+                )
+                self._writing = True
+            finally:
+                self._writers_waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield time.perf_counter() - start
+        finally:
+            with self._changed:
+                self._writing = False
+                self._readers_first = self._readers_waiting
+                self._changed.notify_all()
+
+    def _keys(self) -> list[int]:
+        try:
+            keys: list[int] = self._inside.keys
+        except AttributeError:
+            keys = self._inside.keys = []
+        return keys

@@ -1,0 +1,5 @@
+"""Replicated layers: batches are scattered over the places of a run of layers, and gathered after it (CoCoServe).
+
+Way in: `dispatcher.ReplicaDispatcher`. The actions and the runtime import it; it imports `elastic.hooks` and
+`elastic.weights`.
+"""

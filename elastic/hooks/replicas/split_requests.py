@@ -1,0 +1,79 @@
+"""What of a decoder layer's inputs belongs to which requests, where the tokens of all are one row: a table by name.
+
+Under continuous batching a forward pass has hidden states [1, tokens, hidden], the new tokens of all requests after one
+another. A part of the batch is a span of tokens that ends where a request does. The engine's KV cache stays where it
+is: each part is given the cache as its requests see it, and asks it for attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from elastic.hooks.replicas.split_rows import HIDDEN, LayerInputs, NotSplittable, SplitSpec, Take
+
+CACHES = ("cache",)
+FOR_THE_CACHE = {
+    *("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+"""Said of the whole batch, to the cache alone: what of it is whose is its affair."""
+
+
+@runtime_checkable
+class RequestCache(Protocol):
+    """What runs need of an engine's KV cache, in a forward pass."""
+
+    def new_tokens(self) -> Sequence[int]:
+        """Of each request of the batch, in order."""
+        ...
+
+    def of_requests(self, start: int, stop: int) -> Any:
+        """The cache for these requests of the batch, good for threads of their own, and for any device."""
+        ...
+
+
+def _span(axis: int) -> Take:
+    """Tokens lie along this axis, counted from the last."""
+
+    def take(tensor: torch.Tensor, tokens: slice, count: int) -> torch.Tensor | None:
+        if tensor.ndim < -axis or tensor.shape[axis] != count:
+            return None
+        return tensor.narrow(axis, tokens.start, tokens.stop - tokens.start)
+
+    return take
+
+
+def _mask(tensor: torch.Tensor, tokens: slice, count: int) -> torch.Tensor | None:
+    """[1, 1, 1, 1]: the cache knows what each token sees."""
+    return tensor if tensor.numel() == 1 else None
+
+
+BY_REQUESTS = SplitSpec(
+    axis=1,
+    table={
+        HIDDEN: _span(-2),
+        "attention_mask": _mask,
+        "position_ids": _span(-1),
+        "position_embeddings": _span(-2),
+        "position_embeddings_global": _span(-2),
+        "position_embeddings_local": _span(-2),
+    },
+    caches=CACHES,
+    whole=FOR_THE_CACHE,
+)
+
+
+def request_cache(inputs: LayerInputs) -> RequestCache | None:
+    """The cache of the engine that has called the model; None: none has.
+
+    Raises `NotSplittable` if it has other tokens than the hidden states.
+    """
+    cache, hidden = inputs.first(CACHES), inputs.hidden
+    if not isinstance(cache, RequestCache):
+        return None
+    if hidden.ndim != 3 or hidden.shape[:2] != (1, sum(cache.new_tokens())):
+        raise NotSplittable(f"hidden_states {list(hidden.shape)} for {sum(cache.new_tokens())} tokens of requests")
+    return cache

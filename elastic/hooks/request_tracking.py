@@ -1,0 +1,67 @@
+"""What plain `generate` tells about its requests, as far as a model's hooks can see: a cache is a request.
+
+It arrives, and is scheduled, with the first forward pass over a cache; every pass that ends well has generated one
+token for each row of the batch; it has ended when the cache dies, or when a pass fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+
+from elastic.memory.background import janitor
+
+_names = itertools.count()
+
+
+class RequestObserver(Protocol):
+    """Who counts requests. Times are seconds of `time.perf_counter`."""
+
+    def arrived(self, request: str, prompt_tokens: int, at_s: float | None = None, *, sequences: int = 1) -> None: ...
+
+    def scheduled(self, request: str, at_s: float | None = None) -> None: ...
+
+    def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None: ...
+
+    def ended(self, request: str, outcome: Literal["completed", "failed"], at_s: float | None = None) -> None: ...
+
+
+class CacheRequestTracker:
+    """Tells an observer about caches. While there is none, nothing is looked at."""
+
+    def __init__(self) -> None:
+        self.observer: RequestObserver | None = None
+        self._live: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()  # name, rows
+
+    def begin(self, cache: Any, tokens: torch.Tensor | None) -> None:
+        """A forward pass over a cache begins, with `[batch, tokens]` ids or `[batch, tokens, hidden]` embeddings."""
+        observer = self.observer
+        if observer is None or tokens is None or tokens.ndim < 2 or cache in self._live:
+            return
+        rows, now, name = tokens.shape[0], time.perf_counter(), f"generate-{next(_names)}"
+        self._live[cache] = name, rows
+        observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
+        observer.scheduled(name, now)
+        weakref.finalize(cache, _died, observer, name).atexit = False
+
+    def end(self, cache: Any, failed: bool) -> None:
+        """It is over."""
+        observer = self.observer
+        name, rows = self._live.get(cache, ("", 0))
+        if observer is None or not name:
+            return
+        if failed:
+            del self._live[cache]
+            observer.ended(name, "failed")
+        else:
+            observer.produced(name, rows)
+
+
+def _died(observer: RequestObserver, name: str) -> None:
+    """Called by a finalizer, so from anywhere, also from inside the observer: it only leaves a note."""
+    janitor.submit(partial(observer.ended, name, "completed", time.perf_counter()))

@@ -1,0 +1,163 @@
+"""Which kernel computes one new token: measured once for each shape and range of lengths, then always the same.
+
+What is the fastest depends on the processor, the dtype, the grouping of heads, the order in memory and the number of
+tokens held: the best kernel of one CPU takes twice the time of the stock kernel on another (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic.errors import ConfigError
+from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
+from elastic.kvcache.decode_timing import DEFAULT, Shape, fastest, processor
+from elastic.kvcache.storage.layout import HEAD_MAJOR, KVLayout
+
+UP_TO = (256, 1024, 4096)
+"""Tokens held up to which lengths count as alike; above the last one all do."""
+MEASURED_AT = (128, 512, 2048, 8192)
+"""The length that stands for each range."""
+FILE = "elastic-attention.json"
+"""Where the table is kept in a directory, beside packed variants."""
+
+
+class DecodeKernelTable:
+    """(shape, range of lengths) -> kernel. Thread-safe; entries are measured or come from a file, and never change."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Shape, dict[int, str]] = {}
+        self._lock = threading.Lock()
+        self._forced: Kernel | None = None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+    ) -> torch.Tensor:
+        """Attend by the kernel for this shape and length, measured if it is the first of its kind.
+
+        `Kernel` has the shapes; all of one dtype, on one device.
+        """
+        if not (_batch_merges(key) and _batch_merges(value)):
+            return sdpa(query, key, value, mask, scaling)
+        if self._forced is not None:
+            return self._forced(query, key, value, mask, scaling)
+        _, kv_heads, tokens, dim = key.shape
+        queries, value_dim = query.shape[2], value.shape[3]
+        order = "head_major" if key.stride(2) == dim else "token_major"
+        shape = Shape(processor(query.device), query.dtype, queries, dim, value_dim, order)
+        kernel = self.choose(shape, tokens, query.device, kv_heads)
+        return KERNELS[kernel](query, key, value, mask, scaling)
+
+    def choose(self, shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> str:
+        """Return the name of the kernel for so many tokens, after measuring it if need be."""
+        bucket = MEASURED_AT[bisect_left(UP_TO, tokens)]
+        entry = self._entries.get(shape)
+        if entry is not None and bucket in entry:
+            return entry[bucket]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return DEFAULT
+        with self._lock:
+            entry = self._entries.setdefault(shape, {})
+            if bucket not in entry:
+                entry[bucket] = fastest(shape, bucket, device, kv_heads)
+            return entry[bucket]
+
+    def save(self, path: Path, processors: Iterable[str]) -> None:
+        """Write the entries for these processors beside those that the file has for others.
+
+        Raises `ConfigError` where it cannot be written, or is no such file.
+        """
+        mine = set(processors)
+        rows = [row for row in (_read(path) if path.exists() else []) if row.get("processor") not in mine]
+        rows += [_row(shape, entry) for shape, entry in list(self._entries.items()) if shape.processor in mine]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+                json.dump(rows, file, indent=1)
+            os.replace(file.name, path)
+        except OSError as error:
+            raise ConfigError(f"variant_cache: {path} cannot be written: {error}") from error
+
+    def load(self, path: Path) -> None:
+        """Add what `save` wrote, where this table has no entry yet. Raises `ConfigError` for anything else."""
+        for row in _read(path):
+            try:
+                shape, kernels = _from_row(row)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path}: {row!r} is no row of a table of attention kernels ({error!r}); delete the file, it is "
+                    "made anew"
+                ) from error
+            with self._lock:
+                self._entries[shape] = kernels | self._entries.get(shape, {})
+
+    @contextmanager
+    def forced(self, name: str) -> Iterator[None]:
+        """Take this kernel wherever it can be used, in all threads; for tests."""
+        before, self._forced = self._forced, KERNELS[name]
+        try:
+            yield
+        finally:
+            self._forced = before
+
+
+table = DecodeKernelTable()
+"""The table of this process."""
+
+
+def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device, KVLayout]) -> None:
+    """Measure what the attention of a model will ask for, as far as its text config tells: the rest at first use.
+
+    `layouts` has the devices that attention may run on.
+    """
+    heads: Any = getattr(config, "num_attention_heads", None)
+    kv_heads: Any = getattr(config, "num_key_value_heads", None) or heads
+    dim: Any = getattr(config, "head_dim", None) or (heads and getattr(config, "hidden_size", 0) // heads)
+    longest: Any = getattr(config, "max_position_embeddings", None) or MEASURED_AT[-1]
+    if not all(isinstance(n, int) and n > 0 for n in (heads, kv_heads, dim, longest)) or heads < kv_heads:
+        return
+    for device, layout in layouts.items():
+        order = "head_major" if layout is HEAD_MAJOR else "token_major"
+        shape = Shape(processor(device), dtype, heads // kv_heads, dim, dim, order)
+        for tokens in (1, *(end + 1 for end in UP_TO if end < longest)):
+            table.choose(shape, tokens, device, kv_heads)
+
+
+def _batch_merges(states: torch.Tensor) -> bool:
+    """Whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
+    return states.shape[0] == 1 or states.stride(0) == states.shape[1] * states.stride(1)
+
+
+def _row(shape: Shape, kernels: dict[int, str]) -> dict[str, Any]:
+    described = shape._asdict() | {"dtype": str(shape.dtype).removeprefix("torch.")}
+    return described | {"kernels": {str(tokens): name for tokens, name in sorted(kernels.items())}}
+
+
+def _from_row(row: dict[str, Any]) -> tuple[Shape, dict[int, str]]:
+    fields = {name: row[name] for name in Shape._fields} | {"dtype": getattr(torch, row["dtype"])}
+    kernels = {int(tokens): name for tokens, name in row["kernels"].items()}
+    strange = [
+        f"{tokens}: {name}" for tokens, name in kernels.items() if tokens not in MEASURED_AT or name not in KERNELS
+    ]
+    if strange or not isinstance(fields["dtype"], torch.dtype):
+        raise ValueError(", ".join(strange) or row["dtype"])
+    return Shape(**fields), kernels
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: the table of attention kernels cannot be read: {error}; delete it") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path} is no table of attention kernels; delete it")
+    return rows

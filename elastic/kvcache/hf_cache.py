@@ -1,0 +1,120 @@
+"""Elastic layers in Hugging Face caches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from elastic.errors import ConfigError
+from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.sliding import ElasticSlidingLayer
+from elastic.kvcache.layers.split import RowSplitLayer
+from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.layout import KVLayout
+from elastic.kvcache.storage.pool import KVPool
+
+_MAX_TOKENS_IF_UNKNOWN = 8192
+
+
+def make_memory(config: Any, pools: Sequence[tuple[KVPool, KVLayout]], homes: Sequence[KVPool]) -> KVMemory:
+    """The memory for caches of a model with this config; `homes` are the pools of its decoder layers."""
+    max_tokens = getattr(config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
+    layers = DynamicCache(config=config).layers[: len(homes)] or [DynamicLayer()] * len(homes)
+    full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    sliding = [index for index, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
+    return KVMemory(pools, max_tokens, homes, groups=(full + sliding, full))
+
+
+class ElasticCaches:
+    """Elastic caches for the hooks of one model."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def make(self, config: Any) -> DynamicCache:
+        """A new cache for a model config, of the stock type, with elastic layers."""
+        cache = DynamicCache(config=config)
+        self.adopt(cache)
+        return cache
+
+    def adopt(self, cache: Any) -> None:
+        """Give a plain, empty `DynamicCache` elastic layers; leave any other alone."""
+        if can_adopt(cache) and not self._memory.closed:
+            adopt(cache, self._memory)
+
+    def become_stock(self, cache: Any) -> None:
+        """Give any cache stock layers in place of elastic ones, with copies of what they hold."""
+        if isinstance(cache, DynamicCache):
+            become_stock(cache)
+
+    def begin_forward(self, cache: Any) -> None:
+        """A forward pass of this thread uses the cache now."""
+        self._memory.begin_forward(cache)
+
+    def layers(self, cache: Any) -> list[ElasticLayer | RowSplitLayer]:
+        """The elastic layers of any cache, or of what is none."""
+        return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer | RowSplitLayer)]
+
+
+def can_adopt(cache: Any) -> bool:
+    """Whether a cache is a plain `DynamicCache` that holds nothing yet."""
+    return type(cache) is DynamicCache and not cache.offloading and not any(_is_used(layer) for layer in cache.layers)
+
+
+def adopt(cache: Cache, memory: KVMemory) -> None:
+    """Give an empty cache elastic layers, in place: references to it stay good.
+
+    Only stock attention layers are replaced; linear-attention, indexed and hybrid layers stay what they are.
+    """
+    cache.layers = [_elastic(layer, memory, index) for index, layer in enumerate(cache.layers)]
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = partial(_append_to, weakref.ref(cache), memory)
+
+
+def become_stock(cache: DynamicCache) -> None:
+    """Undo `adopt`, whatever the cache holds by now: its elastic layers give their memory up. Others are left alone."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, ElasticLayer | RowSplitLayer):
+            cache.layers[index] = layer.to_stock()
+            layer.give_up()
+    if getattr(cache.layer_class_to_replicate, "func", None) is _append_to:
+        cache.layer_class_to_replicate = DynamicLayer
+
+
+class ElasticCache(DynamicCache):  # type: ignore[misc]
+    """A cache over the virtual memory of a wrapped model, to be passed as `past_key_values`.
+
+    `generate`, `pipeline` and plain calls of a wrapped model build one by themselves; make one explicitly to keep it
+    between calls. Raises `ConfigError` for a model that is not wrapped.
+    """
+
+    def __init__(self, model: Any) -> None:
+        runtime = getattr(model, "elastic", None)
+        if runtime is None:
+            raise ConfigError(f"{type(model).__name__} is not wrapped; call elastic.wrap(model) first")
+        super().__init__(config=model.config)
+        adopt(self, runtime.kv.memory)
+
+
+def _is_used(layer: object) -> bool:
+    if isinstance(layer, ElasticLayer | RowSplitLayer):
+        return True
+    return bool(getattr(layer, "is_initialized", False) or any(getattr(layer, "is_conv_states_initialized", ())))
+
+
+def _append_to(cache: weakref.ref[Cache], memory: KVMemory) -> ElasticLayer:
+    """One more layer of a cache that makes them as they come."""
+    known = cache()
+    return ElasticLayer(memory, len(known.layers) if known is not None else None)
+
+
+def _elastic(layer: Any, memory: KVMemory, index: int) -> Any:
+    if type(layer) is DynamicLayer:
+        return ElasticLayer(memory, index)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return ElasticSlidingLayer(memory, layer.sliding_window, getattr(layer, "record_past", False), index)
+    return layer

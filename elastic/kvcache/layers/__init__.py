@@ -1,0 +1,4 @@
+"""Cache layers of transformers over leased memory: full attention, sliding windows, rows split over places.
+
+Way in: `full.ElasticLayer`. `elastic.kvcache` and the KV actions import it; it imports `elastic.kvcache.storage`.
+"""

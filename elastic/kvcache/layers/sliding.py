@@ -1,0 +1,68 @@
+"""Cache layers of attention to the last tokens only."""
+
+from __future__ import annotations
+
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from elastic.errors import StateError
+from elastic.kvcache.layers.full import ElasticLayer, LayerMemory
+from elastic.kvcache.layers.synchronized import synchronized
+
+
+class ElasticSlidingLayer(ElasticLayer):
+    """Attention to the last `sliding_window` tokens: pages behind the window go back as it slides on.
+
+    While past is recorded (assisted decoding), nothing is given back before `crop` says what was accepted.
+    """
+
+    is_sliding = True
+
+    def __init__(
+        self, memory: LayerMemory, sliding_window: int, record_past: bool = False, index: int | None = None
+    ) -> None:
+        super().__init__(memory, index)
+        self.sliding_window = sliding_window
+        self.record_past = record_past
+
+    @property
+    def cumulative_length(self) -> int:
+        return self._length
+
+    def activate_past_recording(self) -> None:
+        """Keep what slides out of the window until the next `crop`."""
+        self.record_past = True
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    @synchronized
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._length >= self.sliding_window and not self.record_past:
+            raise StateError(
+                f"the window of {self.sliding_window} tokens was passed without recording the past; call "
+                "activate_past_recording() on the cache before tokens are to be cropped"
+            )
+        super().crop(tokens_to_remove)
+        if self._length:
+            first = self._visible_from()
+            self._resident().narrow(first - self._origin, self._length - self._origin)
+            self._first = first
+
+    @synchronized
+    def to_stock(self) -> DynamicSlidingWindowLayer:
+        stock = DynamicSlidingWindowLayer(self.sliding_window)
+        stock.record_past = self.record_past
+        if self.is_initialized:
+            keys, values = self._copies(self._first if self.record_past else self._visible_from())
+            stock.lazy_initialization(keys, values)
+            stock.keys, stock.values, stock.cumulative_length = keys, values, self._length
+        return stock
+
+    def _visible_from(self) -> int:
+        return max(self._first, self._length - self.sliding_window + 1)
+
+    def _keep_from(self, visible_from: int) -> int:
+        return self._first if self.record_past else visible_from
+
+    def _like(self) -> ElasticLayer:
+        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past, self.index)

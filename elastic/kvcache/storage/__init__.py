@@ -1,0 +1,5 @@
+"""Where keys and values lie: the pool of one place, its limit, stores for layers, blocks for engines.
+
+Way in: `pool.KVPool`, `lease.StoreLease`, `paged.BlockMemory`. The cache layers, the KV actions and engines import
+it; it imports `elastic.memory` and the leaves.
+"""

@@ -1,0 +1,207 @@
+"""KV cache in blocks, for engines that batch many requests: one range of address space per layer, mapped by sectors.
+
+A block holds some tokens of one request, in each layer of a group (all layers of one kind of attention). Sectors are
+what pages come and go in: as many blocks as make whole pages in every layer. All groups have sectors of the same size,
+so a sector that one no longer needs another may have (docs/design.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from elastic.errors import IntegrityError
+from elastic.kvcache.storage.pool import OWNER, KVPool
+from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.virtual_range import VirtualRange
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Layers whose caches grow together."""
+
+    layers: tuple[int, ...]
+    block_bytes: int
+    """Of one block in one layer: keys and values."""
+
+
+class GroupRanges:
+    """The memory of one group: in each layer the same sectors are mapped."""
+
+    def __init__(self, kv: KVPool, group: BlockGroup, sectors: int, layer_pages: int) -> None:
+        self.group = group
+        self.layer_pages = layer_pages
+        self.mapped: dict[int, None] = {}  # sector ids, as a set in order
+        self._pool = kv.pool
+        readable = kv.pool.backend.device.type == "cpu"  # so that printing a tensor over it does not crash
+        self.ranges = [
+            VirtualRange(kv.pool, sectors * layer_pages, readable_gaps=readable) for _ in range(len(group.layers))
+        ]
+        nbytes = sectors * layer_pages * kv.pool.page_bytes
+        self._spans: list[MappedStorage] = [r.span(0, nbytes, lambda: None) for r in self.ranges]
+
+    @property
+    def pages(self) -> int:
+        """Of one sector, in all layers."""
+        return self.layer_pages * len(self.ranges)
+
+    def view(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        """All address space of a layer in one dimension. Only mapped sectors may be written."""
+        return self._spans[self.group.layers.index(layer)].tensor(dtype)
+
+    def map(self, sector: int, pages: Sequence[int]) -> None:
+        """Have a sector in every layer, or in none."""
+        done = 0
+        try:
+            for i, range_ in enumerate(self.ranges):
+                range_.map(sector * self.layer_pages, pages[i * self.layer_pages : (i + 1) * self.layer_pages])
+                done += 1
+        except BaseException:
+            for range_ in self.ranges[:done]:
+                range_.unmap(sector * self.layer_pages, self.layer_pages)
+            raise
+        self.mapped[sector] = None
+
+    def unmap(self, sector: int) -> list[int]:
+        """Take a sector out of every layer, or of none; returns its pages."""
+        done: list[list[int]] = []
+        try:
+            for range_ in self.ranges:
+                done.append(range_.unmap(sector * self.layer_pages, self.layer_pages))
+        except BaseException:
+            for range_, pages in zip(self.ranges, done, strict=False):
+                range_.map(sector * self.layer_pages, pages)
+            raise
+        del self.mapped[sector]
+        return list(chain.from_iterable(done))
+
+    def close(self) -> None:
+        """Give everything back."""
+        for span in self._spans:
+            span.drop()
+        for range_ in self.ranges:
+            range_.close()
+        self.mapped.clear()
+
+
+class BlockMemory:
+    """Sectors of one engine on one place. Guarded by the lock of its KV pool, `lock`.
+
+    Its owner answers, under the lock, `promised`: how many more sectors live requests must get, one after another, for
+    all to end; `reusable`: how many allocated ones hold only blocks kept for reuse; `give_up_reusable` frees them.
+    """
+
+    def __init__(self, kv: KVPool, groups: Sequence[BlockGroup]) -> None:
+        self.kv = kv
+        self.lock = kv.lock
+        self.sector_pages = _sector_pages(groups, kv.pool.page_bytes)
+        self.sectors = kv.pool.budget_pages // self.sector_pages
+        self.promised: Callable[[], int] = lambda: 0
+        self.reusable: Callable[[], int] = lambda: 0
+        self.give_up_reusable: Callable[[], object] = lambda: None
+        self.groups = [GroupRanges(kv, g, self.sectors, self.sector_pages // len(g.layers)) for g in groups]
+        self._absent = list(range(self.sectors))  # heap: low ids first
+        self._idle: list[dict[int, None]] = [{} for _ in groups]
+        kv.join(self)
+
+    @property
+    def sector_bytes(self) -> int:
+        return self.sector_pages * self.kv.pool.page_bytes
+
+    @property
+    def used_pages(self) -> int:
+        """In sectors that live requests need."""
+        mapped = sum(len(group.mapped) for group in self.groups)
+        return mapped * self.sector_pages - self.idle_pages
+
+    @property
+    def idle_pages(self) -> int:
+        """Mapped in sectors that no live request needs."""
+        return (sum(map(len, self._idle)) + self.reusable()) * self.sector_pages
+
+    @property
+    def promised_pages(self) -> int:
+        """That must remain to be had beside those in use."""
+        return self.promised() * self.sector_pages
+
+    def blocks_per_sector(self, group: int) -> int:
+        ranges = self.groups[group]
+        return ranges.layer_pages * self.kv.pool.page_bytes // ranges.group.block_bytes
+
+    def room(self, *, growing: bool) -> int:
+        """Sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
+        with self.lock:
+            return self.kv.available(growing=growing) // self.sector_pages
+
+    def allocate(self, group: int) -> int:
+        """A sector for a group, mapped in all of its layers. Raises `CapacityError`, and nothing has changed."""
+        with self.lock:
+            if self._idle[group]:
+                return self._idle[group].popitem()[0]
+            self.kv.make_way(self.sector_pages)
+            pages = self.kv.pool.allocate(OWNER, self.sector_pages)
+            sector = heapq.heappop(self._absent)
+            try:
+                self.groups[group].map(sector, pages)
+            except BaseException:
+                heapq.heappush(self._absent, sector)
+                self.kv.pool.free(pages)
+                raise
+            return sector
+
+    def free(self, group: int, sector: int) -> None:
+        """A sector holds nothing any more: it stays mapped for the next until its pages are needed elsewhere."""
+        with self.lock:
+            self._idle[group][sector] = None
+
+    def trim(self, pages: int) -> int:
+        """Give idle sectors back until `pages` pages came free; returns how many did."""
+        with self.lock:
+            self.give_up_reusable()
+            self._settle()
+            freed = 0
+            for group, idle in zip(self.groups, self._idle, strict=True):
+                while idle and freed < pages:
+                    sector = next(iter(idle))
+                    self.kv.pool.free(group.unmap(sector))
+                    del idle[sector]
+                    heapq.heappush(self._absent, sector)
+                    freed += self.sector_pages
+            return freed
+
+    def check(self) -> None:
+        """Recount; raises `IntegrityError`."""
+        mapped = [sector for group in self.groups for sector in group.mapped]
+        if sorted([*mapped, *self._absent]) != list(range(self.sectors)):
+            raise IntegrityError(f"sectors {sorted(mapped)} are mapped, {sorted(self._absent)} absent")
+        for group, idle in zip(self.groups, self._idle, strict=True):
+            for range_ in group.ranges:
+                if len(range_.slots) != len(group.mapped) * group.layer_pages:
+                    raise IntegrityError(f"a layer shows {len(range_.slots)} pages of {len(group.mapped)} sectors")
+            if not idle.keys() <= group.mapped.keys():
+                raise IntegrityError(f"sectors {sorted(idle)} are idle, {sorted(group.mapped)} mapped")
+
+    def close(self) -> None:
+        """Give everything back; what is in it is lost. Can be called twice."""
+        with self.lock:
+            self._settle()
+            for group, idle in zip(self.groups, self._idle, strict=True):
+                group.close()
+                idle.clear()
+            self.kv.leave(self)
+
+    def _settle(self) -> None:
+        """Wait until no kernel can still read what is unmapped next (law 6)."""
+        if self.kv.pool.backend.device.type == "cuda":
+            torch.cuda.synchronize(self.kv.pool.backend.device)
+
+
+def _sector_pages(groups: Sequence[BlockGroup], page_bytes: int) -> int:
+    """The fewest pages that hold whole blocks, and whole pages, in every layer of every group."""
+    sizes = (len(group.layers) * math.lcm(group.block_bytes, page_bytes) for group in groups)
+    return math.lcm(*sizes) // page_bytes

@@ -1,0 +1,60 @@
+"""One background thread for memory: it acts on notes that may be left from anywhere, finalizers included."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundThread:
+    """Calls what is put to it, one by one.
+
+    `put` is safe inside a finalizer (SimpleQueue is reentrant); `start` is not, so whoever opens a place calls it.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the daemon thread if it does not run."""
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="elastic-janitor", daemon=True)
+                self._thread.start()
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Have `task` called soon."""
+        self._tasks.put(task)
+
+    def finish(self, timeout_s: float = 10) -> None:
+        """Do what was put until now, then stop: a thread that is in torch when the interpreter ends would abort it."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._tasks.put(_stop)
+            thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            task = self._tasks.get()
+            if task is _stop:
+                return
+            try:
+                task()
+            except Exception:  # the thread must outlive any task; the fault is logged with its traceback
+                logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
+            del task
+
+
+def _stop() -> None:
+    """Put to a janitor to end its thread."""
+
+
+janitor = BackgroundThread()
+atexit.register(janitor.finish)

@@ -1,0 +1,61 @@
+"""From an address to a tensor, and word when the last view of it is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _CudaStorage:
+    """Memory on a GPU, offered to torch by the CUDA array interface (version 3)."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
+class MappedStorage:
+    """`nbytes` of mapped memory from `address` on, as one torch storage of exactly that size.
+
+    The storage owns nothing: whoever mapped the memory must keep it mapped until `alive` is false, that is, until the
+    last tensor over it is gone, inside Elastic or out. `on_dead` is called then, from any thread and in the middle of
+    anything: it may only leave a note.
+    """
+
+    def __init__(self, address: int, nbytes: int, device: torch.device, on_dead: Callable[[], Any]) -> None:
+        with torch.inference_mode(False):
+            memory: Any
+            if device.type == "cuda":
+                memory = _CudaStorage(address, nbytes)
+                self._bytes: torch.Tensor | None = torch.as_tensor(memory, device=device)
+            else:
+                memory = (ctypes.c_ubyte * nbytes).from_address(address)
+                self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.nbytes = nbytes
+        self._alive = weakref.ref(memory)
+        finalizer = weakref.finalize(memory, on_dead)
+        finalizer.atexit = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether any tensor still shows this memory."""
+        return self._alive() is not None
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole span as one dimension of `dtype`."""
+        assert self._bytes is not None, "the span was dropped"
+        with torch.inference_mode(False):
+            return self._bytes.view(dtype)
+
+    def drop(self) -> None:
+        """Let go of the memory; it lives on only while tensors outside show it."""
+        self._bytes = None

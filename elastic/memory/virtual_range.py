@@ -1,0 +1,56 @@
+"""Address space reserved once, with pages that come and go under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elastic.memory.backends.base import runs
+from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.page_pool import PagePool
+
+
+class VirtualRange:
+    """`slots` of one page each at fixed addresses; a slot shows a page or nothing.
+
+    Not thread-safe: its owner guards it. A slot is unmapped only when no tensor shows it (see `Span.alive`).
+    """
+
+    def __init__(self, pool: PagePool, capacity: int, *, readable_gaps: bool = False) -> None:
+        self.pool = pool
+        self.capacity = capacity
+        self.readable_gaps = readable_gaps
+        self.slots: dict[int, int] = {}  # slot -> page
+        self.address = pool.backend.reserve(capacity * pool.page_bytes, readable_gaps=readable_gaps)
+        self._closed = False
+        pool.register_range(self)
+
+    def map(self, slot: int, pages: Sequence[int]) -> None:
+        """Show `pages`, taken from the pool, in consecutive slots; all or none."""
+        assert 0 <= slot <= self.capacity - len(pages), (slot, len(pages), self.capacity)
+        address = self.address + slot * self.pool.page_bytes
+        self.pool.backend.map(address, pages, readable_gaps=self.readable_gaps)
+        self.slots.update(zip(range(slot, slot + len(pages)), pages, strict=True))
+
+    def unmap(self, slot: int, count: int) -> list[int]:
+        """Empty `count` mapped slots and return their pages, still owned, in order."""
+        address = self.address + slot * self.pool.page_bytes
+        self.pool.backend.unmap(address, count, readable_gaps=self.readable_gaps)
+        return list(map(self.slots.pop, range(slot, slot + count)))
+
+    def span(self, slot: int, nbytes: int, on_dead: Callable[[], Any]) -> MappedStorage:
+        """Memory from a slot on, as a storage of its own."""
+        return MappedStorage(self.address + slot * self.pool.page_bytes, nbytes, self.pool.backend.device, on_dead)
+
+    def close(self) -> None:
+        """Give every page and the address space back. Can be called twice."""
+        if self._closed:
+            return
+        for first, count in self.mapped_runs():
+            self.pool.free(self.unmap(first, count))
+        self.pool.backend.unreserve(self.address, self.capacity * self.pool.page_bytes)
+        self._closed = True
+
+    def mapped_runs(self) -> list[tuple[int, int]]:
+        """Mapped stretches as (slot, count), in order."""
+        return runs(sorted(self.slots))

@@ -1,0 +1,124 @@
+"""What a placement costs and how much faster it is: the model of the paper as printed. (CoCoServe, section 4.1)
+
+W and T are no seconds, they only grow with them; `elastic.planning.measured_cost` has the same model in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from elastic.planning.placement import PlaceCapacity, Placement, Places
+
+
+class CostModel(Protocol):
+    """Costs that add up over layers, and over the transitions between them. All pure."""
+
+    def work(self, places: Places) -> float:
+        """To compute one layer at these places."""
+        ...
+
+    def traffic(self, places: Places) -> float:
+        """To bring a layer's rows to the places of its replicas."""
+        ...
+
+    def crossing(self, before: Places, after: Places) -> float:
+        """Of what lies between two layers; nothing where both have the same places."""
+        ...
+
+    def total(self, work: float, traffic: float, crossings: float) -> float:
+        """Of a placement, from the sums over its layers and transitions."""
+        ...
+
+
+def cost(model: CostModel, placement: Placement) -> float:
+    """W(P) + T(P), or what another model has for it."""
+    layers = placement.layers
+    crossings = math.fsum(model.crossing(before, after) for before, after in pairwise(placement.chain))
+    return model.total(math.fsum(map(model.work, layers)), math.fsum(map(model.traffic, layers)), crossings)
+
+
+def speedup(model: CostModel, placement: Placement) -> float:
+    """S(P), against the same layers without replicas. (Equation 3)"""
+    return cost(model, placement.alone_at_home) / cost(model, placement)
+
+
+@dataclass(frozen=True)
+class HeterogeneousCost:
+    """Equations 1 to 3, for unlike devices; delta is recomputed from P.
+
+    `width` is d, the model dimension; `rows` and `tokens` are the batch and l, the length of its sequences. The rows
+    bs_ij of a replica are by the speed of its place, or with `even` as many for each; parts of rows are allowed.
+    """
+
+    width: int
+    rows: int
+    tokens: int
+    places: Mapping[str, PlaceCapacity]
+    even: bool = False
+
+    def shares(self, places: Places) -> list[float]:
+        """Of the batch, for each of a layer's places."""
+        speeds = [1.0 if self.even else self.places[place].compute for place in places]
+        together = sum(speeds)
+        return [speed / together for speed in speeds]
+
+    def work(self, places: Places) -> float:
+        """max_j d² · bs_ij · l / C_ij. (Equation 1)"""
+        pairs = zip(places, self.shares(places), strict=True)
+        slowest = max([share / self.places[place].compute for place, share in pairs])
+        return self.width**2 * self.rows * self.tokens * slowest
+
+    def traffic(self, places: Places) -> float:
+        """Σ_j d · bs_ij · l / B_ij, over the replicas. (Equation 2)"""
+        own = self.places[places[0]]
+        pairs = zip(places[1:], self.shares(places)[1:], strict=True)
+        slow = math.fsum([share / own.bandwidth(place) for place, share in pairs])
+        return self.width * self.rows * self.tokens * slow
+
+    def crossing(self, before: Places, after: Places) -> float:
+        """A transition, or none: they add up to delta."""
+        return float(before != after)
+
+    def total(self, work: float, traffic: float, crossings: float) -> float:
+        return work + crossings * traffic
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Equation 4, for alike devices and rows split evenly, as a share of the cost without replicas.
+
+    `per_transition` is C/(d·B), so that gamma = delta · `per_transition`, at most 1, follows P. With a fixed
+    `gamma`, as in the paper, only the degrees count, and every replica pays.
+    """
+
+    layers: int
+    per_transition: float = 0.0
+    gamma: float | None = None
+
+    def work(self, places: Places) -> float:
+        return 1 / len(places)
+
+    def traffic(self, places: Places) -> float:
+        return 0.0
+
+    def crossing(self, before: Places, after: Places) -> float:
+        return float(before != after)
+
+    def total(self, work: float, traffic: float, crossings: float) -> float:
+        gamma = min(1.0, crossings * self.per_transition) if self.gamma is None else self.gamma
+        return 1 / alike(gamma, work, self.layers)
+
+
+def gamma(transitions: int, compute: float, width: int, bandwidth: float) -> float:
+    """gamma = delta·C / (d·B). (Equation 4)"""
+    return transitions * compute / (width * bandwidth)
+
+
+def alike(gamma: float, inverse_degrees: float | Sequence[int], layers: int) -> float:
+    """S = 1 / (gamma + (1-gamma)/n · Σ 1/p_i), from the degrees or from their Σ 1/p_i. (Equation 4)"""
+    total = inverse_degrees if isinstance(inverse_degrees, int | float) else sum(1 / p for p in inverse_degrees)
+    return 1 / (gamma + (1 - gamma) / layers * total)

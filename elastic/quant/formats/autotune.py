@@ -1,0 +1,90 @@
+"""Timing the paths of a product, to fill the table."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from itertools import cycle
+
+import torch
+
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
+from elastic.quant.formats.kernel_table import BUCKETS, KernelTable, MatmulSpec
+
+ROTATED_BYTES = 2**26
+"""Copies of a matrix are used in turn, so many bytes in total: in a model, weights come from memory, not from cache."""
+NEVER = ("reference", "dynamic")
+"""Not tried: only for comparison; and rounding activations to int8 is not weight-only, so it has to be asked for."""
+
+
+def measure(
+    table: KernelTable,
+    config: object,
+    parts: PackedTensors,
+    matrix: MatrixShape,
+    target: KernelTarget,
+    dtype: torch.dtype,
+    *,
+    buckets: Iterable[int] = BUCKETS,
+    rounds: int = 3,
+) -> dict[int, str]:
+    """Decide on the fastest path for every number of tokens that the table does not have yet.
+
+    With the current number of threads, on the device of the parts; nothing of theirs but shapes matters. A
+    config that is `dynamic` admits products with activations rounded to int8 (cpu.py states their error). Returns the
+    paths by bucket.
+    """
+    product = MatmulSpec.of(config, parts, matrix, target, dtype)
+    paths = dict(format_of(config).paths(config, parts, matrix, target))
+    dynamic = getattr(config, "dynamic", False)
+    tried = {name: path for name, path in paths.items() if name not in NEVER or (dynamic and name == "dynamic")}
+    missing = sorted(set(buckets) - table.chosen(product).keys())
+    if tried and missing:
+        table.add(product, _fastest(tried, parts, matrix, dtype, missing, rounds))
+    return table.chosen(product)
+
+
+def _fastest(
+    paths: Mapping[str, Kernel],
+    parts: PackedTensors,
+    matrix: MatrixShape,
+    dtype: torch.dtype,
+    buckets: list[int],
+    rounds: int,
+) -> dict[int, str]:
+    """No path gets faster with more tokens, so one that took longer for fewer than the best does now is left out."""
+    copies = cycle(_copies(parts))
+    known = dict.fromkeys(paths, 0.0)
+    chosen = {}
+    for bucket in buckets:
+        x = torch.randn(bucket, matrix.inputs, device=parts["packed"].device).to(dtype)
+        best = math.inf
+        for name in sorted(paths, key=lambda name: known[name]):
+            if known[name] * 0.8 < best:
+                known[name] = min(_seconds(paths[name], x, next(copies)) for _ in range(2))
+                best = min(best, known[name])
+        close = [name for name in paths if known[name] < 1.5 * best]
+        for _ in range(rounds if len(close) > 1 else 0):
+            for name in close:
+                known[name] = min(known[name], _seconds(paths[name], x, next(copies)))
+        chosen[bucket] = min(close, key=lambda name: known[name])
+    return chosen
+
+
+def _seconds(path: Kernel, x: torch.Tensor, parts: PackedTensors) -> float:
+    _wait(x.device)
+    start = time.perf_counter()
+    path(x, parts)
+    _wait(x.device)
+    return time.perf_counter() - start
+
+
+def _copies(parts: PackedTensors) -> list[PackedTensors]:
+    count = min(math.ceil(ROTATED_BYTES / sum(part.nbytes for part in parts.values())), 64)
+    return [parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

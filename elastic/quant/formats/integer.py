@@ -1,0 +1,101 @@
+"""A matrix in small integers, before it is packed for a kernel: what quantizers make and checkpoints are read into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from elastic.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Weight-only quantization to integers of `bits` bits, each group of inputs with a scale of its own.
+
+    w[n, k] = scale[n, group of k] * (code[n, k] - zero[n, group of k])
+    """
+
+    bits: int
+    """8, 4 or 3."""
+    group_size: int = 128
+    """Inputs that share a scale; -1: all of a row."""
+    symmetric: bool = False
+    """The zero point is the middle of the codes, 2 ** (bits - 1), everywhere."""
+    dynamic: bool = False
+    """Products may round activations too, to int8 with a scale for each token, where that is faster: prefill on CPUs.
+    The error of a product is then about 1 %; outliers among the activations make it larger."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4, 3):
+            raise ConfigError(f"bits={self.bits!r} is not supported; use 8, 4 or 3")
+        if self.group_size != -1 and (self.group_size < 16 or self.group_size % 16):
+            raise ConfigError(f"group_size={self.group_size!r} is not supported; use -1 or a multiple of 16")
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """One matrix, [outputs, inputs], in integers.
+
+    Column k of the codes belongs to input `order[k]`, or to input k without an order; columns of a group are side by
+    side: column k is in group `k // (inputs / groups)`. With an input scale, the matrix that the codes give has to be
+    used on inputs that were divided by it.
+    """
+
+    codes: torch.Tensor
+    """uint8 [outputs, inputs]."""
+    scales: torch.Tensor
+    """float32 [outputs, groups]."""
+    zeros: torch.Tensor
+    """float32 [outputs, groups]; whole numbers, which a checkpoint may have outside the codes' range."""
+    order: torch.Tensor | None = None
+    """int64 [inputs], a permutation (GPTQ's act-order)."""
+    input_scale: torch.Tensor | None = None
+    """float32 [inputs], in the order of the inputs, not of the columns (AWQ's scale search)."""
+
+    @property
+    def groups(self) -> int:
+        return self.scales.shape[1]
+
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        """The same on a device."""
+        order, input_scale = (part if part is None else part.to(device) for part in (self.order, self.input_scale))
+        return QuantizedMatrix(self.codes.to(device), self.scales.to(device), self.zeros.to(device), order, input_scale)
+
+    def value(self) -> torch.Tensor:
+        """The matrix that the codes stand for, float32 [outputs, inputs], to be used on the inputs as they are."""
+        outputs, inputs = self.codes.shape
+        grouped = self.codes.view(outputs, self.groups, -1).float()
+        value = ((grouped - self.zeros.unsqueeze(2)) * self.scales.unsqueeze(2)).view(outputs, inputs)
+        if self.order is not None:
+            value = torch.empty_like(value).index_copy_(1, self.order, value)
+        return value if self.input_scale is None else value / self.input_scale
+
+
+def round_to_nearest(weight: torch.Tensor, config: Integers) -> QuantizedMatrix:
+    """The codes nearest to a matrix, [outputs, inputs], with scales from the extremes of each group.
+
+    The scales are those that bfloat16 can hold, which is how kernels take them. Raises `ConfigError` where the groups
+    do not divide the inputs.
+    """
+    outputs, inputs = weight.shape
+    size = inputs if config.group_size == -1 else config.group_size
+    if inputs % size:
+        raise ConfigError(f"group_size={size} does not divide the {inputs} inputs of a matrix")
+    grouped = weight.detach().float().view(outputs, inputs // size, size)
+    last = 2**config.bits - 1
+    if config.symmetric:
+        middle = 2 ** (config.bits - 1)
+        scales = _rounded(grouped.abs().amax(2) / (middle - 1))
+        zeros = torch.full_like(scales, middle)
+    else:
+        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scales = _rounded((high - low) / last)
+        zeros = (-low / scales).round().clamp(0, last)
+    codes = (grouped / scales.unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, last)
+    return QuantizedMatrix(codes.to(torch.uint8).view(outputs, inputs), scales, zeros)
+
+
+def _rounded(scales: torch.Tensor) -> torch.Tensor:
+    """To bfloat16 and above zero: a group of zeros has any scale."""
+    return scales.clamp(min=1e-10).to(torch.bfloat16).float()

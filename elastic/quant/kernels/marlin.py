@@ -1,0 +1,218 @@
+"""Matrices for the Marlin kernels of vLLM, an optional extra on CUDA (compute capability 8.0 and later).
+
+Only the product needs vLLM; packing does not. Of 16 inputs by 64 outputs, thread 4 c + q of a warp has, for each j
+below 4, outputs 16 j + 8 b + c and inputs 8 h + 2 q + p: one word in the order (p, b, h), or two words of 8-bit codes
+in the order (b, p, h). Codes are symmetric, or of 4 bits with whole zero points.
+
+    packed  int32 [inputs / 16, outputs * bits / 2]
+    scales  bfloat16 [groups, outputs], columns in the kernel's order
+    zeros   int32 [groups, outputs / 8], likewise; only with zero points
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from elastic.errors import BackendUnavailable, ConfigError
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
+from elastic.quant.kernels.checks import CheckedKernel, Required, extras, read_extras
+
+
+@dataclass(frozen=True)
+class Marlin(Integers):
+    """Integers for Marlin: 4 bits, or 8 bits symmetric, in groups of 32, 64 or 128, or whole rows."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or (self.bits == 8 and not self.symmetric):
+            raise ConfigError(f"{self}: Marlin takes bits=4, or bits=8 with symmetric=True")
+        if self.group_size not in (-1, 32, 64, 128):
+            raise ConfigError(f"group_size={self.group_size!r} is not supported by Marlin; use -1, 32, 64 or 128")
+
+
+class MarlinFormat:
+    """Packs for, and multiplies with, vLLM's `marlin_gemm`."""
+
+    def supports(self, config: Marlin, matrix: MatrixShape) -> str | None:
+        """None, or in words why a matrix of this shape cannot be packed."""
+        if matrix.outputs % 64 or matrix.inputs % 128:
+            return f"{matrix.outputs} outputs are no multiple of 64, or {matrix.inputs} inputs none of 128"
+        return None
+
+    def quantize(
+        self, config: Marlin, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
+    ) -> PackedTensors:
+        """Pack a matrix, [outputs, inputs]: its nearest codes, or with scales searched for these inputs."""
+        if inputs is None:
+            return pack(config, round_to_nearest(weight, config))
+        from elastic.quant.formats.awq_search import search_scales
+
+        return pack(config, search_scales(weight, inputs, config))
+
+    def value(self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
+        """The matrix that the parts stand for, float32 [outputs, inputs]."""
+        return unpack(config, parts, matrix).value()
+
+    def paths(
+        self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
+    ) -> Mapping[str, Kernel]:
+        """Raises `BackendUnavailable` without a vLLM that has the kernel."""
+        gemm, kind = _kernel(config)
+
+        def marlin(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+            values = x if x.dtype in (torch.float16, torch.bfloat16) else x.to(torch.bfloat16)
+            return cast(
+                torch.Tensor,
+                gemm(
+                    a=values,
+                    c=None,
+                    b_q_weight=parts["packed"],
+                    b_bias=None,
+                    b_scales=parts["scales"].to(values.dtype),
+                    a_scales=None,
+                    global_scale=None,
+                    b_zeros=parts.get("zeros"),
+                    g_idx=None,
+                    perm=None,
+                    workspace=_workspace(x.device),
+                    b_q_type=kind,
+                    size_m=x.shape[0],
+                    size_n=matrix.outputs,
+                    size_k=matrix.inputs,
+                    use_fp32_reduce=True,
+                ),
+            )
+
+        def reference(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+            return (x.float().contiguous() @ self.value(config, parts, matrix, target).t()).to(x.dtype)
+
+        return {"marlin": CheckedKernel(matrix, required(config, matrix), marlin), "reference": reference}
+
+    def repack(
+        self,
+        config: Marlin,
+        parts: PackedTensors,
+        matrix: MatrixShape,
+        packed_for: KernelTarget,
+        target: KernelTarget,
+    ) -> PackedTensors:
+        """The layout is the same for all GPUs. Raises `ConfigError` for a CPU."""
+        if target.device != "cuda":
+            raise ConfigError(
+                f"Marlin's kernels need CUDA: what is packed for them cannot go to {target.device}; use Integers for "
+                "layers that do, or restore them first"
+            )
+        return parts
+
+
+def required(config: Marlin, matrix: MatrixShape) -> Required:
+    """The shapes and dtypes of the parts that are always there."""
+    groups = 1 if config.group_size == -1 else matrix.inputs // config.group_size
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "packed": ((matrix.inputs // 16, matrix.outputs * config.bits // 2), torch.int32),
+        "scales": ((groups, matrix.outputs), torch.bfloat16),
+    }
+    return shapes if config.symmetric else {**shapes, "zeros": ((groups, matrix.outputs // 8), torch.int32)}
+
+
+def pack(config: Marlin, codes: QuantizedMatrix) -> PackedTensors:
+    """Codes in Marlin's layout. Raises `ConfigError` for shapes or zero points that it does not take."""
+    outputs, inputs = codes.codes.shape
+    problem = MARLIN.supports(config, MatrixShape(outputs, inputs))
+    if problem:
+        raise ConfigError(f"{config} cannot pack this matrix: {problem}")
+    low, high = (2 ** (config.bits - 1),) * 2 if config.symmetric else (0, 15)
+    if ((codes.zeros < low) | (codes.zeros > high)).any():
+        raise ConfigError(f"{config}: Marlin takes zero points from {low} to {high}; use Integers")
+    apart = codes.codes.contiguous().view(outputs // 64, 4, 2, 8, inputs // 16, 2, 4, 2)  # t j b c, r h q p
+    order = (4, 0, 3, 6, 1, 7, 2, 5) if config.bits == 4 else (4, 0, 3, 6, 1, 2, 7, 5)
+    values = apart.permute(order).reshape(inputs // 16, -1)
+    packed = _words(values) if config.bits == 4 else values.view(torch.int32)
+    parts = {"packed": packed, "scales": _scales_in_order(codes.scales.t()).to(torch.bfloat16), **extras(codes)}
+    return parts if config.symmetric else {**parts, "zeros": _words(_zeros_in_order(codes.zeros.t()))}
+
+
+def unpack(config: Marlin, parts: PackedTensors, matrix: MatrixShape) -> QuantizedMatrix:
+    """What `pack` was given, with scales rounded to bfloat16."""
+    outputs, inputs = matrix.outputs, matrix.inputs
+    values = _nibbles(parts["packed"]) if config.bits == 4 else parts["packed"].view(torch.uint8)
+    if config.bits == 4:
+        apart = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(1, 4, 6, 2, 0, 7, 3, 5)
+    else:
+        apart = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(1, 4, 5, 2, 0, 7, 3, 6)
+    scales = _from_order(parts["scales"], _scales_in_order).float()
+    if config.symmetric:
+        zeros = torch.full_like(scales, 2 ** (config.bits - 1))
+    else:
+        zeros = _from_order(_nibbles(parts["zeros"]), _zeros_in_order).float()
+    codes = apart.reshape(outputs, inputs)
+    return QuantizedMatrix(codes, scales.t().contiguous(), zeros.t().contiguous(), **read_extras(parts))
+
+
+def _scales_in_order(scales: torch.Tensor) -> torch.Tensor:
+    """[groups, outputs], outputs in the order in which threads use them; another one where rows are whole."""
+    groups, outputs = scales.shape
+    if groups == 1:
+        return scales.reshape(1, -1, 4, 4, 2).transpose(2, 3).reshape(1, outputs)
+    return scales.reshape(groups, -1, 8, 8).transpose(2, 3).reshape(groups, outputs)
+
+
+def _zeros_in_order(zeros: torch.Tensor) -> torch.Tensor:
+    groups, outputs = zeros.shape
+    ordered = zeros.to(torch.uint8).reshape(groups, -1, 8, 8).transpose(2, 3)
+    return ordered.reshape(groups, -1, 4, 2).transpose(2, 3).reshape(groups, outputs)
+
+
+def _from_order(values: torch.Tensor, in_order: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The inverse of one of the two orders."""
+    groups, outputs = values.shape
+    places = in_order(torch.arange(64, device=values.device).repeat(groups, 1))[0].argsort()
+    return values.view(groups, -1, 64)[:, :, places].reshape(groups, outputs)
+
+
+def _words(nibbles: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, n] -> int32 [rows, n / 8], the first nibble lowest."""
+    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    both = words.contiguous().view(torch.uint8)
+    return torch.stack((both & 15, both >> 4), 2).flatten(1)
+
+
+def _kernel(config: Marlin) -> tuple[Any, Any]:
+    """vLLM's product, and its word for the type of the codes."""
+    try:
+        from vllm import _custom_ops
+        from vllm.scalar_type import scalar_types
+    except ImportError as error:
+        raise BackendUnavailable("Marlin needs vLLM for CUDA: pip install vllm, or use Integers") from error
+    gemm = getattr(_custom_ops, "marlin_gemm", None)
+    if gemm is None or "a_scales" not in inspect.signature(gemm).parameters:
+        raise BackendUnavailable("this vLLM has no marlin_gemm with a_scales; use a newer one, or Integers")
+    if not config.symmetric:
+        return gemm, scalar_types.uint4
+    return gemm, scalar_types.uint4b8 if config.bits == 4 else scalar_types.uint8b128
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    """Locks, all zero before and after a product; one set for each stream, as products of a stream do not overlap."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _locks(device, stream)
+
+
+@functools.cache
+def _locks(device: torch.device, stream: int) -> torch.Tensor:
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+MARLIN = MarlinFormat()
+register(Marlin, MARLIN)

@@ -1,0 +1,51 @@
+"""In which order the layers of a model are swapped: measured, or by a rule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from elastic.errors import ConfigError
+from elastic.quant.sensitivity.profile_file import Profile
+
+
+def front_to_back(layers: int) -> tuple[int, ...]:
+    """From the first layer to the last."""
+    return tuple(range(layers))
+
+
+def last_first(layers: int) -> tuple[int, ...]:
+    """From the last layer to the first."""
+    return tuple(reversed(range(layers)))
+
+
+def contiguous(layers: int) -> tuple[int, ...]:
+    """One block that grows outward from the middle: at any time the swapped layers are neighbours."""
+    middle = (layers - 1) / 2
+    return tuple(sorted(range(layers), key=lambda i: (abs(i - middle), i)))
+
+
+def random_order(layers: int, seed: int) -> tuple[int, ...]:
+    """Any order, to compare with; the same for the same seed."""
+    return tuple(random.Random(seed).sample(range(layers), layers))
+
+
+RULES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "front_to_back": front_to_back,
+    "last_first": last_first,
+    "contiguous": contiguous,
+}
+
+
+def order(by: str | Profile, layers: int) -> tuple[int, ...]:
+    """The layers of a model of so many, the first to swap first: by a profile, or by the name of a rule.
+
+    Raises `ConfigError` for an unknown name, and for a profile of another number of layers.
+    """
+    if isinstance(by, Profile):
+        if len(by.order) != layers:
+            raise ConfigError(f"the profile orders {len(by.order)} layers, the model has {layers}")
+        return by.order
+    if by not in RULES:
+        raise ConfigError(f"order={by!r} is not known; use a profile, or one of {', '.join(RULES)}")
+    return RULES[by](layers)

@@ -1,0 +1,189 @@
+"""A sensitivity order with all its scores, and the JSON file that keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.errors import ConfigError
+from elastic.memory.checksum import digest
+
+FILE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """All that scores depend on: profiles with equal settings are equal."""
+
+    variant: str
+    """What layers were replaced by, such as "int4"."""
+    config: Mapping[str, Any]
+    """The config of the variant, in full."""
+    alpha1: float
+    alpha2: float
+    beta: float
+    lazy: bool
+    """Candidates that could not win a round were not measured in it."""
+    dtype: str
+    """That the activations had."""
+    layers: tuple[str, ...]
+    """A fingerprint of each layer's weights, see `fingerprint`."""
+    text: str
+    """sha256 of the token ids."""
+    sequences: int
+    tokens: int
+    """Of one sequence."""
+
+
+@dataclass(frozen=True)
+class SearchRound:
+    """One step of the greedy search: the scores of the layers still to choose from, and the layer that was chosen."""
+
+    chosen: int
+    mds: Mapping[int, float]
+    """Model Degradation Sensitivity of each candidate, given the layers chosen before (MorphServe, equation 4)."""
+    lis: Mapping[int, float]
+    """Layer Importance Score of each candidate (equation 5): the highest is chosen, of equal ones the first layer."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """In which order to swap the layers of a model, and why."""
+
+    setting: ProfileSettings
+    lts: tuple[float, ...]
+    """Layer Transformation Sensitivity of each layer (MorphServe, equation 2): a cosine, as all scores are."""
+    lrs: tuple[float, ...]
+    """Layer Replacement Sensitivity of each layer (equation 3)."""
+    rounds: tuple[SearchRound, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Layer indices, the first to swap first."""
+        return tuple(round_.chosen for round_ in self.rounds)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer is in the order."""
+        return len(self.rounds) == len(self.lts)
+
+    def check(self, layers: Sequence[nn.Module]) -> None:
+        """Raise `ConfigError` unless this is a profile of a model with these decoder layers.
+
+        Weights in float32, bfloat16 or the dtype of the checkpoint have the same fingerprints; quantized ones have not.
+        """
+        if len(layers) != len(self.lts):
+            raise ConfigError(f"the profile is of a model with {len(self.lts)} layers, this one has {len(layers)}")
+        pairs = zip(layers, self.setting.layers, strict=True)
+        others = [i for i, (layer, expected) in enumerate(pairs) if fingerprint(layer) != expected]
+        if others:
+            raise ConfigError(
+                f"the profile is of another model: the weights of {len(others)} of {len(layers)} layers differ "
+                f"(the first is layer {others[0]}); profile this model"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file; one that was there is replaced in one step, or stays whole."""
+        path = Path(path)
+        scores = {"lts": self.lts, "lrs": self.lrs, "rounds": [dataclasses.asdict(r) for r in self.rounds]}
+        setting = dataclasses.asdict(self.setting)
+        content = {"format": FILE_FORMAT, "complete": self.complete, "order": self.order, "setting": setting, **scores}
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+            os.replace(partial, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a complete profile. Raises `ConfigError` for one that is absent, damaged or unfinished."""
+        profile = read(Path(path))
+        if not profile.complete:
+            done, layers = len(profile.rounds), len(profile.lts)
+            raise ConfigError(
+                f"{path} is unfinished ({done} of {layers} layers); profile in the same way again to go on"
+            )
+        return profile
+
+
+def read(path: Path) -> Profile:
+    """Read a profile, finished or not. Raises `ConfigError` for a file that is none."""
+    try:
+        content = json.loads(path.read_text())
+        profile = _parse(content)
+        _check(profile, content)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} is no profile, or a damaged one ({reason}); remove it and profile again") from error
+    return profile
+
+
+def fingerprint(layer: nn.Module) -> str:
+    """A checksum of the names, shapes and values of a layer's weights.
+
+    Values are compared as bfloat16, so that a model loaded in float32 is the same model in bfloat16.
+    """
+    text = hashlib.sha256()
+    for name, weight in _weights(layer):
+        text.update(f"{name} {tuple(weight.shape)} {digest(weight.to(torch.bfloat16))}\n".encode())
+    return text.hexdigest()
+
+
+def fingerprint_of_tokens(ids: torch.Tensor) -> str:
+    """The sha256 of token ids and their shape."""
+    shaped = f"{tuple(ids.shape)}\n".encode() + ids.cpu().to(torch.int64).contiguous().numpy().tobytes()
+    return hashlib.sha256(shaped).hexdigest()
+
+
+def _weights(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in layer.named_parameters():
+        yield name, parameter.detach()
+
+
+def _parse(content: Any) -> Profile:
+    if content["format"] != FILE_FORMAT:
+        raise ValueError(f"format {content['format']!r}, where {FILE_FORMAT} is known")
+    setting = ProfileSettings(**{**content["setting"], "layers": tuple(content["setting"]["layers"])})
+    rounds = tuple(SearchRound(int(r["chosen"]), _scores(r["mds"]), _scores(r["lis"])) for r in content["rounds"])
+    return Profile(setting, tuple(map(_score, content["lts"])), tuple(map(_score, content["lrs"])), rounds)
+
+
+def _scores(scores: Mapping[str, float]) -> dict[int, float]:
+    return {int(layer): _score(score) for layer, score in scores.items()}
+
+
+def _score(score: float) -> float:
+    if not math.isfinite(score):
+        raise ValueError(f"a score of {score}")
+    return float(score)
+
+
+def _check(profile: Profile, content: Mapping[str, Any]) -> None:
+    """That the parts agree with one another."""
+    layers = len(profile.setting.layers)
+    if not len(profile.lts) == len(profile.lrs) == layers:
+        raise ValueError(f"{len(profile.lts)} and {len(profile.lrs)} scores for {layers} layers")
+    order = profile.order
+    if len(set(order)) < len(order) or not set(order) <= set(range(layers)) or list(order) != content["order"]:
+        raise ValueError(f"order {content['order']} of {layers} layers")
+    if content["complete"] is not profile.complete:
+        raise ValueError(f"{len(order)} rounds, said to be {'complete' if content['complete'] else 'unfinished'}")
+    for round_ in profile.rounds:
+        if round_.mds.keys() != round_.lis.keys() or round_.chosen not in round_.lis:
+            raise ValueError(f"a round without the scores of layer {round_.chosen}")

@@ -1,0 +1,68 @@
+"""Which parameters of a decoder layer are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from elastic.quant.formats.base import MatrixShape, format_of
+from elastic.quant.formats.integer import Integers
+from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """One decoder layer, as far as packing cares."""
+
+    name: str
+    """Of the layer in its model."""
+    parameters: Mapping[str, tuple[nn.Module, torch.Tensor]]
+    """By name in the layer: the module that has the parameter, and the parameter."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, name: str = "") -> LayerParameters:
+        """All parameters of a module."""
+        modules = ((f"{path}." if path else "", module) for path, module in layer.named_modules())
+        own = ((prefix + key, module, p) for prefix, module in modules for key, p in module._parameters.items())
+        return cls(name, {key: (module, p) for key, module, p in own if p is not None})
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values()))[1].device
+
+
+def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The parameters to be packed: name, parameter, and whether it is [.., inputs, outputs].
+
+    Those of linear modules and of experts; what has one output for each expert chooses them, and stays full.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    stacks = [p for module, p in layer.parameters.values() if p.ndim == 3 and not isinstance(module, _ConvNd)]
+    experts = {stack.shape[0] for stack in stacks}
+    for name, (module, parameter) in layer.parameters.items():
+        if any(parameter is stack for stack in stacks):
+            yield name, parameter, bool(getattr(module, "is_transposed", False))
+        elif parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D) and parameter.shape[0] not in experts:
+            yield name, parameter, isinstance(module, Conv1D)
+
+
+def matrix_of(parameter: torch.Tensor, transposed: bool) -> MatrixShape:
+    """The shape of a parameter's matrices."""
+    rows, columns = parameter.shape[-2:]
+    return MatrixShape(columns, rows) if transposed else MatrixShape(rows, columns)
+
+
+def fitting(config: Any, matrix: MatrixShape) -> Any | None:
+    """The config for a matrix: with smaller groups, or one for all, where its own do not divide the inputs.
+
+    None: it stays full.
+    """
+    sizes = [64, 32, -1] if isinstance(config, Integers) and config.group_size != -1 else []
+    smaller = [replace(config, group_size=size) for size in sizes if size < config.group_size]
+    return next((c for c in (config, *smaller) if format_of(c).supports(c, matrix) is None), None)

@@ -1,0 +1,108 @@
+"""What `wrap` was asked for, checked before anything is done to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from elastic.config import SLO, Place, parse_bytes
+from elastic.errors import ConfigError, StateError
+from elastic.hooks.forward_gate import traffic
+from elastic.kvcache.storage.layout import KVLayout
+from elastic.memory.checkpoint_file import Checkpoint
+from elastic.memory.places import require_memory
+from elastic.memory.rate_limit import RateLimiter
+from elastic.runtime.controller_setup import MakePolicy
+from elastic.runtime.runtime import Runtime
+from elastic.weights.decoder import Decoder, find_decoder
+
+if TYPE_CHECKING:
+    from elastic.quant.variants.variant import Variant
+
+
+PLACEMENTS = ("as_loaded", "auto")
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """What `wrap` was asked for, checked."""
+
+    decoder: Decoder
+    places: list[Place]
+    placement: str
+    layouts: dict[torch.device, KVLayout]
+    files: Checkpoint | None
+    variants: list[Variant]
+    variant_cache: str | Path | None
+    pace: RateLimiter
+    slo: SLO | None
+    start_controller: bool
+    make_policy: MakePolicy | None
+
+
+def check_model(model: nn.Module) -> Decoder:
+    decoder = find_decoder(model)
+    if isinstance(getattr(model, "elastic", None), Runtime):
+        raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        raise ConfigError(f"{type(model).__name__} is compiled; wrap the plain model (compiled ones are not supported)")
+    absent = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if absent:
+        raise ConfigError(
+            f"{len(absent)} parameters have no data (such as {absent[0]}): accelerate offloaded them; load the model "
+            "with a device_map that keeps every layer on a device"
+        )
+    others = {p.device for p in model.parameters() if p.device.type not in ("cpu", "cuda")}
+    if others:
+        raise ConfigError(f"parameters lie on {sorted(map(str, others))}; Elastic has pages on 'cpu' and 'cuda' only")
+    return decoder
+
+
+def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> list[Place]:
+    """The places to open. The first one named for a device is where that device's KV cache goes."""
+    needed = list(dict.fromkeys(device_of(layer) for layer in decoder.layers))
+    if places is None:
+        return [Place(str(device), device) for device in needed]
+    chosen = [Place.parse(place) for place in ([places] if isinstance(places, str | Place) else places)]
+    names = [place.name for place in chosen]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"places={names} names a place twice")
+    without = [str(device) for device in needed if device not in {place.device for place in chosen}]
+    if without:
+        raise ConfigError(f"places={names} has none on {without}, where decoder layers lie")
+    require_memory(chosen)
+    return chosen
+
+
+def check_placement(placement: str) -> str:
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"placement={placement!r} is not known; use one of {', '.join(map(repr, PLACEMENTS))}")
+    return placement
+
+
+def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
+    """The variants to pack. Raises `ConfigError`."""
+    from elastic.quant.variants.variant import Variant
+
+    wanted = [Variant.parse(v) for v in ([variants] if isinstance(variants, str | Variant) else variants)]
+    names = [variant.name for variant in wanted]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"variants={names} names a variant twice")
+    return wanted
+
+
+def parse_rate(copy_rate: int | str | None) -> RateLimiter:
+    rate = None if copy_rate is None else parse_bytes(copy_rate, option="copy_rate")
+    if rate == 0:
+        raise ConfigError(f"copy_rate={copy_rate!r} would never end; give bytes a second such as '2GB', or None")
+    return RateLimiter(rate, traffic.busy)
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Where a layer's parameters lie."""
+    return next(layer.parameters()).device

@@ -1,0 +1,61 @@
+"""HTTP/1.1 by uvicorn and h11, for clients that have only so long to send the head of a request.
+
+uvicorn bounds how long a connection may be idle between requests, not how long a head may take: one byte at a time
+holds a connection for ever. Here, a head that is not complete in time closes it. (Bodies: `door.py`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class Config(uvicorn.Config):
+    """uvicorn's configuration, with the seconds that a head may take."""
+
+    def __init__(self, app: Any, *, header_timeout_s: float, **options: Any) -> None:
+        super().__init__(app, http=Protocol, **options)
+        self.header_timeout_s = header_timeout_s
+
+
+class Protocol(H11Protocol):
+    """One connection."""
+
+    config: Config
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """The first head is expected from now on."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """A head may have begun or come to its end."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is expected any more."""
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.config.header_timeout_s, self._too_slow)
+
+    def _too_slow(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_TOO_SLOW)
+            self.transport.close()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

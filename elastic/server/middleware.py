@@ -1,0 +1,136 @@
+"""What a request must pass before an endpoint sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from elastic.server.generation.errors import RETRY_AFTER_S, APIError
+from elastic.server.generation.state import SHUTTING_DOWN, ServerState
+
+_DISCARDED = 4
+"""Times the limit: how much of a body that is refused is still read, so that the client reads the answer."""
+_DISCARD_S = 2.0
+_LOOK_S = 0.25
+"""How often what waits for the rest of a body looks whether the server drains."""
+_CLOSE = {"Connection": "close"}
+"""Of an answer to a body that is not read to its end."""
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+
+class RequestMiddleware:
+    """ASGI middleware: keys, bounds on the size of bodies and on their time, JSON only; nothing new while it drains.
+
+    JSON only keeps web pages out: without it, a page that someone looks at could post to a server on their machine.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        serving: ServerState,
+        keys: Mapping[str, str | None],
+        max_body_bytes: int,
+        body_timeout_s: float,
+    ) -> None:
+        self._app, self._serving, self._limit = app, serving, max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._keys = {prefix: key for prefix, key in keys.items() if key}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # the answer to a GET; the server leaves out its body
+            scope = {**scope, "method": "GET"}
+        try:
+            self._check(scope)
+        except APIError as error:
+            await _discard(receive, _DISCARDED * self._limit)
+            await error.response()(scope, receive, send)
+            return
+        if _path(scope) in GENERATING:
+            with self._serving.counted():
+                await self._app(scope, self._bounded(receive), send)
+        else:
+            await self._app(scope, self._bounded(receive), send)
+
+    def _check(self, scope: Scope) -> None:
+        headers, path = Headers(scope=scope), _path(scope)
+        for prefix, key in self._keys.items():
+            if path.startswith(prefix):
+                _check_key(headers.get("authorization", ""), key)
+        if scope["method"] != "POST":
+            return
+        if path in GENERATING:
+            self._serving.require_serving()
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise APIError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+        length = headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self._limit:
+            raise APIError(413, self._too_large(), code="body_too_large")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        seen, whole = 0, False
+        until_s = time.monotonic() + self._body_timeout_s
+
+        async def bounded() -> Message:
+            nonlocal seen, whole
+            message = await (receive() if whole else self._in_time(receive, until_s))
+            whole = not message.get("more_body")
+            seen += len(message.get("body", b""))
+            if seen > self._limit:
+                if not whole:
+                    await _discard(receive, _DISCARDED * self._limit)
+                raise HTTPException(413, self._too_large(), _CLOSE)
+            return message
+
+        return bounded
+
+    async def _in_time(self, receive: Receive, until_s: float) -> Message:
+        """More of a body. Raises `HTTPException` when its time is over, or the server drains."""
+        while True:
+            left_s = until_s - time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_LOOK_S, left_s)):
+                    return await receive()
+            if left_s < _LOOK_S:
+                raise HTTPException(408, f"the body did not come within {self._body_timeout_s:g} seconds", _CLOSE)
+            if self._serving.state == "draining":
+                raise HTTPException(503, SHUTTING_DOWN, {"Retry-After": str(RETRY_AFTER_S), **_CLOSE})
+
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._limit:,} bytes"
+
+
+def _path(scope: Scope) -> str:
+    """The path inside the application, also where it is mounted under another."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _check_key(given: str, key: str) -> None:
+    """Raises `APIError`; takes as long for a key that is nearly right as for one that is not."""
+    scheme, _, token = given.partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()):
+        headers = {"WWW-Authenticate": "Bearer"}
+        message = "send the key of this server as Authorization: Bearer KEY"
+        raise APIError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
+
+
+async def _discard(receive: Receive, limit: int) -> None:
+    """Read the rest of a body and forget it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            seen, more = 0, True
+            while more and seen <= limit:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                more = message.get("more_body", False)

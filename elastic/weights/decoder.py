@@ -1,0 +1,55 @@
+"""Finding the decoder of a model by its structure, with no list of class names."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from elastic.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The parts of a causal language model that Elastic works on."""
+
+    roots: tuple[nn.Module, ...]
+    """The modules whose forward takes `past_key_values`, from the outside in: adapters, the model, its base model."""
+    layers: tuple[nn.Module, ...]
+    layer_names: tuple[str, ...]
+    config: Any
+    """The text config of the model."""
+
+
+def find_decoder(model: nn.Module) -> Decoder:
+    """Find roots and decoder layers. Raises `ConfigError` that says what was looked for."""
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
+        raise _unsupported(model, "a torch module with a Hugging Face config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise _unsupported(model, "a decoder-only model; this one has an encoder")
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
+    names = {m: n for n, m in model.named_modules()}
+    lists = [m for m in names if isinstance(m, nn.ModuleList) and len(m) == count != 0]
+    lists = [m for m in lists if all(any(True for _ in layer.parameters()) for layer in m)]
+    if not lists:
+        raise _unsupported(model, f"a ModuleList of {count} layers (config.num_hidden_layers) with parameters")
+    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+    above = (module for module, name in names.items() if names[layers].startswith(name))
+    roots = tuple(module for module in above if takes_cache(module))
+    if not any(getattr(root, "can_generate", bool)() for root in roots):
+        raise _unsupported(model, "a model that can generate, with a forward method that takes past_key_values")
+    return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Whether a module's forward takes `past_key_values` and `use_cache`: a model, not a layer of it."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return "past_key_values" in parameters and "use_cache" in parameters
+
+
+def _unsupported(model: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{type(model).__name__} cannot be made elastic: looked for {wanted}")

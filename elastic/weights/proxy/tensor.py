@@ -1,0 +1,209 @@
+"""What sits in a Parameter slot when the weight is not plain: absent, elsewhere, packed.
+
+A `WeightProxy` has the shape, dtype and device of the parameter it stands for, and a `WeightSource` that knows its
+value. Known operations of a forward pass are looked up in a table by (kind of source, function), into which kinds
+register kernels; all others see the value, a plain tensor. Writing in place is refused, but for `copy_` (that is how
+`load_state_dict` writes): it goes to the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from elastic.errors import StateError
+
+Function = Callable[..., Any]
+
+
+class WeightSource(Protocol):
+    """Where the value of a weight comes from."""
+
+    def value(self) -> torch.Tensor:
+        """The weight as a plain tensor on its device: right now, for reading only."""
+        ...
+
+    def copy(self) -> torch.Tensor:
+        """The weight as a plain tensor that nobody else has; it may lie in host memory."""
+        ...
+
+    def stored(self) -> torch.Tensor:
+        """The weight as a plain tensor that lives on, for reading only; it may lie in host memory."""
+        ...
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the weight."""
+        ...
+
+    def describe(self) -> str:
+        """A word for people."""
+        ...
+
+
+_kernels: dict[tuple[type, Function], Function] = {}
+
+
+def register(kind: type, functions: Iterable[Function], kernel: Function) -> None:
+    """Have `kernel(function, args, kwargs)` called where a weight with this kind of source meets these functions."""
+    for function in functions:
+        _kernels[kind, function] = kernel
+
+
+def on_values(function: Function, args: Any, kwargs: Any) -> Any:
+    """A kernel for kinds whose value is at hand: the function itself, on plain tensors."""
+    plain = [arg.source.value() if isinstance(arg, WeightProxy) else arg for arg in args]
+    return function(*plain, **{k: v.source.value() if isinstance(v, WeightProxy) else v for k, v in kwargs.items()})
+
+
+FORWARD_FUNCTIONS: tuple[Function, ...] = (
+    F.linear,
+    F.layer_norm,
+    F.rms_norm,
+    F.conv1d,
+    torch.addmm,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.baddbmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.Tensor.__getitem__,
+    torch.mul,
+    torch.add,
+    torch.Tensor.mul,
+    torch.Tensor.__mul__,
+    torch.Tensor.__rmul__,
+    torch.Tensor.add,
+    torch.Tensor.__add__,
+    torch.Tensor.__radd__,
+)
+"""What models do with weights in a forward pass: products (those of experts included), norms, biases."""
+
+
+class WeightProxy(torch.Tensor):
+    """Stands for a parameter whose bytes are not in the slot."""
+
+    source: WeightSource
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, source: WeightSource) -> WeightProxy:
+        with torch.inference_mode(False):
+            self: WeightProxy = torch.Tensor._make_wrapper_subclass(
+                cls,
+                like.shape,
+                strides=like.stride(),
+                dtype=like.dtype,
+                device=like.device,
+                requires_grad=like.requires_grad,
+            )
+        self.__dict__.update(getattr(like, "__dict__", {}))
+        self._is_param = True  # isinstance(weight, nn.Parameter), as modules demand of what they register
+        self.source = source
+        return self
+
+    @classmethod
+    def of_shape(cls, like: torch.Tensor, shape: Sequence[int], source: WeightSource) -> WeightProxy:
+        """A weight of another shape than `like`, contiguous: a part of it, or a view."""
+        with torch.inference_mode(False):
+            self: WeightProxy = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        self.source = source
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kernel = next((_kernels.get((type(w.source), function)) for w in _weights(args, kwargs)), None)
+        if kernel is not None and "out" not in (kwargs or {}):
+            return kernel(function, args, kwargs or {})
+        if function in _NEED_MEMORY:
+            return function(*_plain(args), **_plain(kwargs or {}))
+        if function in _ADDRESSES:
+            raise StateError(
+                f"a weight {args[0].source.describe()} has no address; use a copy of it, as .detach() gives"
+            )
+        if function in _WRITE and args[0] is not args[1]:
+            raise _refusal("assignment", args[0] if isinstance(args[0], WeightProxy) else args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], WeightProxy):
+            args[0].source.write(tree_map_only(WeightProxy, _value, args[1]))
+            return args[0]
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0].source.copy()
+        if function is torch.ops.aten.clone.default:
+            return args[0].source.copy().to(args[0].device)
+        written = _written(function, args, kwargs or {})
+        if written:
+            raise _refusal(str(function), written[0])
+        return function(*_plain(args), **_plain(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy of a model has plain parameters."""
+        copied = nn.Parameter(self.source.copy().to(self.device), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved, or sent to another process, as the plain parameter it stands for."""
+        return _parameter, (self.source.stored().to(self.device), self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Weight({tuple(self.shape)}, {self.dtype}, {self.source.describe()})"
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad)
+
+
+_NEED_MEMORY = frozenset(
+    (
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.tolist,
+        torch.Tensor.__dlpack__,
+    )
+)
+_ADDRESSES = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage))
+_WRITE = frozenset((torch.Tensor.__setitem__, torch.Tensor.data.__set__))  # type: ignore[attr-defined]
+
+
+def _weights(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[WeightProxy]:
+    return [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, WeightProxy)]
+
+
+def _plain(tree: Any) -> Any:
+    return tree_map_only(WeightProxy, _value, tree)
+
+
+def _value(weight: WeightProxy) -> torch.Tensor:
+    return weight.source.value()
+
+
+def _refusal(what: str, weight: WeightProxy) -> StateError:
+    return StateError(
+        f"{what} would write into a weight {weight.source.describe()}; restore its layer first "
+        "(model.elastic.restore()), or write with copy_ or load_state_dict; to move or cast the model, unwrap it first"
+    )
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WeightProxy]:
+    """The weights that an operation of torch would write into."""
+    schema = function._schema.arguments
+    targets = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema) if _is_target(a)]
+    return [target for target in targets if isinstance(target, WeightProxy)]
+
+
+def _is_target(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)

@@ -1,0 +1,50 @@
+"""The examples run as they stand, each in a process of its own, and print what they promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMISES = {
+    "manual_control": (
+        r"would: Swap\(layers=\(10, 11\), variant='int4', parts=\(\)\): applied, moves [\d,]+ bytes, frees [1-9]",
+        r"two layers to int4: applied, [1-9][\d,]+ bytes freed",
+        r"one on to int8: applied, -[\d,]+ bytes freed",
+        r"has to wait for the generation: deferred",
+        r"the full weights: applied, -[\d,]+ bytes freed",
+        r"went on to its end: 12\d pieces",
+        r"Restore\(.*\): applied; prepared in \d",
+    ),
+    "own_policy": (
+        r"Swap\(layers=\(6, 7, 8, 9, 10, 11\), variant='int8', parts=\(\)\): applied, because the KV cache is in use",
+        r"Restore\(layers=\(6, 7, 8, 9, 10, 11\), parts=\(\)\): applied, because the KV cache is empty",
+        r"Health\(running=True, ticks=[1-9].*actions=2, faults=\(\)",
+    ),
+    "pipeline": (r"in full  '.+'\n  in int8  '.+'", r"[1-9]\.\d\d MiB of layers in int8; restored: True"),
+    "quickstart": (
+        r"^class Reader:\n    def read\(self",
+        r"layers \(8, 9, 10, 11\) are int4: [1-9]\.\d\d MiB more",
+        r"the text is the first one again: True",
+    ),
+}
+NEED_A_SERVER = {"fastapi_server"}
+"""Run by the server's tests."""
+
+
+def test_every_example_is_run() -> None:
+    assert {file.stem for file in EXAMPLES.glob("*.py")} - NEED_A_SERVER == set(PROMISES)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_an_example_prints_what_it_promises(name: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-P", str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    for promise in PROMISES[name]:
+        assert re.search(promise, child.stdout, re.MULTILINE), f"{promise!r} is not in:\n{child.stdout}"

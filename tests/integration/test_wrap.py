@@ -1,0 +1,262 @@
+"""`wrap` takes, `unwrap` gives back exactly what it took (law 3); what cannot be wrapped is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+
+import elastic
+from elastic import CapacityError, ConfigError, StateError
+from elastic.memory import places
+from support.architectures import CONFIGS, build, prompt
+from support.child_process import wait_for_the_janitor
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Everything that a wrap could leave behind."""
+    return {
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "parameters": [(id(p), p.stride(), p.requires_grad) for p in model.parameters()],
+        "hooks": [(n, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()],
+        "attributes": {n: sorted(vars(m)) for n, m in model.named_modules()},
+        "forward": [type(m).forward for m in model.modules()],
+        "config": model.config.to_json_string(),  # type: ignore[union-attr, operator]
+        "attention": model.config._attn_implementation,  # type: ignore[union-attr]
+    }
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    states = before.pop("state"), after.pop("state")
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert before == after
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_unwrap_leaves_the_model_as_it_was(architecture: str) -> None:
+    model = build(architecture)
+    before = fingerprint(model)
+    expected = model(**prompt()).logits
+    assert elastic.wrap(model, places="cpu=64MiB") is model
+    assert elastic.runtime(model) is model.elastic
+    assert list(model.state_dict()) == list(before["state"])
+    model.generate(**prompt(), max_new_tokens=3, pad_token_id=0)
+    assert elastic.unwrap(model) is model
+    assert_same(before, fingerprint(model))
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert not places._open
+
+
+def test_save_pretrained_of_a_wrapped_model_is_the_models_own(wrapped: Any, tmp_path: Path) -> None:
+    model = build("llama-gqa")
+    model.save_pretrained(tmp_path / "plain")
+    wrapped(model)
+    model.save_pretrained(tmp_path / "wrapped")
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "wrapped" / name).read_bytes()
+    loaded = t.AutoModelForCausalLM.from_pretrained(tmp_path / "wrapped")
+    assert torch.equal(loaded(**prompt()).logits, model(**prompt()).logits)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_is_a_plain_model_that_can_be_wrapped_itself(how: str, wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    expected = model(**prompt()).logits
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    with pytest.raises(StateError, match="not wrapped"):
+        elastic.runtime(other)
+    assert torch.equal(other(**prompt()).logits, expected)
+    assert model.elastic.kv.used_bytes == 0
+    wrapped(other, places=elastic.Place("cpu#copy", torch.device("cpu"), 64 << 20))
+    out = other(**prompt())
+    assert other.elastic.kv.used_bytes > 0
+    assert model.elastic.kv.used_bytes == 0
+    assert torch.equal(out.logits, expected)
+    elastic.unwrap(other)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_caches_of_any_kind_outlive_unwrap(wrapped: Any) -> None:
+    model = wrapped(build("mistral-sliding"))
+    cache = elastic.ElasticCache(model)
+    model(**prompt(length=30), past_key_values=cache)
+    copies = copy.deepcopy(cache)
+    keys = [layer.keys.clone() for layer in cache.layers]
+    elastic.unwrap(model)
+    for layer, copied, before in zip(cache.layers, copies.layers, keys, strict=True):
+        assert type(layer) is t.cache_utils.DynamicSlidingWindowLayer
+        assert torch.equal(layer.keys, before[:, :, -layer.keys.shape[2] :])
+        assert torch.equal(layer.keys, copied.keys)
+    step = torch.tensor([[5]])
+    assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=copies).logits)
+
+
+def test_a_view_outlives_unwrap(wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    cache = model(**prompt()).past_key_values
+    view = cache.layers[0].keys
+    before = view.clone()
+    elastic.unwrap(model)
+    del cache
+    gc.collect()
+    assert torch.equal(view, before)
+
+
+def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
+    model = elastic.wrap(build("llama-gqa"), places="cpu=64MiB")
+    model.generate(**prompt(), max_new_tokens=3, pad_token_id=0)
+    gone = weakref.ref(model)
+    pool = places._open["cpu"][0]
+    del model
+    gc.collect()
+    assert gone() is None
+    wait_for_the_janitor()
+    assert "cpu" not in places._open
+    assert pool.backend.created == 0
+
+
+def test_the_ledger_sums_to_the_budget_with_the_model_in_it(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    wrapped(model)
+    (place,) = model.elastic.status().places
+    assert sum(place.owners.values()) + place.free_bytes == place.budget_bytes
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(place.owners.values()) >= parameters
+    assert {"fixed:lm_head", "fixed:model.embed_tokens", "layer:0", "layer:2", "staging"} <= set(place.owners)
+    (kv,) = model.elastic.status().kv
+    assert kv.maximum_bytes == place.free_bytes
+    here = (elastic.Residency("cpu", "float32", "whole"),)
+    assert model.elastic.status().residencies == {f"model.layers.{i}": here for i in range(3)}
+
+
+def test_two_models_share_a_place(wrapped: Any) -> None:
+    first, second = build("llama-gqa"), build("gpt2")
+    expected = [m.generate(**prompt(), max_new_tokens=8, pad_token_id=0) for m in (first, second)]
+    place = elastic.Place("cpu#shared", torch.device("cpu"), 32 << 20)
+    wrapped(first, places=place)
+    wrapped(second, places=place)
+    assert len(places._open) == 1
+    for model, tokens in zip((first, second), expected, strict=True):
+        assert torch.equal(model.generate(**prompt(), max_new_tokens=8, pad_token_id=0), tokens)
+        model.elastic.check()
+
+
+def test_peft_models_are_elastic_and_keep_their_adapters(wrapped: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build("llama-gqa"), config).eval().requires_grad_(False)
+    expected = model.generate(**prompt(3), max_new_tokens=8, pad_token_id=0)
+    wrapped(model)
+    assert torch.equal(model.generate(**prompt(3), max_new_tokens=8, pad_token_id=0), expected)
+    assert model.elastic.status().kv[0].idle_bytes > 0
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(**prompt(3), max_new_tokens=8, pad_token_id=0), expected)
+
+
+def test_a_model_dispatched_by_accelerate_is_elastic(wrapped: Any) -> None:
+    from accelerate import dispatch_model
+
+    model = build("llama-gqa")
+    expected = model.generate(**prompt(), max_new_tokens=8, pad_token_id=0)
+    dispatch_model(model, {"": "cpu"}, force_hooks=True, main_device="cpu")
+    wrapped(model)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=8, pad_token_id=0), expected)
+
+
+# -- refusals: each names the value and the remedy, and leaves model and places as they were
+
+
+def refused(model: Any, error: type[Exception], match: str, **options: Any) -> None:
+    before = fingerprint(model) if hasattr(model, "config") else None
+    with pytest.raises(error, match=match):
+        elastic.wrap(model, **options)
+    assert not places._open
+    if before is not None:
+        assert_same(before, fingerprint(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"policy": "fastest"}, ConfigError, r"policy='fastest'.*'manual'"),
+        ({"places": ["tpu:0"]}, ConfigError, "'tpu:0' is not a place"),
+        ({"places": ["cpu=1KiB"]}, CapacityError, "larger budget"),
+        ({"places": ["cpu#a", "cpu#a"]}, ConfigError, "twice"),
+        ({"places": []}, ConfigError, r"has none on \['cpu'\]"),
+        ({"places": ["cpu=much"]}, ConfigError, "budget of place cpu='much'"),
+        ({"kv_layout": "diagonal"}, ConfigError, r"kv_layout='diagonal'.*head_major"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    refused(build("llama-gqa"), error, match, **options)
+
+
+def test_modules_that_are_no_causal_language_model() -> None:
+    refused(nn.Linear(2, 2), ConfigError, "Hugging Face config")
+    refused(
+        t.T5ForConditionalGeneration(t.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2)), ConfigError, "encoder"
+    )
+    refused(
+        t.BertModel(t.BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16)), ConfigError, "past_key"
+    )
+    mamba = t.MambaForCausalLM(t.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32))
+    refused(mamba, ConfigError, "past_key_values")
+
+
+def test_a_wrapped_model_is_not_wrapped_again(wrapped: Any) -> None:
+    model = wrapped(build("llama-gqa"))
+    with pytest.raises(StateError, match="already wrapped"):
+        elastic.wrap(model)
+    assert model.elastic.status().layers == 3
+
+
+def test_a_plain_model_is_not_unwrapped() -> None:
+    with pytest.raises(StateError, match="not wrapped"):
+        elastic.unwrap(build("llama-gqa"))
+    with pytest.raises(ConfigError, match="not wrapped"):
+        elastic.ElasticCache(build("llama-gqa"))
+
+
+def test_compiled_models_are_refused_in_words(wrapped: Any) -> None:
+    refused(torch.compile(build("llama-gqa")), ConfigError, "compiled")
+    model = build("llama-gqa")
+    model.compile()
+    with pytest.raises(ConfigError, match="compiled"):
+        elastic.wrap(model)
+    model = wrapped(build("llama-gqa"))
+    with pytest.raises(Exception, match="cannot be compiled; unwrap it first"):
+        torch.compile(model, backend="eager")(**prompt())
+
+
+def test_offloaded_models_are_refused_with_the_remedy() -> None:
+    from accelerate import cpu_offload
+
+    model = cpu_offload(build("llama-gqa"), execution_device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"offloaded.*device_map"):
+        elastic.wrap(model)
+
+
+def test_a_failing_install_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic.kvcache.attention import AttentionSwitch
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(AttentionSwitch, "install", fail)
+    refused(build("llama-gqa"), RuntimeError, "no", places="cpu=64MiB")

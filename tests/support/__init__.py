@@ -1,0 +1,1 @@
+"""What tests share: models, places, faults. No test is in here."""

@@ -1,0 +1,1 @@
+"""Simulated servers and clusters for policies and planners."""

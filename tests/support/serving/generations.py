@@ -1,0 +1,79 @@
+"""What tests of an engine share: collect what requests are told, and compare with plain generation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic.engines.base import Engine, Output, Request
+
+
+class Collector:
+    """Listens to any number of requests."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.weights: dict[str, list[int]] = {}
+        self.ends: dict[str, Output] = {}
+        self.first: dict[str, Output] = {}
+        self._news = threading.Condition()
+
+    def __call__(self, output: Output) -> None:
+        with self._news:
+            assert output.request not in self.ends, "news after the end"
+            self.first.setdefault(output.request, output)
+            self.tokens.setdefault(output.request, []).extend(output.tokens)
+            self.weights.setdefault(output.request, []).extend([output.weights] * len(output.tokens))
+            if output.finish is not None:
+                self.ends[output.request] = output
+            self._news.notify_all()
+
+    def wait(self, requests: Sequence[str], timeout_s: float = 120) -> None:
+        """Until all of these have ended."""
+        with self._news:
+            assert self._news.wait_for(lambda: self.ends.keys() >= set(requests), timeout_s), "requests did not end"
+
+    def wait_for_tokens(self, request: str, count: int, timeout_s: float = 120) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.tokens.get(request, ())) >= count, timeout_s)
+
+
+def serve(engine: Engine, requests: Sequence[Request]) -> Collector:
+    """Submit all at once, and wait for their ends."""
+    heard = Collector()
+    for request in requests:
+        engine.submit(request, heard)
+    heard.wait([request.id for request in requests])
+    return heard
+
+
+def prompts(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(3, vocabulary, (n,), generator=generator).tolist()) for n in lengths]
+
+
+@torch.no_grad()
+def continuation(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
+    """What `generate` goes on with, greedily."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def same_unless_close(model: Any, prompt: Sequence[int], got: Sequence[int], close: float = 1e-3) -> bool:
+    """Whether each token is the likeliest after those before it, or nearly: batches round otherwise than one alone."""
+    ids = torch.tensor([[*prompt, *got]], device=model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return bool((logits.max(-1).values - chosen <= close).all())
+
+
+SERVED = {
+    "llama-mha", "llama-gqa", "qwen2-sliding", "qwen3", "qwen3-moe", "mistral-sliding", "mixtral", "gemma", "gemma3",
+    "phi3", "phi", "gpt2", "gpt-neox",
+    "opt",
+}  # fmt: skip

@@ -1,0 +1,135 @@
+"""The policies act on every burst soon, and do not chatter: 200 simulated noisy traces for each mode.
+
+An episode is a time of 3 s or more in which the requests would need more KV than the mode's entry threshold, if all
+were let in at once. It is acted on if, within N = 20 ticks (2 s) of its beginning, layers are swapped, or use is below
+the threshold because layers still are, or none is left to swap. A reversal is a swap after a restore or a restore after
+a swap; from the beginning of an episode to the beginning of the next there may be one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from elastic import Policy
+from elastic.controller.decision import ControllerPolicy, Plan
+from elastic.controller.policies.precision import PrecisionPolicy
+from elastic.controller.snapshot import Snapshot
+from elastic.types import Restore, Swap
+from support.planning.simulated_server import BASE, KINDS, LAYERS, SIZES, TICK_S, Plant, demand, trace
+
+N = 20
+TRACES = 200
+EPISODE_S = 3.0
+TRACE = {seed: trace(KINDS[seed % 4], seed) for seed in range(TRACES)}
+DEMAND = {seed: demand(arrivals) for seed, arrivals in TRACE.items()}
+
+
+def episodes(needed: list[int], threshold: float) -> list[tuple[int, int]]:
+    """(first tick, tick after the last)."""
+    found, start = [], None
+    for tick, bytes_ in enumerate([*needed, 0]):
+        if bytes_ >= threshold * BASE:
+            start = tick if start is None else start
+        else:
+            if start is not None and tick - start >= EPISODE_S / TICK_S:
+                found.append((start, tick))
+            start = None
+    return found
+
+
+@dataclass
+class Run:
+    """What a policy did with a trace."""
+
+    actions: list[tuple[int, str]]
+    """(tick, `swap` or `restore`)."""
+    relieved: list[bool]
+    """At each tick: layers are swapped, and use is below the threshold or no layer is left."""
+
+
+def drive(policy: ControllerPolicy, seed: int, settings: Policy) -> Run:
+    plant, state, run = Plant(TRACE[seed], random.Random(seed)), None, Run([], [])
+    for _ in DEMAND[seed]:
+        snapshot = plant.step()
+        plan = policy.decide(snapshot, state)
+        state = plan.state
+        if plan.actions:
+            run.actions.append((plant.now - 1, "swap" if isinstance(plan.actions[0], Swap) else "restore"))
+        plant.act(plan.actions)  # type: ignore[arg-type]
+        swapped = plant.layers.count("int4")
+        enough = plant.used < settings.kv_high * plant.capacity or swapped >= min(settings.max_layers, LAYERS)
+        run.relieved.append(swapped > 0 and enough)
+    return run
+
+
+@dataclass
+class Score:
+    episodes: int = 0
+    acted_on: int = 0
+    calm: int = 0
+    """With no more than one reversal."""
+    good: int = 0
+    """Both."""
+
+
+def score(make: Any, settings: Policy) -> Score:
+    total = Score()
+    for seed, needed in DEMAND.items():
+        found = episodes(needed, settings.kv_high)
+        run = drive(make(settings), seed, settings)
+        for (start, _), following in zip(found, [*found, (len(needed), 0)][1:], strict=True):
+            total.episodes += 1
+            soon = range(start, min(start + N, len(needed)))
+            swapped = any(start <= tick < start + N and kind == "swap" for tick, kind in run.actions)
+            acted = swapped or any(run.relieved[tick] for tick in soon)
+            kinds = [kind for tick, kind in run.actions if start <= tick < following[0]]
+            calm = sum(a != b for a, b in itertools.pairwise(kinds)) <= 1
+            total.acted_on += acted
+            total.calm += calm
+            total.good += acted and calm
+    return total
+
+
+def passes(total: Score) -> bool:
+    return total.episodes >= TRACES and total.good >= 0.95 * total.episodes
+
+
+class DoNothing:
+    def decide(self, snapshot: Snapshot, state: Any) -> Plan:
+        return Plan((), "never")
+
+
+class FlipFlop:
+    """Swaps and restores in turn."""
+
+    def decide(self, snapshot: Snapshot, state: Any) -> Plan:
+        if snapshot.busy:
+            return Plan((), "busy", state)
+        return Plan((Restore((0,)) if state else Swap((0,), "int4"),), "the other way", not state)
+
+
+def of_modes(settings: Policy) -> ControllerPolicy:
+    return PrecisionPolicy(settings, range(LAYERS), ("int4",), SIZES)
+
+
+@pytest.mark.parametrize("mode", ["accuracy", "balanced", "performance"])
+def test_the_modes_act_on_episodes_and_do_not_chatter(mode: str) -> None:
+    total = score(of_modes, Policy.named(mode))
+    assert passes(total), total
+
+
+def test_a_policy_that_does_nothing_fails() -> None:
+    total = score(lambda settings: DoNothing(), Policy())
+    assert total.calm == total.episodes
+    assert not passes(total)
+
+
+def test_a_policy_that_flips_and_flops_fails() -> None:
+    total = score(lambda settings: FlipFlop(), Policy())
+    assert total.good < 0.5 * total.episodes
+    assert not passes(total)

@@ -1,0 +1,248 @@
+# ruff: noqa: N802
+"""NVML and host memory: every field, each field missing, no library, no driver."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.controller.sensors.host_memory import read_host
+from elastic.controller.sensors.monitor import Monitor
+from elastic.controller.sensors.nvml import Identity, NVMLSensor
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.controller.snapshot import DeviceStats, HostStats, MemoryStats
+
+EVERYTHING = {
+    "utilization": 0.37,
+    "used_bytes": 600,
+    "total_bytes": 1000,
+    "own_bytes": 450,
+    "pcie_tx_bytes_per_s": 5 * 1024.0,
+    "pcie_rx_bytes_per_s": 7 * 1024.0,
+}
+FIELDS = {
+    "nvmlDeviceGetUtilizationRates": ["utilization"],
+    "nvmlDeviceGetMemoryInfo": ["used_bytes", "total_bytes"],
+    "nvmlDeviceGetComputeRunningProcesses": ["own_bytes"],
+    "nvmlDeviceGetPcieThroughput": ["pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"],
+}
+
+
+class FakeNvml:
+    """Knows the devices that it is given, by their UUID, bus id and index; counts its calls."""
+
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801
+        pass
+
+    def __init__(self, devices: list[tuple[str, str]], init_fails: bool = False) -> None:
+        self.devices = devices
+        self.failing: dict[str, Exception] = {}
+        self.calls: list[str] = []
+        self.asked: list[int] = []
+        self.init_fails = init_fails
+
+    def call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.failing:
+            raise self.failing[name]
+
+    def nvmlInit(self) -> None:
+        self.call("nvmlInit")
+        if self.init_fails:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None:
+        self.call("nvmlShutdown")
+
+    def find(self, name: str, index: int, value: Any) -> int:
+        self.call(name)
+        for number, device in enumerate(self.devices):
+            if (*device, number)[index] == value:
+                self.asked.append(number)
+                return number
+        raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return self.find("nvmlDeviceGetHandleByUUID", 0, uuid)
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id: str) -> int:
+        return self.find("nvmlDeviceGetHandleByPciBusId", 1, bus_id)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return self.find("nvmlDeviceGetHandleByIndex", 2, index)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        self.call("nvmlDeviceGetUtilizationRates")
+        return SimpleNamespace(gpu=37)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self.call("nvmlDeviceGetMemoryInfo")
+        return SimpleNamespace(used=600, total=1000, free=400)
+
+    def nvmlDeviceGetPcieThroughput(self, handle: int, way: int) -> int:
+        self.call("nvmlDeviceGetPcieThroughput")
+        return (5, 7)[way]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
+        self.call("nvmlDeviceGetComputeRunningProcesses")
+        return [SimpleNamespace(pid=1, usedGpuMemory=150), SimpleNamespace(pid=os.getpid(), usedGpuMemory=450)]
+
+
+UUIDS = [("GPU-aa", "00000000:0A:00.0"), ("GPU-bb", "00000000:0B:00.0")]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml(UUIDS)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    return fake
+
+
+def sensor(identity: Identity | None = None, places: dict[str, int] | None = None) -> NVMLSensor:
+    return NVMLSensor(
+        places or {"cuda:0": 0}, lambda ordinal: identity or Identity(ordinal, "GPU-bb", "00000000:0B:00.0")
+    )
+
+
+def test_all_fields_are_read(nvml: FakeNvml) -> None:
+    assert sensor().read() == (DeviceStats("cuda:0", **EVERYTHING),)
+
+
+@pytest.mark.parametrize("function", FIELDS)
+@pytest.mark.parametrize("error", ["NVMLError", "NVMLError_NotSupported", "absent"])
+def test_any_field_may_be_missing(nvml: FakeNvml, function: str, error: str) -> None:
+    nvml.failing[function] = AttributeError("old library") if error == "absent" else getattr(nvml, error)("no")
+    one = sensor()
+    expected = {**EVERYTHING, **dict.fromkeys(FIELDS[function])}
+    assert one.read() == one.read() == (DeviceStats("cuda:0", **expected),)
+    asked = nvml.calls.count(function)
+    once = len(FIELDS[function]) if function == "nvmlDeviceGetPcieThroughput" else 1
+    assert asked == (2 * once if error == "NVMLError" else once)  # what is not supported is not asked for again
+    if error == "NVMLError":
+        nvml.failing.clear()
+        assert one.read() == (DeviceStats("cuda:0", **EVERYTHING),)
+
+
+@pytest.mark.parametrize(
+    ("identity", "found"),
+    [
+        (Identity(0, "GPU-bb", "00000000:0A:00.0"), 1),
+        (Identity(0, None, "00000000:0B:00.0"), 1),
+        (Identity(0, "MIG-cc", "00000000:0B:00.0"), 1),
+        (Identity(1), 1),
+        (Identity(0), 0),
+    ],
+)
+def test_a_device_is_found_by_uuid_then_bus_then_ordinal(nvml: FakeNvml, identity: Identity, found: int) -> None:
+    assert NVMLSensor({"cuda:0": identity.ordinal}, lambda ordinal: identity).read()[0].used_bytes == 600
+    assert nvml.asked == [found]
+
+
+def test_a_device_that_nvml_does_not_know_tells_nothing(nvml: FakeNvml) -> None:
+    assert sensor(Identity(7, "GPU-zz", "none"), {"cuda:7": 7}).read() == (DeviceStats("cuda:7"),)
+
+
+def test_a_device_that_cannot_be_identified_is_found_by_its_ordinal(nvml: FakeNvml) -> None:
+    def fails(ordinal: int) -> Identity:
+        raise RuntimeError("no CUDA")
+
+    assert NVMLSensor({"cuda:1": 1}, fails).read() == (DeviceStats("cuda:1", **EVERYTHING),)
+    assert nvml.asked == [1]
+
+
+def test_places_on_one_device_share_a_reading(nvml: FakeNvml) -> None:
+    found = sensor(places={"cuda:0#a": 0, "cuda:0#b": 0}).read()
+    assert found == (DeviceStats("cuda:0#a", **EVERYTHING), DeviceStats("cuda:0#b", **EVERYTHING))
+    assert nvml.calls.count("nvmlDeviceGetMemoryInfo") == 1
+
+
+def test_a_process_that_is_not_listed_is_not_known(nvml: FakeNvml) -> None:
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: []  # type: ignore[method-assign]
+    assert sensor().read()[0].own_bytes is None
+
+
+def test_no_library_and_no_driver_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    one = sensor()
+    assert one.read() == (DeviceStats("cuda:0"),)
+    assert "pynvml" in one.absence
+    fake = FakeNvml(UUIDS, init_fails=True)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    one = sensor()
+    assert one.read() == one.read() == (DeviceStats("cuda:0"),)
+    assert one.absence == "NVMLError: Driver Not Loaded"
+    assert fake.calls == ["nvmlInit"]  # once
+    one.close()
+
+
+def test_without_places_on_cuda_nothing_is_opened(nvml: FakeNvml) -> None:
+    assert NVMLSensor({}).read() == ()
+    assert nvml.calls == []
+
+
+def test_close_can_be_called_twice_and_a_failing_shutdown_does_not_matter(nvml: FakeNvml) -> None:
+    one = sensor()
+    one.close()
+    one.read()
+    nvml.failing["nvmlShutdown"] = nvml.NVMLError("gone")
+    one.close()
+    one.close()
+    assert nvml.calls.count("nvmlShutdown") == 1
+    assert one.read() == (DeviceStats("cuda:0"),)
+
+
+def test_the_real_library_has_what_is_asked_for() -> None:
+    import pynvml
+
+    fake = {name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))}
+    assert fake <= set(dir(pynvml))
+
+
+def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = read_host()
+    assert host.available_bytes is not None
+    assert host.total_bytes is not None
+    assert 0 < host.available_bytes <= host.total_bytes
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert read_host() == HostStats()
+
+
+def test_the_monitor_asks_the_machine_once_a_second_and_whether_it_is_busy_before_the_layers() -> None:
+    now, order, read = [5.0], [], [0, 0]
+
+    def note(what: str, value: Any) -> Any:
+        order.append(what)
+        return value
+
+    def devices() -> tuple[DeviceStats, ...]:
+        read[0] += 1
+        return (DeviceStats("cuda:0"),)
+
+    def host() -> HostStats:
+        read[1] += 1
+        return HostStats(1, 2)
+
+    monitor = Monitor(
+        RequestMetrics(),
+        lambda: MemoryStats(1, 2, 3),
+        lambda: note("layers", ("int4",)),
+        lambda: note("busy", True),
+        devices,
+        host,
+        lambda: now[0],
+    )
+    for now[0] in (5.0, 5.5, 5.9, 6.0, 6.5):
+        seen = monitor.read()
+    assert read == [2, 2]
+    assert order[:2] == ["busy", "layers"]
+    assert (seen.at_s, seen.layers, seen.busy, seen.kv.use) == (6.5, ("int4",), True, 0.5)
+    assert (seen.devices, seen.host) == ((DeviceStats("cuda:0"),), HostStats(1, 2))

@@ -1,0 +1,494 @@
+"""Continuous batching on elastic pages: the same tokens as alone, nothing lost, whatever happens to the memory."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import elastic
+from elastic import CapacityError, ConfigError, Overloaded, StateError
+from elastic.engines.base import Request, Sampling
+from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.continuous.compatibility import require_supported
+from support import architectures
+from support.lossless_variant import HALF, exact
+from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
+from support.wrapped_model import PAGE, small, tight
+
+
+@pytest.fixture
+def engines(wrapped: Any) -> Iterator[Any]:
+    """engine(model, place, wrap options, **engine options), started; stopped when the test ends."""
+    made: list[ContinuousEngine] = []
+
+    def engine(model: Any, place: Any = None, *, start: bool = True, wrap: Any = None, **options: Any) -> Any:
+        if getattr(model, "elastic", None) is None:
+            wrapped(model, place or small(8 << 20), **(wrap or {}))
+        made.append(ContinuousEngine(model, **{"block_tokens": 8, "max_batch_tokens": 64, **options}))
+        if start:
+            made[-1].start()
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.stop(drain=False)
+        if hasattr(each._model, "elastic"):
+            each.runtime.check()
+
+
+@pytest.mark.parametrize("name", sorted(architectures.CONFIGS))
+def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, engines: Any) -> None:
+    model = architectures.build(name)
+    if name not in SERVED:
+        with pytest.raises(ConfigError):
+            engines(model)
+        return
+    lengths = [1, 7, 8, 9, 40, 70, 130]
+    expected = [continuation(model, p, 20) for p in prompts(lengths, architectures.VOCAB)]
+    requests = [Request(p, 20) for p in prompts(lengths, architectures.VOCAB)]
+    heard = serve(engines(model), requests)
+    assert {end.finish for end in heard.ends.values()} == {"length"}
+    for request, tokens in zip(requests, expected, strict=True):
+        got = heard.tokens[request.id]
+        assert len(got) == 20
+        assert got == tokens or same_unless_close(model, request.prompt, got)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_requests_get_the_tokens_that_they_get_alone_on_a_gpu(name: str, engines: Any) -> None:
+    model = architectures.build(name, device="cuda:0")
+    asked = prompts([1, 9, 40, 130], architectures.VOCAB)
+    requests = [Request(p, 20) for p in asked]
+    engine = engines(model, elastic.Place("cuda:0", torch.device("cuda:0"), 1 << 30))
+    heard = serve(engine, requests)
+    engine.stop()
+    for request in requests:
+        assert len(heard.tokens[request.id]) == 20
+        assert same_unless_close(model, request.prompt, heard.tokens[request.id], close=1e-2)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3"])
+def test_what_lies_in_blocks_that_nobody_wrote_changes_no_token(name: str, device: str, engines: Any) -> None:
+    """Masked slots weigh 0, and 0 times NaN is NaN. Windows of 16 in blocks of 12: some slots are never written."""
+    model = architectures.build(name, device=device)
+    place = None if device == "cpu" else elastic.Place.parse(device)
+    engine = engines(model, place, block_tokens=12, share_prefixes=False)
+    asked = [Request(prompt, 20) for prompt in prompts([1, 13, 30], architectures.VOCAB)]
+    expected = serve(engine, asked).tokens
+    memory = engine._cache.memory
+    for ranges in memory.groups:
+        nbytes = ranges.layer_pages * memory.kv.pool.page_bytes
+        for layer, sector in itertools.product(ranges.group.layers, ranges.mapped):
+            ranges.view(layer, torch.uint8)[sector * nbytes : (sector + 1) * nbytes] = 0xFF
+    assert serve(engine, asked).tokens == expected
+
+
+def test_a_common_beginning_is_computed_once_and_changes_nothing(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    common = prompts([64], architectures.VOCAB)[0]
+    asked = [common + tail for tail in prompts([5, 9, 12], architectures.VOCAB, seed=2)]
+    expected = [continuation(model, p, 8) for p in asked]
+    engine = engines(model)
+    serve(engine, [Request(common, 4)])
+    seen: list[int] = []
+    handle = model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].shape[1]), with_kwargs=True)
+    requests = [Request(p, 8) for p in asked]
+    heard = serve(engine, requests)
+    handle.remove()
+    assert sum(seen) < 3 * 64
+    assert [heard.tokens[r.id] for r in requests] == expected
+    assert engine.runtime.kv.used_bytes == 0, "blocks kept for reuse are not in use"
+
+
+def test_stop_tokens_end_a_request(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    prompt = prompts([12], architectures.VOCAB)[0]
+    tokens = continuation(model, prompt, 10)
+    request = Request(prompt, 10, stop_tokens=(tokens[4],))
+    heard = serve(engines(model), [request])
+    assert heard.tokens[request.id] == tokens[: tokens.index(tokens[4]) + 1]
+    assert heard.ends[request.id].finish == "stop"
+
+
+def test_requests_are_sampled_each_by_its_own_rule(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    prompt = prompts([12], architectures.VOCAB)[0]
+    rules = [Sampling(), Sampling(1.5, seed=3), Sampling(1.5, seed=3), Sampling(1.5, seed=4), Sampling(9.0, top_k=1)]
+    requests = [Request(prompt, 12, rule) for rule in rules]
+    heard = serve(engines(model), requests)
+    greedy, one, again, other, likeliest = (heard.tokens[r.id] for r in requests)
+    assert one == again
+    assert greedy == likeliest == continuation(model, prompt, 12)
+    assert one not in (greedy, other)
+
+
+def test_without_a_seed_each_request_is_sampled_anew(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+    prompt = prompts([12], architectures.VOCAB)[0]
+    requests = [Request(prompt, 12, Sampling(1.5)) for _ in range(6)]
+    heard = serve(engine, requests)
+    assert len({tuple(heard.tokens[request.id]) for request in requests}) == 6
+
+
+@pytest.mark.parametrize("where", ["generation config", "config", "text config"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_models_own_end_tokens_end_a_request(where: str, several: bool, engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    prompt = prompts([12], architectures.VOCAB)[0]
+    tokens = continuation(model, prompt, 10)
+    text = architectures.CONFIGS["llama-gqa"]()
+    with_one = model.generation_config if where == "generation config" else model.config
+    engine = engines(model)
+    if where == "text config":
+        model.config.get_text_config = lambda decoder: text
+        with_one = text
+    with_one.eos_token_id = [tokens[4], 1] if several else tokens[4]
+    asked, on = Request(prompt, 10), Request(prompt, 10, ignore_eos=True)
+    heard = serve(engine, [asked, on])
+    assert heard.tokens[asked.id] == tokens[: tokens.index(tokens[4]) + 1]
+    assert heard.ends[asked.id].finish == "stop"
+    assert heard.tokens[on.id] == tokens
+    assert heard.ends[on.id].finish == "length"
+
+
+def test_more_requests_than_fit_wait_and_none_is_computed_twice(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    asked = prompts([40] * 12, architectures.VOCAB)
+    place = tight(model, kv_pages=18)
+    expected = [continuation(model, p, 30) for p in asked]
+    engine = engines(model, place, share_prefixes=False)
+    computed: list[int] = []
+    model.register_forward_pre_hook(lambda m, a, k: computed.append(k["input_ids"].shape[1]), with_kwargs=True)
+    requests = [Request(p, 30) for p in asked]
+    heard = serve(engine, requests)
+    assert [heard.tokens[r.id] for r in requests] == expected
+    assert sum(computed) == 12 * (40 + 29)
+    assert any(news.waited_for_kv_s for news in heard.first.values())
+    assert all(news.scheduled_s <= news.at_s for news in heard.first.values())
+    assert engine.counters.read().preemptions == 0
+
+
+def test_a_request_that_never_fits_is_refused_and_the_others_go_on(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine = engines(model, tight(model, kv_pages=6))
+    with pytest.raises(CapacityError, match="300 tokens never fits"):
+        engine.submit(Request((3,) * 200, 100), Collector())
+    assert serve(engine, [Request((3, 4, 5), 4)]).ends
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "words"),
+    [
+        ((), 3, "no token"),
+        ((1,), 0, "max_tokens=0"),
+        ((96,), 3, "token 96"),
+        ((-1,), 3, "token -1"),
+        ((1,), 512, "512"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused_in_words(prompt: Any, tokens: int, words: str, engines: Any) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engines(architectures.build("llama-gqa")).submit(Request(prompt, tokens), Collector())
+
+
+@pytest.mark.parametrize("option", ["max_queue", "max_requests", "max_batch_tokens", "block_tokens"])
+@pytest.mark.parametrize("count", [0, -1])
+def test_an_engine_that_could_take_no_request_is_not_made(option: str, count: int) -> None:
+    with pytest.raises(ConfigError, match=f"{option}={count} cannot be; it must be at least 1"):
+        ContinuousEngine(None, **{option: count})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"seed": 10**30},
+    ],
+    ids=str,
+)
+def test_rules_of_sampling_that_make_no_sense_are_refused_in_words(rule: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(rule))):
+        Sampling(**rule)
+
+
+def test_the_queue_is_bounded_if_asked(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    go_on = threading.Event()
+    engine = engines(model, max_queue=2, max_requests=1)
+    model.register_forward_pre_hook(lambda module, args: go_on.wait(60) and None)
+    heard, requests = Collector(), [Request((3, 4), 4) for _ in range(3)]
+    engine.submit(requests[0], heard)
+    while engine.counters.read().waiting:
+        time.sleep(0.001)
+    for request in requests[1:]:
+        engine.submit(request, heard)
+    with pytest.raises(Overloaded) as refused:
+        engine.submit(Request((3, 4), 4), heard)
+    assert refused.value.retry_after_s >= 1
+    assert engine.counters.read().rejected == 1
+    go_on.set()
+    heard.wait([request.id for request in requests])
+
+
+def test_requests_are_cancelled_wherever_they_are(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine = engines(model, max_requests=1)
+    heard = Collector()
+    running, waiting = Request((3, 4, 5), 500), Request((3, 4), 500)
+    engine.submit(running, heard)
+    heard.wait_for_tokens(running.id, 3)
+    engine.submit(waiting, heard)
+    for request in (waiting, running):
+        engine.cancel(request.id)
+    heard.wait([running.id, waiting.id])
+    assert {end.finish for end in heard.ends.values()} == {"cancelled"}
+    engine.cancel(running.id)
+    engine.cancel("unknown")
+    assert serve(engine, [Request((3, 4, 5), 4)]).ends
+    assert engine.runtime.kv.used_bytes == 0
+    assert engine.counters.read().cancelled == 2
+
+
+def test_a_forward_that_fails_ends_the_requests_in_it_and_no_other(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    expected = continuation(model, (3, 4, 5), 8)
+    engine = engines(model)
+    faults = [RuntimeError("out of luck")]
+
+    def fail(module: Any, args: Any) -> None:
+        if faults:
+            raise faults.pop()
+
+    handle = model.register_forward_pre_hook(fail)
+    first = Request((3, 4, 5), 8)
+    heard = serve(engine, [first])
+    assert (heard.ends[first.id].finish, heard.ends[first.id].error) == ("failed", "out of luck")
+    handle.remove()
+    second = Request((3, 4, 5), 8)
+    assert serve(engine, [second]).tokens[second.id] == expected
+    assert engine.runtime.kv.used_bytes == 0
+    assert engine.serving
+
+
+def test_a_listener_that_fails_hurts_nobody_else(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+
+    def bad(output: Any) -> None:
+        raise ValueError("mine")
+
+    engine.submit(Request((3, 4), 4), bad)
+    assert serve(engine, [Request((3, 4, 5), 4)]).ends
+
+
+def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(engines: Any) -> None:
+    model = exact(architectures.build("llama-gqa"))
+    prompt = prompts([30], architectures.VOCAB)[0]
+    expected = continuation(model, prompt, 200)
+    engine = engines(model, wrap={"variants": [HALF]})
+    heard, request = Collector(), Request(prompt, 200)
+    engine.submit(request, heard)
+    heard.wait_for_tokens(request.id, 20)
+    engine.runtime.swap([0, 2], "half")
+    heard.wait_for_tokens(request.id, 60)
+    engine.runtime.restore()
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == expected
+    full, half = ("float32",) * 3, ("half", "float32", "half")
+    forms = [engine.weights[i] for i in heard.weights[request.id]]
+    assert forms[0] == forms[-1] == full
+    assert half in forms
+
+
+def test_weights_migrate_while_requests_run_and_leave_room_for_more(engines: Any) -> None:
+    model = exact(architectures.build("llama-gqa"))
+    prompt = prompts([30], architectures.VOCAB)[0]
+    expected = continuation(model, prompt, 150)
+    engine = engines(model, [small(8 << 20, "cpu#a"), small(8 << 20, "cpu#b")])
+    rt, heard, request = engine.runtime, Collector(), Request(prompt, 150)
+    before = rt.kv.maximum_bytes
+    engine.submit(request, heard)
+    for tokens, target in ((20, [1, 2]), (50, "model.layers.0.mlp"), (80, 0)):
+        heard.wait_for_tokens(request.id, tokens)
+        rt.migrate(target, "cpu#b", kv=False)
+        assert rt.kv.maximum_bytes > before
+    rt.migrate(range(3), "cpu#a", kv=False)
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == expected
+    assert rt.kv.maximum_bytes == before
+
+
+def test_swapped_layers_are_room_for_requests_and_return_when_they_can(engines: Any) -> None:
+    model = exact(architectures.build("llama-gqa"))
+    place = tight(model, kv_pages=12, variants=[HALF])
+    engine = engines(model, place, wrap={"variants": [HALF]}, share_prefixes=False)
+    before = engine.runtime.kv.maximum_bytes
+    engine.runtime.swap(range(3), "half")
+    assert engine.runtime.kv.maximum_bytes > before
+    heard = Collector()
+    requests = [Request(p, 60) for p in prompts([20] * 6, architectures.VOCAB)]
+    for request in requests:
+        engine.submit(request, heard)
+    heard.wait_for_tokens(requests[0].id, 5)
+    change = engine.runtime.restore()
+    heard.wait([r.id for r in requests])
+    assert [len(heard.tokens[r.id]) for r in requests] == [60] * 6
+    assert change.status in ("applied", "deferred")
+    engine.runtime.restore()
+    assert engine.runtime.form() == ("float32",) * 3
+
+
+def test_a_smaller_limit_lets_requests_in_later_and_ends_none(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    asked = prompts([30] * 8, architectures.VOCAB)
+    expected = [continuation(model, p, 40) for p in asked]
+    engine = engines(model, share_prefixes=False)
+    heard, requests = Collector(), [Request(p, 40) for p in asked]
+    for request in requests:
+        engine.submit(request, heard)
+    heard.wait_for_tokens(requests[0].id, 3)
+    small_limit = engine._cache.sectors_for(70) * engine._cache.memory.sector_bytes
+    result = engine.runtime.kv.resize(small_limit)
+    assert result.status in ("applied", "deferred")
+    heard.wait([r.id for r in requests])
+    assert [heard.tokens[r.id] for r in requests] == expected
+    assert engine.runtime.kv.used_bytes == 0
+
+
+def test_a_request_that_the_limit_has_no_room_for_is_told_and_those_before_it_wait(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    (asked,) = prompts([30], architectures.VOCAB)
+    expected = continuation(model, asked, 40)
+    engine = engines(model, share_prefixes=False, max_requests=1)
+    heard, (running, waiting) = Collector(), [Request(asked, 40) for _ in range(2)]
+    go_on = threading.Event()
+    handle = model.register_forward_pre_hook(lambda module, args: go_on.wait(60) and None)
+    engine.submit(running, heard)
+    while engine.counters.read().waiting:
+        time.sleep(0.001)
+    engine.submit(waiting, heard)
+    limiting = engine.runtime.kv.resize(0, wait=False)
+    go_on.set()
+    handle.remove()
+    assert limiting.result(60)[0].limit_bytes == 0
+    heard.wait([running.id])
+    with pytest.raises(Overloaded, match=r"limit is 0 now: raise it, kv.resize\(.max.\)") as refused:
+        engine.submit(Request(asked, 40), heard)
+    assert refused.value.retry_after_s > 0
+    assert engine.counters.read().rejected == 1
+    assert waiting.id not in heard.tokens
+    engine.runtime.kv.resize("max")
+    heard.wait([waiting.id])
+    assert heard.tokens == {running.id: expected, waiting.id: expected}
+
+
+def test_a_request_is_admitted_up_to_the_limit_and_not_above(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine = engines(model)
+    engine.runtime.kv.resize(engine._cache.sectors_for(40) * engine._cache.memory.sector_bytes)
+    assert serve(engine, [Request((3,) * 30, 10)]).ends
+    with pytest.raises(Overloaded, match="a request of 200 tokens needs"):
+        engine.submit(Request((3,) * 150, 50), Collector())
+
+
+def test_a_model_in_use_is_not_unwrapped(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine = engines(model)
+    with pytest.raises(StateError, match="stop it first"):
+        elastic.unwrap(model)
+    engine.stop()
+    with pytest.raises(StateError, match="stopped"):
+        engine.start()
+    with pytest.raises(StateError, match="not serving"):
+        engine.submit(Request((3, 4), 4), Collector())
+    elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_stop_finishes_or_cancels_what_there_is(drain: bool, engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"), max_requests=2)
+    heard, requests = Collector(), [Request((3, 4, 5), 100) for _ in range(5)]
+    for request in requests:
+        engine.submit(request, heard)
+    heard.wait_for_tokens(requests[0].id, 2)
+    engine.stop(drain=drain)
+    assert {heard.ends[r.id].finish for r in requests} == {"length" if drain else "cancelled"}
+    assert engine.runtime.kv.used_bytes == 0
+    traffic = engine.counters.read()
+    assert (traffic.waiting, traffic.running) == (0, 0)
+
+
+def test_the_model_generates_beside_its_engine(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    prompt = prompts([20], architectures.VOCAB)[0]
+    expected = continuation(model, prompt, 30)
+    engine = engines(model)
+    heard, request = Collector(), Request(prompt, 30)
+    engine.submit(request, heard)
+    assert continuation(model, prompt, 30) == expected
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == expected
+
+
+def test_memory_is_back_at_its_start(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine = engines(model)
+    before = engine.runtime.status().places[0].owners
+    assert engine.counters.read().arrived == 0
+    serve(engine, [Request(p, 20) for p in prompts([50] * 10, architectures.VOCAB)])
+    engine.stop()
+    engine.runtime.kv.trim()
+    assert {owner: size for owner, size in engine.runtime.status().places[0].owners.items() if size} == before
+
+
+def test_many_threads_submit_and_cancel(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"), max_requests=8)
+    heard, names, lock = Collector(), [], threading.Lock()
+
+    def client(seed: int) -> None:
+        for i, prompt in enumerate(prompts([5 + seed, 9, 30], architectures.VOCAB, seed=seed)):
+            request = Request(prompt, 12, id=f"{seed}-{i}")
+            with lock:
+                names.append(request.id)
+            engine.submit(request, heard)
+            if i == 1:
+                engine.cancel(request.id)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    heard.wait(names)
+    assert all(len(heard.tokens[name]) == 12 for name in names if not name.endswith("-1"))
+    assert {heard.ends[name].finish for name in names if name.endswith("-1")} <= {"cancelled", "length"}
+
+
+@pytest.mark.parametrize("version", ["5.22.0", "5.24.1", "6.0.0"])
+def test_other_versions_of_transformers_are_refused_in_words(version: str) -> None:
+    with pytest.raises(elastic.BackendUnavailable, match=r"5\.23\.x"):
+        require_supported(version)
+    require_supported("5.23.4")
+
+
+def test_models_that_it_cannot_serve_are_refused(wrapped: Any) -> None:
+    model = architectures.build("llama-gqa")
+    with pytest.raises(StateError, match="not wrapped"):
+        ContinuousEngine(model)
+    model.set_attn_implementation("eager")
+    wrapped(model, small(8 << 20))
+    with pytest.raises(ConfigError, match="eager"):
+        ContinuousEngine(model)
+    assert model.elastic.status().kv[0].used_bytes == 0
+    assert model.elastic.status().places[0].page_bytes == PAGE
+    assert torch.is_tensor(model(torch.tensor([[3, 4]])).logits)

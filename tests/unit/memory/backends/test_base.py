@@ -1,0 +1,198 @@
+"""Both real backends keep one contract."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from elastic import CapacityError, ConfigError
+from elastic.config import Place
+from elastic.memory.backends.base import PageBackend, runs
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.places import make_backend
+from support.faulty_backend import CALLS, FaultyBackend
+
+
+@pytest.fixture
+def backend(device: str) -> Iterator[PageBackend]:
+    made = make_backend(Place.parse(device))
+    yield made
+    made.close()
+
+
+def show(backend: PageBackend, address: int, pages: int) -> torch.Tensor:
+    span = MappedStorage(address, pages * backend.page_bytes, backend.device, lambda: None)
+    return span.tensor(torch.int64)
+
+
+def test_a_mapped_page_keeps_its_bytes_wherever_it_is_shown(backend: PageBackend) -> None:
+    size = 4 * backend.page_bytes
+    first, second = backend.reserve(size), backend.reserve(size)
+    backend.create([0, 1, 2])
+    backend.map(first, [0, 1])
+    show(backend, first, 2).fill_(7)
+    backend.map(second, [1, 0])
+    show(backend, second, 1).fill_(9)  # page 1, shown at two addresses
+    assert show(backend, first, 2).unique().tolist() == [7, 9]
+    backend.unmap(first, 2)
+    backend.map(first, [2])
+    assert show(backend, second, 2).unique().tolist() == [7, 9]
+    backend.unmap(first, 1)
+    backend.unmap(second, 2)
+    backend.destroy([0, 1, 2])
+    backend.unreserve(first, size)
+    backend.unreserve(second, size)
+    assert (backend.created, backend.mappings) == (0, 0)
+
+
+def test_part_of_a_mapping_can_be_unmapped(backend: PageBackend) -> None:
+    address = backend.reserve(8 * backend.page_bytes)
+    backend.create(range(8))
+    backend.map(address, range(8))
+    show(backend, address, 8).copy_(torch.arange(backend.page_bytes))
+    backend.unmap(address + 2 * backend.page_bytes, 3)
+    backend.map(address + 3 * backend.page_bytes, [3])
+    words = backend.page_bytes // 8
+    assert torch.equal(show(backend, address, 2).cpu(), torch.arange(2 * words))
+    assert show(backend, address + 3 * backend.page_bytes, 1)[0] == 3 * words
+    assert show(backend, address + 5 * backend.page_bytes, 3)[0] == 5 * words
+    for slot, count in [(5, 3), (3, 1), (0, 2)]:
+        backend.unmap(address + slot * backend.page_bytes, count)
+    assert backend.mappings == 0
+
+
+@pytest.mark.parametrize("size", [4095, 5000])
+def test_page_sizes_must_fit_the_system(size: int, device: str) -> None:
+    with pytest.raises(ConfigError, match=str(size)):
+        make_backend(Place(device, torch.device(device), page_bytes=size))
+
+
+def test_runs_of_pages() -> None:
+    assert runs([]) == []
+    assert runs([4, 5, 6, 9, 8]) == [(4, 3), (9, 1), (8, 1)]
+
+
+def test_destroying_a_page_releases_its_memory() -> None:
+    backend = MemfdBackend()
+    backend.create(range(64))
+    blocks = os.fstat(backend._file).st_blocks
+    backend.destroy(range(10, 64))
+    assert (blocks - os.fstat(backend._file).st_blocks) * 512 == 54 * backend.page_bytes
+    backend.close()
+
+
+def test_a_destroyed_page_comes_back_as_zeros() -> None:
+    backend = MemfdBackend()
+    address = backend.reserve(backend.page_bytes)
+    for _ in range(2):
+        backend.create([0])
+        backend.map(address, [0])
+        assert not show(backend, address, 1).any()
+        show(backend, address, 1).fill_(-1)
+        backend.unmap(address, 1)
+        backend.destroy([0])
+    backend.close()
+
+
+def test_pages_are_found_again_where_they_are_parked() -> None:
+    """Page tables move between ranges and back, in stretches and one by one; so does nothing else."""
+    backend = MemfdBackend()
+    first, second = backend.reserve(8 * backend.page_bytes), backend.reserve(8 * backend.page_bytes)
+    backend.create(range(8))
+    backend.map(first, range(8))
+    show(backend, first, 8).copy_(torch.arange(backend.page_bytes))
+    backend.unmap(first + 3 * backend.page_bytes, 2)
+    backend.unmap(first, 3)
+    assert backend._parking._filled[:8] == bytes([1, 1, 1, 1, 1, 0, 0, 0])
+    backend.map(second, [4, 0, 1, 2, 3])
+    backend.destroy([])
+    words = backend.page_bytes // 8
+    assert show(backend, second, 5)[::words].tolist() == [4 * words, 0, words, 2 * words, 3 * words]
+    assert show(backend, first + 5 * backend.page_bytes, 3)[0] == 5 * words
+    backend.unmap(second, 5)
+    backend.destroy([0, 1, 2, 3, 4])
+    backend.create([2])
+    backend.map(second, [2])
+    assert not show(backend, second, 1).any()
+    backend.close()
+
+
+def test_without_a_parking_place_pages_are_mapped_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MemfdBackend()
+    address = backend.reserve(4 * backend.page_bytes)
+    backend.create(range(4))
+    monkeypatch.setattr("elastic.memory.backends.page_table_cache._MOVE", 1 << 10)  # flags that no kernel knows
+    backend.map(address, range(4))
+    show(backend, address, 4).fill_(5)
+    backend.unmap(address, 4)
+    monkeypatch.undo()
+    backend.map(address, [3, 2])
+    assert show(backend, address, 2).unique().tolist() == [5]
+    backend.close()
+
+
+@pytest.mark.parametrize("readable_gaps", [False, True])
+def test_unmapped_addresses_fault_or_read_as_zero(readable_gaps: bool) -> None:
+    code = f"""
+        import ctypes
+        from elastic.memory.backends.memfd import MemfdBackend
+        backend = MemfdBackend()
+        address = backend.reserve(4 * backend.page_bytes, readable_gaps={readable_gaps})
+        backend.create([0, 1])
+        backend.map(address, [0, 1], readable_gaps={readable_gaps})
+        ctypes.memset(address, 1, 2 * backend.page_bytes)
+        backend.unmap(address + backend.page_bytes, 1, readable_gaps={readable_gaps})
+        print(ctypes.c_ubyte.from_address(address).value, flush=True)
+        print(ctypes.c_ubyte.from_address(address + backend.page_bytes).value, flush=True)
+    """
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert child.stdout.split()[0] == "1"
+    if readable_gaps:
+        assert (child.returncode, child.stdout.split()) == (0, ["1", "0"])
+    else:
+        assert child.returncode == -11
+
+
+def test_the_faulty_backend_fails_the_chosen_call_and_no_other() -> None:
+    backend = FaultyBackend(MemfdBackend())
+    backend.fail("create", nth=2)
+    backend.create([0])
+    with pytest.raises(CapacityError, match="injected failure in create"):
+        backend.create([1])
+    assert backend.created == 1
+    backend.create([1])
+    with pytest.raises(ValueError, match="counted from 1"):
+        backend.fail("map", 0)
+    assert set(CALLS) == {"reserve", "unreserve", "create", "destroy", "map", "unmap"}
+    backend.close()
+
+
+def test_pages_made_by_several_threads_at_once_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may lengthen the memory file; none may shorten it again."""
+    backend = MemfdBackend(4096)
+    lengthened, truncate = threading.Event(), os.ftruncate
+
+    def slow_for_the_first(file: int, size: int) -> None:
+        if size == 4096:
+            lengthened.wait(0.2)
+        truncate(file, size)
+
+    monkeypatch.setattr(os, "ftruncate", slow_for_the_first)
+    first = threading.Thread(target=backend.create, args=([0],))
+    first.start()
+    backend.create([7])
+    lengthened.set()
+    first.join()
+    assert os.fstat(backend._file).st_size == 8 * 4096
+    assert backend.created == 2
+    backend.close()

@@ -1,0 +1,370 @@
+"""The ledger: pages are conserved and have one owner, whatever happens and whatever fails (laws 4, 5)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+import elastic
+from elastic import CapacityError, ConfigError, IntegrityError, StateError
+from elastic.config import Place, parse_bytes
+from elastic.memory import places
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.background import janitor
+from elastic.memory.page_pool import PagePool
+from elastic.memory.virtual_range import VirtualRange
+from support.child_process import wait_for_the_janitor
+from support.faulty_backend import CALLS, FaultyBackend
+
+PAGE = 4096
+BUDGET = 40
+ACTIONS = int(os.environ.get("ELASTIC_LEDGER_ACTIONS", "10000"))
+STEPS = 100
+
+
+def new_pool(pages: int = BUDGET) -> PagePool:
+    return PagePool("cpu#test", FaultyBackend(MemfdBackend(PAGE)), pages * PAGE, ready_pages=0)
+
+
+class Shown:
+    """A range that shows free pages, until somebody takes them."""
+
+    def __init__(self, pool: PagePool, capacity: int) -> None:
+        self.pool = pool
+        self.range = VirtualRange(pool, capacity)
+
+    def reclaim(self, count: int) -> int:
+        slots = list(self.range.slots)[:count]
+        for slot in slots:
+            self.pool.free(self.range.unmap(slot, 1))
+        if not self.range.slots:
+            self.pool.unregister_holder(self)
+        return len(slots)
+
+
+class Ledger(RuleBasedStateMachine):
+    """Random actions on a pool and its ranges, any backend call of which may fail, against a plain model of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = new_pool()
+        self.ranges: list[VirtualRange] = []
+        self.bytes: list[dict[int, int]] = []  # for each range: slot -> what was written there
+        self.charged = 0
+        self.held = 0
+        self.shown: list[Shown] = []
+
+    def try_(self, action: Any) -> bool:
+        """Do it; a failure must leave everything as it was."""
+        before = self.pool.status(), [dict(r.slots) for r in self.ranges]
+        try:
+            action()
+        except CapacityError:
+            after = self.pool.status(), [dict(r.slots) for r in self.ranges]
+            assert after[0].owners == before[0].owners
+            assert after[1] == before[1]
+            return False
+        return True
+
+    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3))
+    def arm_a_failure(self, call: str, nth: int) -> None:
+        self.pool.backend.fail(call, nth)  # type: ignore[attr-defined]
+
+    @rule(capacity=st.integers(1, 12), gaps=st.booleans())
+    def reserve(self, capacity: int, gaps: bool) -> None:
+        def act() -> None:
+            self.ranges.append(VirtualRange(self.pool, capacity, readable_gaps=gaps))
+            self.bytes.append({})
+
+        if len(self.ranges) < 6:
+            self.try_(act)
+
+    @rule(data=st.data())
+    def map(self, data: st.DataObject) -> None:
+        index = self.pick(data)
+        if index is None:
+            return
+        range_ = self.ranges[index]
+        free = [slot for slot in range(range_.capacity) if slot not in range_.slots]
+        if not free:
+            return
+        slot = data.draw(st.sampled_from(free))
+        count = 1
+        while count < 4 and slot + count in free:
+            count += 1
+
+        def act() -> None:
+            pages = self.pool.allocate("kv", count)
+            try:
+                range_.map(slot, pages)
+            except CapacityError:
+                self.pool.free(pages)
+                raise
+
+        if self.try_(act):
+            for i in range(slot, slot + count):
+                value = data.draw(st.integers(1, 255))
+                self.page(range_, i).fill_(value)
+                self.bytes[index][i] = value
+
+    @rule(data=st.data())
+    def unmap(self, data: st.DataObject) -> None:
+        index = self.pick(data)
+        if index is None or not self.ranges[index].slots:
+            return
+        first, count = data.draw(st.sampled_from(self.ranges[index].mapped_runs()))
+        count = data.draw(st.integers(1, count))
+        if self.try_(lambda: self.pool.free(self.ranges[index].unmap(first, count))):
+            for i in range(first, first + count):
+                del self.bytes[index][i]
+
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        index = self.pick(data)
+        if index is None or self.ranges[index].slots:
+            return
+        if self.try_(self.ranges[index].close):
+            del self.ranges[index], self.bytes[index]
+
+    @rule(data=st.data(), owner=st.sampled_from(["kv", "retained", "layer:0"]))
+    def move(self, data: st.DataObject, owner: str) -> None:
+        index = self.pick(data)
+        if index is not None:
+            self.pool.reassign(self.ranges[index].slots.values(), owner)
+
+    @rule(pages=st.integers(1, 6))
+    def charge(self, pages: int) -> None:
+        if self.try_(lambda: self.pool.charge("fixed:head", pages * PAGE)):
+            self.charged += pages
+
+    @rule()
+    def discharge(self) -> None:
+        self.pool.discharge("fixed:head", self.charged * PAGE)
+        self.charged = 0
+
+    @rule(pages=st.integers(1, 12))
+    def reserve_pages(self, pages: int) -> None:
+        if self.try_(lambda: self.pool.reserve("staging", pages)):
+            self.held += pages
+
+    @rule()
+    def unreserve_pages(self) -> None:
+        self.pool.unreserve("staging", self.held)
+        self.held = 0
+
+    @rule(count=st.integers(1, 12))
+    def mark_reclaimable(self, count: int) -> None:
+        def act() -> None:
+            shown = Shown(self.pool, count)
+            self.shown.append(shown)
+            pages = self.pool.allocate("layer:1", count)
+            try:
+                shown.range.map(0, pages)
+            except CapacityError:
+                self.pool.free(pages)
+                raise
+            self.pool.mark_reclaimable(pages, shown)
+
+        self.try_(act)
+
+    @rule(keep=st.integers(0, 8))
+    def trim(self, keep: int) -> None:
+        self.try_(lambda: self.pool.trim(keep))
+
+    @rule(ready=st.integers(0, 8))
+    def replenish(self, ready: int) -> None:
+        self.pool.ready_pages = ready
+        self.pool.replenish()
+        self.pool.ready_pages = 0
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        self.pool.check()
+        status = self.pool.status()
+        assert sum(status.owners.values()) + status.free_bytes == status.budget_bytes == BUDGET * PAGE
+        assert min(status.idle_bytes, status.parked_bytes) >= 0
+        assert status.idle_bytes + status.parked_bytes <= status.free_bytes
+
+    @invariant()
+    def no_byte_has_changed(self) -> None:
+        for range_, written in zip(self.ranges, self.bytes, strict=True):
+            for slot, value in written.items():
+                assert self.page(range_, slot).unique().tolist() == [value]
+
+    def teardown(self) -> None:
+        self.pool.backend.disarm()  # type: ignore[attr-defined]
+        for shown in self.shown:
+            shown.reclaim(BUDGET)
+        for range_ in [*self.ranges, *(shown.range for shown in self.shown)]:
+            range_.close()
+        self.pool.check()
+        self.pool.close()
+        assert self.pool.backend.created == 0
+
+    def pick(self, data: st.DataObject) -> int | None:
+        return data.draw(st.integers(0, len(self.ranges) - 1)) if self.ranges else None
+
+    def page(self, range_: VirtualRange, slot: int) -> torch.Tensor:
+        return range_.span(slot, PAGE, lambda: None).tensor(torch.uint8)
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(
+    max_examples=ACTIONS // STEPS,
+    stateful_step_count=STEPS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_a_recount_finds_what_is_wrong() -> None:
+    pool = new_pool()
+    range_ = VirtualRange(pool, 4)
+    range_.map(0, pool.allocate("kv", 2))
+    pool.check()
+    page = range_.slots.pop(0)
+    with pytest.raises(IntegrityError, match="mapped pages and owned and idle pages differ"):
+        pool.check()
+    range_.slots[0] = range_.slots[1]
+    with pytest.raises(IntegrityError, match="more than once"):
+        pool.check()
+    range_.slots[0] = page
+    pool.check()
+    range_.close()
+    pool.close()
+
+
+def test_too_few_pages_is_an_error_that_says_who_has_them() -> None:
+    pool = new_pool(8)
+    pool.charge("fixed:head", 3 * PAGE)
+    with pytest.raises(CapacityError, match=r"fixed:head: 12,288 bytes.*larger budget") as error:
+        pool.allocate("kv", 6)
+    assert (error.value.requested_bytes, error.value.free_bytes) == (6 * PAGE, 5 * PAGE)
+    assert error.value.total_bytes == 8 * PAGE
+    pool.close()
+    with pytest.raises(StateError, match="closed"):
+        pool.allocate("kv", 1)
+
+
+def test_pages_are_created_ahead_in_the_background() -> None:
+    pool = PagePool("cpu#test", MemfdBackend(PAGE), BUDGET * PAGE, ready_pages=5)
+    janitor.start()
+    pages = pool.allocate("kv", 1)
+    wait_for_the_janitor()
+    assert pool.cached_pages == 5
+    pool.free(pages)
+    pool.close()
+    assert pool.backend.created == 0
+
+
+def test_a_reclaimer_is_asked_before_the_budget_is_short() -> None:
+    pool = new_pool(4)
+    held = pool.allocate("kv", 4)
+    asked: list[int] = []
+
+    def reclaim(pages: int) -> int:
+        asked.append(pages)
+        pool.free([held.pop() for _ in range(pages)])
+        return pages
+
+    pool.reclaimers.append(reclaim)
+    taken = pool.allocate("kv", 2)
+    assert asked == [2]
+    pool.free([*held, *taken])
+    pool.close()
+
+
+def test_places_are_shared_by_name_and_closed_by_the_last_user() -> None:
+    first = places.open_place(Place.parse("cpu#a=1MiB"))
+    assert places.open_place(Place.parse("cpu#a")) is first
+    with pytest.raises(ConfigError, match="cannot replace it"):
+        places.open_place(Place.parse("cpu#a=2MiB"))
+    other = places.open_place(Place.parse("cpu#b=1MiB"))
+    assert other is not first
+    for pool in (first, first, other):
+        places.close_place(pool)
+    assert not places._open
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(5, 5), ("0", 0), ("64", 64), ("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("2KiB", 2048)]
+)
+def test_sizes(text: Any, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", [-1, True, 1.5, "4 gigs", "", "-1GiB", None])
+def test_what_is_no_size_is_refused_by_name(text: Any) -> None:
+    with pytest.raises(ConfigError, match="budget="):
+        parse_bytes(text, option="budget")
+
+
+def test_place_texts() -> None:
+    assert Place.parse("cuda:1=20GiB") == Place("cuda:1", torch.device("cuda:1"), 20 << 30)
+    assert Place.parse("cpu#0=1GiB").name == "cpu#0"
+    assert Place.parse("cuda#a").device == torch.device("cuda:0")
+    for bad in ("cpu:1", "tpu", "cuda:x", "cpu#0=lots", 3):
+        with pytest.raises(elastic.ConfigError):
+            Place.parse(bad)  # type: ignore[arg-type]
+
+
+def test_pages_that_come_back_after_the_close_go_to_the_system() -> None:
+    """As where a tensor outside showed them until then."""
+    pool = new_pool(8)
+    pages = pool.allocate("layer:0", 3)
+    pool.close()
+    assert pool.backend.created == 3
+    pool.free(pages)
+    assert pool.backend.created == 0
+
+
+def test_pages_that_are_held_back_are_nobodys_to_take() -> None:
+    pool = new_pool(8)
+    pages = pool.allocate("kv", 3)
+    pool.reserve("staging", 4)
+    assert (pool.free_pages, pool.pages_of("staging"), pool.status().owners["staging"]) == (1, 4, 4 * pool.page_bytes)
+    with pytest.raises(CapacityError, match="staging"):
+        pool.allocate("kv", 2)
+    with pytest.raises(CapacityError):
+        pool.reserve("staging", 2)
+    pool.free(pages)
+    pool.check()
+    assert len(pool.allocate("kv", 4)) == 4
+    pool.unreserve("staging", 4)
+    assert len(pool.allocate("kv", 4)) == 4
+
+
+def test_pages_that_are_being_created_are_waited_for_where_all_are_needed() -> None:
+    """Else they would be above the budget once they are there."""
+    pool = new_pool(8)
+    pool.ready_pages = 2
+    begun, go, create = threading.Event(), threading.Event(), pool.backend.create
+
+    def slowly(pages: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+        create(pages)
+
+    pool.backend.create = slowly  # type: ignore[method-assign]
+    creating = threading.Thread(target=pool.replenish)
+    creating.start()
+    assert begun.wait(60)
+    taken: list[int] = []
+    taking = threading.Thread(target=lambda: taken.extend(pool.allocate("kv", 8)))
+    taking.start()
+    taking.join(0.05)
+    go.set()
+    creating.join(60)
+    taking.join(60)
+    assert sorted(taken) == list(range(8))
+    assert (pool.cached_pages, pool.free_pages) == (0, 0)
+    pool.free(taken)
+    pool.check()
+    pool.close()

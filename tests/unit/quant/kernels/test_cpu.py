@@ -1,0 +1,180 @@
+"""Every path on a CPU against the reference: the product with the matrix that the parts stand for, in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import ConfigError
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
+from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
+from elastic.quant.kernels.integer_format import pack, unpack
+from support.child_process import in_child
+from support.integer_matrices import codes, configs_and_matrices
+
+CPU = torch.device("cpu")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+ROWS = 64
+
+
+def packed(config: Integers, codes: QuantizedMatrix) -> tuple[PackedTensors, Mapping[str, Kernel]]:
+    target = KernelTarget.of(CPU)
+    parts = pack(config, codes, target)
+    return parts, format_of(config).paths(config, parts, MatrixShape(*codes.codes.shape), target)
+
+
+def product(path: Kernel, x: torch.Tensor, parts: PackedTensors, tokens: int) -> torch.Tensor:
+    """In double precision, computed for so many tokens at a time."""
+    pieces = [path(piece, parts) for piece in x.split(tokens)]
+    assert all(piece.dtype == x.dtype and piece.is_contiguous() for piece in pieces)
+    return torch.cat(pieces).double()
+
+
+@given(st.data(), configs_and_matrices(), DTYPES, st.integers(1, ROWS))
+@settings(max_examples=150, deadline=None)
+def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
+    data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype, tokens: int
+) -> None:
+    config, matrix = drawn
+    original = data.draw(codes(config, matrix))
+    parts, paths = packed(config, original)
+    name = data.draw(st.sampled_from(sorted(paths.keys() - {"dynamic"})))
+    x = torch.randn(ROWS, matrix.inputs, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    value = original.value()
+    exact = x.double() @ value.double().t()
+    plain = (x.bfloat16() @ value.bfloat16().t()).double()
+    assert (product(paths[name], x, parts, tokens) - exact).norm() <= 2 * (plain - exact).norm()
+
+
+@given(st.data(), configs_and_matrices(), DTYPES, st.integers(1, ROWS))
+@settings(max_examples=100, deadline=None)
+def test_dynamic_int8_errs_no_more_than_it_says(
+    data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype, tokens: int
+) -> None:
+    config, matrix = drawn
+    original = data.draw(codes(config, matrix))
+    parts, paths = packed(config, original)
+    x = torch.randn(ROWS, matrix.inputs, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    y = product(paths["dynamic"], x, parts, tokens)
+    values, weights = x.double(), original.value().double()
+    exact = values @ weights.t()
+    if original.input_scale is not None:
+        values, weights = values / original.input_scale, weights * original.input_scale
+    step = values.abs().amax(1, keepdim=True) / 127
+    last = 2**config.bits - 1
+    largest = (original.scales * torch.maximum(original.zeros.abs(), (last - original.zeros).abs())).amax(1)
+    bound = step / 2 * weights.abs().sum(1) + largest / 254 * (values.abs() + step / 2).sum(1, keepdim=True)
+    rounded = 2**-8 * (values.abs().sum(1, keepdim=True) * largest + exact.abs())  # offsets, inputs and outputs
+    assert ((y - exact).abs() <= bound + rounded).all()
+
+
+@pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)])
+def test_no_tokens_give_no_outputs(config: Integers) -> None:
+    parts, paths = packed(config, round_to_nearest(torch.randn(48, 128), config))
+    assert {"packed", "expanded", "expanded_float32", "dynamic", "reference"} == paths.keys()
+    for path in paths.values():
+        assert path(torch.randn(0, 128), parts).shape == (0, 48)
+
+
+@pytest.mark.parametrize("config", [Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)])
+def test_a_matrix_of_several_pieces_is_the_same_as_one(config: Integers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, a narrower last block, several slabs of int3, several pieces."""
+    monkeypatch.setattr("elastic.quant.kernels.int4_layout.SLAB", 2**14)
+    monkeypatch.setattr("elastic.quant.kernels.cpu_dequant.PIECE", 2**14)
+    original = round_to_nearest(torch.randn(64 * 9 + 48, 128), config)
+    parts, paths = packed(config, original)
+    x = torch.randn(4, 128)
+    exact = x @ original.value().t()
+    plain = (x.bfloat16() @ original.value().bfloat16().t()).float()
+    for name in paths.keys() - {"dynamic"}:
+        assert (paths[name](x, parts) - exact).norm() <= 2 * (plain - exact).norm(), name
+    assert (paths["dynamic"](x, parts) - exact).norm() <= 0.03 * exact.norm()
+
+
+def test_what_a_kernel_would_read_beyond_the_end_of_is_refused() -> None:
+    config = Integers(4, 64)
+    parts, paths = packed(config, round_to_nearest(torch.randn(32, 128), config))
+    for name in paths.keys() - {"reference"}:
+        with pytest.raises(ConfigError, match="128"):
+            paths[name](torch.randn(2, 64), parts)
+        with pytest.raises(ConfigError, match="scales"):
+            paths[name](torch.randn(2, 128), {**parts, "scales": parts["scales"][:1]})
+        with pytest.raises(ConfigError, match="packed"):
+            paths[name](torch.randn(2, 128), {**parts, "packed": parts["packed"][:-64]})
+        with pytest.raises(ConfigError, match="order"):
+            paths[name](torch.randn(2, 128), {**parts, "order": torch.arange(64, dtype=torch.int32)})
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64])
+def test_activations_may_have_any_strides(tokens: int) -> None:
+    """Every path makes them contiguous first: a BLAS may round products with other strides otherwise."""
+    config = Integers(4, 64)
+    parts, paths = packed(config, round_to_nearest(torch.randn(32, 128), config))
+    x = torch.randn(128, tokens).t()
+    for name, path in paths.items():
+        assert torch.equal(path(x, parts), path(x.contiguous(), parts)), name
+
+
+def test_bytes_for_other_instructions_are_not_given_to_the_kernel() -> None:
+    config, matrix = Integers(4, 64), MatrixShape(64, 128)
+    here = KernelTarget.of(CPU).instructions
+    other = KernelTarget("cpu", next(name for name in ("AVX2", "DEFAULT") if name != here))
+    original = round_to_nearest(torch.randn(64, 128), config)
+    parts = pack(config, original, other)
+    paths = format_of(config).paths(config, parts, matrix, other)
+    assert "packed" not in paths
+    x = torch.randn(3, 128)
+    torch.testing.assert_close(paths["expanded_float32"](x, parts), x @ original.value().t(), rtol=0.01, atol=0.05)
+    assert torch.equal(unpack(config, parts, matrix, other).codes, original.codes)
+
+
+def test_groups_that_the_kernel_does_not_know_are_expanded() -> None:
+    config = Integers(4, 48)
+    _, paths = packed(config, round_to_nearest(torch.randn(32, 96), config))
+    assert "packed" not in paths
+    assert "expanded" in paths
+
+
+@pytest.mark.parametrize("instructions", ["AVX512_CORE_VNNI", "AVX2"])
+def test_integer_products_are_exact_on_cpus_with_and_without_vnni(instructions: str) -> None:
+    code = """
+        import os
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "INSTRUCTIONS"
+        import torch
+        from elastic.quant.kernels.cpu import int_product
+        numbers = torch.arange(-128, 128).to(torch.int8)
+        x, weights = numbers[torch.randint(256, (9, 256))], numbers[torch.randint(256, (256, 48))]
+        for x, weights in ((x, weights), (x, weights.t().contiguous().t()), (x * 0 + 127, weights * 0 - 128)):
+            assert torch.equal(int_product(x, weights).long(), x.long() @ weights.long())
+    """
+    in_child(code.replace("INSTRUCTIONS", instructions))
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_paths_of_other_instruction_sets_compute_the_same(capability: str) -> None:
+    code = """
+import torch
+from elastic.quant.formats.integer import Integers, round_to_nearest
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+import elastic.quant.kernels.integer_format
+target, matrix = KernelTarget.of(torch.device("cpu")), MatrixShape(176, 128)
+for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64), Integers(3, 64)):
+    weight = torch.randn(176, 128)
+    parts = format_of(config).quantize(config, weight, None, target)
+    paths = format_of(config).paths(config, parts, matrix, target)
+    x, value = torch.randn(9, 128), format_of(config).value(config, parts, matrix, target)
+    assert torch.equal(value, round_to_nearest(weight, config).value())
+    exact, plain = x @ value.t(), (x.bfloat16() @ value.bfloat16().t()).float()
+    for name in ("packed", "expanded", "expanded_float32"):
+        assert (paths[name](x, parts) - exact).norm() <= 2 * (plain - exact).norm(), (config, name)
+    assert (paths["dynamic"](x, parts) - exact).norm() <= 0.03 * exact.norm()
+"""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

@@ -1,0 +1,111 @@
+"""What CUDA's paths are made of, on a CPU as far as that goes: layouts, expanded weights, the kernel interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+from elastic.quant.formats.integer import Integers, round_to_nearest
+from elastic.quant.kernels.cuda_layout import tiled, to_tiles
+from elastic.quant.kernels.integer_format import pack
+from support.integer_matrices import codes, configs_and_matrices
+
+CUDA = KernelTarget("cuda", "sm90")
+
+
+@given(st.data(), configs_and_matrices(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@settings(max_examples=100, deadline=None)
+def test_expanded_weights_are_those_of_the_reference(
+    data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype
+) -> None:
+    config, matrix = drawn
+    original = data.draw(codes(config, matrix))
+    parts = pack(config, original, CUDA)
+    paths = format_of(config).paths(config, parts, matrix, CUDA)
+    assert ("packed" in paths) == tiled(config, matrix)
+    x = torch.randn(64, matrix.inputs).to(dtype)
+    exact = x.double() @ original.value().double().t()
+    plain = (x.bfloat16() @ original.value().bfloat16().t()).double()
+    for name in ("expanded", "reference"):
+        assert (paths[name](x, parts).double() - exact).norm() <= 2 * (plain - exact).norm()
+        assert paths[name](x[:0], parts).shape == (0, matrix.outputs)
+
+
+def test_words_are_filled_as_a_warp_reads_them() -> None:
+    """Thread by thread, as torch's packing kernel does it."""
+    inputs = 192
+    codes = torch.randint(0, 16, (24, inputs), dtype=torch.uint8)
+    packed = to_tiles(codes)
+    assert packed.shape == (3, 3, 32, 2)
+    for tile in range(3):
+        for block in range(3):
+            for thread in range(32):
+                for pair in range(2):
+                    base, lane = block * 64 + pair * 32, thread % 4 * 2
+                    first = [base + 8 * i + lane for i in range(4)]
+                    columns = [*first, *(column + 1 for column in first)]
+                    row = codes[tile * 8 + thread // 4]
+                    word = sum(int(row[column]) << (4 * i) for i, column in enumerate(columns))
+                    assert int(packed[tile, block, thread, pair]) & 0xFFFFFFFF == word
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_kernel_computes_the_product() -> None:
+    code = """
+import torch
+from elastic.quant.formats.integer import Integers, round_to_nearest
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+from elastic.quant.kernels.integer_format import pack
+target = KernelTarget("cuda", "sm90")
+for bits in (8, 4, 3):
+    for group, inputs in ((-1, 80), (16, 48), (48, 96), (64, 128), (128, 256)):
+        config, matrix = Integers(bits, group), MatrixShape(48, inputs)
+        codes = round_to_nearest(torch.randn(48, inputs), config)
+        parts = pack(config, codes, target)
+        paths = format_of(config).paths(config, parts, matrix, target)
+        if "triton" not in paths:
+            continue
+        for tokens in (1, 5, 70):
+            for dtype in (torch.float32, torch.float16):  # the interpreter cannot multiply bfloat16
+                x = torch.randn(tokens, inputs).to(dtype)
+                y = paths["triton"](x, parts)
+                exact = x.double() @ codes.value().double().t()
+                plain = (x.bfloat16() @ codes.value().bfloat16().t()).double()
+                assert y.dtype == dtype and (y.double() - exact).norm() <= 2 * (plain - exact).norm(), (config, tokens)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.cuda
+def test_words_are_those_of_torchs_packing_kernel() -> None:
+    for outputs, inputs in ((16, 32), (64, 192), (4096, 4096)):
+        codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+        tiles = to_tiles(codes)
+        pairs = (codes[:, 0::2] << 4 | codes[:, 1::2]).contiguous()
+        assert torch.equal(torch.ops.aten._convert_weight_to_int4pack(pairs, tiles.shape[3] * 2), tiles)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("group", [-1, 48, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_paths_on_cuda(bits: int, group: int, dtype: torch.dtype) -> None:
+    config, matrix, target = Integers(bits, group), MatrixShape(80, 768), KernelTarget.of(torch.device("cuda"))
+    original = round_to_nearest(torch.randn(80, 768), config)
+    parts = {name: part.cuda() for name, part in pack(config, original, target).items()}
+    paths = format_of(config).paths(config, parts, matrix, target)
+    for tokens in (0, 1, 7, 130):
+        x = torch.randn(tokens, 768, dtype=dtype, device="cuda")
+        exact = x.double() @ original.value().double().t().cuda()
+        plain = (x.bfloat16() @ original.value().bfloat16().t().cuda()).double()
+        for path in paths.values():
+            assert (path(x, parts).double() - exact).norm() <= 2 * (plain - exact).norm()

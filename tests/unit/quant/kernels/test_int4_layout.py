@@ -1,0 +1,112 @@
+"""Codes survive packing, for every instruction set; and the bytes are those that torch's own packer makes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import ConfigError
+from elastic.quant.formats.base import KernelTarget, MatrixShape, format_of
+from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
+from elastic.quant.kernels.integer_format import pack, unpack
+from support.integer_matrices import codes, configs_and_matrices
+
+INSTRUCTIONS = st.sampled_from(["AVX512", "AVX2", "DEFAULT"])
+DEVICES = st.sampled_from(["cpu", "cuda"])
+
+
+def same(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
+    return all(
+        x is y is None or (x is not None and y is not None and x.dtype == y.dtype and torch.equal(x, y))
+        for x, y in zip(vars(a).values(), vars(b).values(), strict=True)
+    )
+
+
+@given(st.data(), configs_and_matrices(), st.builds(KernelTarget, DEVICES, INSTRUCTIONS), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_codes_survive_packing(
+    data: st.DataObject, drawn: tuple[Integers, MatrixShape], target: KernelTarget, transposed: bool
+) -> None:
+    config, matrix = drawn
+    original = data.draw(codes(config, matrix))
+    if transposed:
+        original = replace(original, codes=original.codes.t().contiguous().t())
+    parts = pack(config, original, target)
+    assert all(part.is_contiguous() for part in parts.values())
+    assert same(unpack(config, parts, matrix, target), original)
+
+
+@given(st.data(), configs_and_matrices(), INSTRUCTIONS, INSTRUCTIONS)
+@settings(max_examples=50, deadline=None)
+def test_bytes_for_other_instructions_are_repacked(
+    data: st.DataObject, drawn: tuple[Integers, MatrixShape], here: str, there: str
+) -> None:
+    config, matrix = drawn
+    original = data.draw(codes(config, matrix))
+    home, other = KernelTarget("cpu", here), KernelTarget("cpu", there)
+    repacked = format_of(config).repack(config, pack(config, original, other), matrix, other, home)
+    expected = pack(config, original, home)
+    assert repacked.keys() == expected.keys()
+    assert all(torch.equal(repacked[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_nibbles_lie_as_the_kernel_of_each_instruction_set_wants_them(capability: str) -> None:
+    code = """
+import torch
+from elastic.quant.kernels.int4_layout import pack_nibbles
+for outputs in (16, 32, 48, 64, 80, 96, 112, 128, 240):
+    for inputs in (32, 96):
+        codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        assert torch.equal(packed.view(-1), pack_nibbles(codes, torch.backends.cpu.get_cpu_capability()))
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert child.stdout.strip() in ("DEFAULT", "AVX2", "AVX512")
+
+
+def test_memory_is_what_the_bits_say() -> None:
+    weight, target = torch.randn(512, 1024), KernelTarget("cpu", "AVX512")
+    share = {}
+    for config in (Integers(8, -1, symmetric=True), Integers(4), Integers(3)):
+        parts = format_of(config).quantize(config, weight, None, target)
+        share[config.bits] = sum(part.nbytes for part in parts.values()) / (2 * weight.numel())
+    assert 0.26 <= share[4] <= 0.30
+    assert 1 + sum(share.values()) <= 2
+
+
+@given(configs_and_matrices())
+@settings(max_examples=20, deadline=None)
+def test_a_matrix_is_worth_what_its_codes_are(drawn: tuple[Integers, MatrixShape]) -> None:
+    config, matrix = drawn
+    weight, target = torch.randn(matrix.outputs, matrix.inputs), KernelTarget("cpu", "AVX512")
+    parts = format_of(config).quantize(config, weight, None, target)
+    value = format_of(config).value(config, parts, matrix, target)
+    assert torch.equal(value, round_to_nearest(weight, config).value())
+
+
+@pytest.mark.parametrize("shape", [(15, 32), (16, 40), (16, 96)])
+def test_shapes_that_kernels_cannot_take_are_refused(shape: tuple[int, int]) -> None:
+    config = Integers(4, 64)
+    assert format_of(config).supports(config, MatrixShape(*shape)) is not None
+    with pytest.raises(ConfigError, match=r"multiples of 16|does not divide"):
+        format_of(config).quantize(config, torch.zeros(shape), None, KernelTarget("cpu", "AVX512"))
+
+
+def test_codes_that_are_not_of_the_config_are_refused() -> None:
+    codes = round_to_nearest(torch.randn(16, 128), Integers(4, 64))
+    with pytest.raises(ConfigError, match="groups"):
+        pack(Integers(4, 128), codes, KernelTarget("cpu", "AVX512"))
+    with pytest.raises(ConfigError, match="3 bits"):
+        pack(Integers(3, 64), codes, KernelTarget("cpu", "AVX512"))
+    with pytest.raises(ConfigError, match="xpu"):
+        pack(Integers(4, 64), codes, KernelTarget("xpu", ""))

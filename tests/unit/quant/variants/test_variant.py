@@ -1,0 +1,275 @@
+"""Variants: where they come from, what they cost, and their files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import elastic
+from elastic import ConfigError, StateError
+from elastic.memory.host_store import host
+from elastic.quant.checkpoints.reader import QuantizedCheckpoint
+from elastic.quant.formats.integer import Integers
+from elastic.quant.variants.eligible import LayerParameters
+from elastic.quant.variants.host_block import in_one_block
+from elastic.quant.variants.pack_model import packer
+from elastic.weights.proxy.tensor import WeightProxy
+from support.architectures import build, prompt
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FORMATS = sorted(path.name for path in GOLDEN.iterdir() if (path / "logits.safetensors").exists())
+ROOMY = elastic.Place("cpu", torch.device("cpu"), 64 << 20, page_bytes=4096)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# -- read from checkpoints
+
+
+def original(folder: Path) -> Any:
+    """A full-precision model that the checkpoint could have been made of; the norms come with the variant."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    model = LlamaForCausalLM(LlamaConfig(**config)).float().eval().requires_grad_(False)
+    files = QuantizedCheckpoint(folder)
+    for name, parameter in model.named_parameters():
+        codes, plain = files.codes(name), files.plain(name)
+        parameter.copy_(codes.value() if codes is not None else plain)  # type: ignore[arg-type]
+    return model
+
+
+def rounded(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Logits with what the decoder's matrices take and give rounded to bfloat16, as fast kernels do."""
+    handles = []
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            handles.append(module.register_forward_pre_hook(lambda _, args: (args[0].bfloat16().float(),)))
+            handles.append(module.register_forward_hook(lambda _, args, output: output.bfloat16().float()))
+    logits: torch.Tensor = model(inputs).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_swap_to_a_checkpoint_gives_the_logits_of_its_package(name: str, wrapped: Any) -> None:
+    model, golden = original(GOLDEN / name), load_file(GOLDEN / name / "logits.safetensors")
+    explained = distance(rounded(model, golden["input_ids"]), model(golden["input_ids"]).logits)
+    for layer in model.model.layers:  # as where AWQ has rescaled them
+        layer.input_layernorm.weight.mul_(1.5)
+        layer.post_attention_layernorm.weight.mul_(0.5)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    full = model(golden["input_ids"]).logits
+    rt = wrapped(model, variants=[elastic.Variant("quantized", checkpoint=GOLDEN / name)]).elastic
+    rt.swap([0, 1], "quantized")
+    assert distance(model(golden["input_ids"]).logits, golden["logits"]) <= 2 * explained < 0.06
+    assert {where[0].variant for where in rt.status().residencies.values()} == {"quantized"}
+    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
+    with pytest.raises(ConfigError, match="norms rescaled for its matrices: swap the whole layer"):
+        rt.swap("model.layers.0.mlp", "quantized")
+    rt.restore()
+    assert torch.equal(model(golden["input_ids"]).logits, full)
+    model.model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(StateError, match="written since a quantized checkpoint of it was read"):
+        rt.swap(0, "quantized")
+    assert rt.swap(1, "quantized").layers == (1,)
+
+
+def test_parts_of_a_checkpoint_without_rescaled_norms_can_be_swapped(wrapped: Any) -> None:
+    model = wrapped(original(GOLDEN / "gptq-4bit"), variants=[elastic.Variant("int4", checkpoint=GOLDEN / "gptq-4bit")])
+    model.elastic.swap("model.layers.0.mlp", "int4")
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, WeightProxy)
+    assert not isinstance(model.model.layers[0].self_attn.q_proj.weight, WeightProxy)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    variant = elastic.Variant("int4", checkpoint=GOLDEN / "gptq-4bit")
+    for model in (build("llama-gqa"), build("gpt2")):
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        with pytest.raises(ConfigError, match=r"gptq-4bit.*(shape|no quantized matrix)"):
+            elastic.wrap(model, places=ROOMY, variants=[variant])
+        assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
+
+
+# -- quantized from the model's weights
+
+
+@torch.no_grad()
+def with_outliers() -> Any:
+    """A model some of whose channels are far larger than others, which is what the search for scales is for."""
+    model = build("llama-mha")
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight[::8] *= 30
+    return model
+
+
+def test_calibration_text_makes_a_variant_better(wrapped: Any) -> None:
+    text = prompt(4, 64, seed=5)["input_ids"]
+    model, held_out = with_outliers(), prompt(2, 64, seed=6)
+    full = model(**held_out).logits
+    plain = elastic.Variant("plain", Integers(3, 32))
+    searched = elastic.Variant("searched", Integers(3, 32), calibration=text)
+    rt = wrapped(model, variants=[plain, searched]).elastic
+    errors = {}
+    for name in ("plain", "searched"):
+        rt.swap([0, 1, 2], name)
+        errors[name] = distance(model(**held_out).logits, full)
+    assert errors["searched"] < 0.9 * errors["plain"]
+    assert not any(module._forward_pre_hooks for name, module in model.named_modules() if name.endswith("proj"))
+    for wrong in (torch.randn(2, 8), torch.ones(8, dtype=torch.long), torch.ones(0, 8, dtype=torch.long)):
+        with pytest.raises(ConfigError, match="calibration: token ids"):
+            elastic.wrap(build("llama-mha"), variants=[elastic.Variant("int4", calibration=wrong)])
+
+
+def test_host_memory_of_all_variants_is_at_most_twice_the_model(wrapped: Any) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).to(torch.float16).eval().requires_grad_(False)
+    gc.collect()
+    before = host.status()
+    wrapped(model, places=[elastic.Place("cpu", torch.device("cpu"), 256 << 20)], variants=("int8", "int4", "int3"))
+    held = host.status().memory_bytes - before.memory_bytes
+    layers = sum(p.nbytes for p in model.model.layers.parameters())
+    assert layers < held <= 2 * layers
+    assert model.elastic.status().host.memory_bytes >= held
+
+
+# -- files
+
+
+def cached(directory: Path, model: Any, **options: Any) -> Any:
+    return elastic.wrap(model, places=ROOMY, variants=("int4", "int8"), variant_cache=directory, **options)
+
+
+def swapped_logits(model: Any) -> torch.Tensor:
+    model.elastic.swap(range(model.elastic.status().layers), "int4")
+    logits: torch.Tensor = model(**prompt(2)).logits
+    return logits
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "qwen3-moe", "gpt2"])
+def test_the_second_start_reads_what_the_first_packed(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = cached(tmp_path, build(architecture))
+    expected = swapped_logits(model)
+    elastic.unwrap(model)
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {
+        "elastic-int4.safetensors",
+        "elastic-int8.safetensors",
+    }
+    monkeypatch.setattr("elastic.quant.variants.pack_model.packer", None)
+    before = host.status()
+    model = cached(tmp_path, build(architecture))
+    try:
+        status = model.elastic.status().host
+        assert status.file_bytes - before.file_bytes >= sum(
+            path.stat().st_size * 0.5 for path in tmp_path.glob("*.safetensors")
+        ), "the blocks are read from the file where they lie"
+        assert torch.equal(swapped_logits(model), expected)
+    finally:
+        elastic.unwrap(model)
+
+
+def test_files_of_another_model_or_variant_are_refused(tmp_path: Path) -> None:
+    elastic.unwrap(cached(tmp_path, build("llama-gqa")))
+    for model, words in ((build("llama-gqa", seed=1), "is another one"), (build("gpt2"), "other layers")):
+        with pytest.raises(ConfigError, match=f"elastic-int4.*{words}.*delete it, or choose another directory"):
+            cached(tmp_path, model)
+    finer = elastic.Variant("int4", Integers(4, 32))
+    with pytest.raises(ConfigError, match=r"'group_size': 128.*asked for.*'group_size': 32"):
+        elastic.wrap(build("llama-gqa"), places=ROOMY, variants=[finer], variant_cache=tmp_path)
+    (tmp_path / "elastic-int4.safetensors").write_bytes((GOLDEN / "gptq-4bit/model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="Elastic did not write it"):
+        cached(tmp_path, build("llama-gqa"))
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    directory = tmp_path_factory.mktemp("cache")
+    elastic.unwrap(elastic.wrap(build("llama-gqa"), places=ROOMY, variants=("int4",), variant_cache=directory))
+    return (directory / "elastic-int4.safetensors").read_bytes()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, 10**9), flip=st.integers(1, 255), cut=st.booleans())
+def test_a_file_damaged_anywhere_is_refused_or_unharmed(
+    at: int, flip: int, cut: bool, whole_file: bytes, tmp_path: Path
+) -> None:
+    damaged = bytearray(whole_file)
+    at %= len(damaged)
+    damaged[at] ^= flip
+    path = tmp_path / "elastic-int4.safetensors"
+    path.unlink(missing_ok=True)
+    path.write_bytes(damaged[:at] if cut else damaged)
+    model = build("llama-gqa")
+    try:
+        elastic.wrap(model, places=ROOMY, variants=("int4",), variant_cache=tmp_path)
+    except ConfigError as error:
+        assert str(path) in str(error)  # noqa: PT017
+        return
+    fresh = elastic.wrap(build("llama-gqa"), places="cpu#1=64MiB", variants=("int4",))
+    assert torch.equal(swapped_logits(model), swapped_logits(fresh)), "the byte was one of padding"
+    elastic.unwrap(model)
+    elastic.unwrap(fresh)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"variant_cache.*cannot be written"):
+        cached(tmp_path / "file", build("llama-gqa"))
+
+
+CHILD = """
+import torch, elastic
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({model!r})
+elastic.wrap(model, places="cpu=64MiB", variants=("int8", "int4", "int3"), variant_cache={cache!r})
+values = [w.packed.value() for v in ("int4", "int3") for l in model.elastic._weights.layers
+          for w in l.variants[v].packings.values()]
+torch.save([values, torch.backends.cpu.get_cpu_capability()], {out!r})
+"""
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="has one instruction set only")
+def test_files_are_packed_again_for_another_instruction_set(tmp_path: Path) -> None:
+    """The very same codes, in the layout of the kernels that run there."""
+    found = []
+    build("llama-gqa").save_pretrained(tmp_path / "model")
+    for capability in ("default", "avx2"):
+        out = tmp_path / capability
+        code = CHILD.format(model=str(tmp_path / "model"), cache=str(tmp_path / "cache"), out=str(out))
+        environment = {"ATEN_CPU_CAPABILITY": capability, "PATH": "", "HF_HUB_OFFLINE": "1"}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+        found.append(torch.load(out))
+    (first, one), (second, other) = found
+    assert (one, other) == ("DEFAULT", "AVX2")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_refused_page_lock_is_a_warning_and_the_block_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elastic.memory.host_store._lock_pages", lambda tensor: False)
+    monkeypatch.setattr(host, "_warned", False)
+    layer = LayerParameters.of(build("llama-gqa").model.layers[0])
+    packings = packer(elastic.Variant.parse("int4"), {})(layer)
+    packed = in_one_block(packings, torch.device("cuda"))  # whose blocks are to be locked
+    assert caplog.text.count("page-lock") == 1
+    for name, packing in packings.items():
+        assert all(torch.equal(packed.packings[name].parts[part], tensor) for part, tensor in packing.parts.items())

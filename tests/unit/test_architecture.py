@@ -1,0 +1,138 @@
+"""The house: rooms on floors, arrows that only go down, no circle, no folder that cannot be seen at a glance."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import elastic
+
+ROOT = Path(elastic.__file__).parent
+TESTS = Path(__file__).parents[1]
+MOST_FILES = 12
+
+FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is `elastic` itself
+    ("errors", "types", "assets"),
+    ("config",),
+    ("memory", "planning"),
+    ("weights",),
+    ("hooks", "kvcache", "quant", "controller"),
+    ("actions",),
+    ("runtime",),
+    ("wrap", "profiling", "engines"),
+    ("",),
+    ("server", "bench"),
+    ("cli",),
+)
+INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
+    "memory": (("backends",), ("",)),
+    "weights": (("proxy",), ("",)),
+    "hooks": (("",), ("replicas",)),
+    "kvcache": (("storage",), ("layers",), ("",)),
+    "quant": (("formats",), ("kernels", "checkpoints"), ("variants",), ("sensitivity",)),
+    "controller": (("",), ("sensors",), ("policies",)),
+    "actions": (("pages",), ("",)),
+    "engines": (("",), ("continuous",)),
+    "server": (("generation",), ("routes",), ("",)),
+    "bench": (("traces",), ("replay",), ("report", "quality")),
+    "cli": (("inputs", "views"), ("",)),
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name below `elastic`, a package by that of its folder; `elastic` itself is ""."""
+    paths = sorted(ROOT.rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return {name.removesuffix("__init__").removesuffix("."): path for name, path in zip(names, paths, strict=True)}
+
+
+MODULES = modules()
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports: anywhere in it, for types only and inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "elastic":
+            module = node.module.removeprefix("elastic").removeprefix(".")
+            for name in node.names:
+                inner = f"{module}.{name.name}".removeprefix(".")
+                yield inner if inner in MODULES and (module or name.name not in elastic.__all__) else module
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.split(".")[0] == "elastic":
+                    yield name.name.removeprefix("elastic").removeprefix(".")
+
+
+ARROWS = {name: {other for other in imported(path) if other != name} for name, path in MODULES.items()}
+
+
+def place(module: str) -> tuple[str, str]:
+    """The room and the sub-room of a module, "" for none."""
+    room, *inner = module.split(".")
+    sub = inner[0] if inner and (ROOT / room / inner[0]).is_dir() else ""
+    return room, sub
+
+
+def floor(room: str, floors: tuple[tuple[str, ...], ...]) -> int:
+    return next(number for number, rooms in enumerate(floors) if room in rooms)
+
+
+def goes_down(module: str, other: str) -> bool:
+    """Whether an arrow between two modules goes to a lower floor, or stays in its room."""
+    (room, sub), (other_room, other_sub) = place(module), place(other)
+    if room != other_room:
+        return floor(other_room, FLOORS) < floor(room, FLOORS)
+    if sub != other_sub:
+        return floor(other_sub, INSIDE[room]) < floor(sub, INSIDE[room])
+    return True
+
+
+def circle(arrows: Mapping[object, set[object]]) -> list[object]:
+    """A circle of arrows, if there is one."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_module_has_a_floor() -> None:
+    rooms = {place(module) for module in MODULES}
+    assert {room for room, _ in rooms} == {room for rooms in FLOORS for room in rooms}
+    for room, floors in INSIDE.items():
+        assert {sub for known, sub in rooms if known == room} - {""} == {sub for subs in floors for sub in subs} - {""}
+    assert not {room for room, sub in rooms if sub} - INSIDE.keys()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_down(module: str) -> None:
+    up = sorted(other for other in ARROWS[module] if not goes_down(module, other))
+    assert up == [], f"elastic.{module} imports upwards or sideways"
+
+
+def test_no_circle_between_files() -> None:
+    assert circle({module: set(others) for module, others in ARROWS.items()}) == []
+
+
+def test_no_circle_between_rooms() -> None:
+    rooms: dict[object, set[object]] = {}
+    for module, others in ARROWS.items():
+        rooms.setdefault(place(module), set()).update(place(other) for other in others)
+    assert circle({room: others - {room} for room, others in rooms.items()}) == []
+
+
+@pytest.mark.parametrize("root", [ROOT, TESTS], ids=["elastic", "tests"])
+def test_no_folder_is_crowded(root: Path) -> None:
+    folders = {path.parent for path in root.rglob("*.py")}
+    counts = {str(f.relative_to(root)): len({p for p in f.glob("*.py") if p.stem != "__init__"}) for f in folders}
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("package", sorted(name for name, path in MODULES.items() if path.stem == "__init__"))
+def test_every_package_says_what_it_is(package: str) -> None:
+    words = ast.get_docstring(ast.parse(MODULES[package].read_text()))
+    assert words, f"elastic.{package} has no docstring"

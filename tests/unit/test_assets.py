@@ -1,0 +1,53 @@
+"""The model that ships with Elastic is small, trained, and loses something measurable in int4."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.assets import MODEL_DIR
+
+TRAINING = Path(__file__).parents[2] / "training"
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    spec = importlib.util.spec_from_file_location("evaluate", TRAINING / "evaluate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.evaluate(MODEL_DIR)
+
+
+def test_it_is_small_and_deep(assets: Any) -> None:
+    model, _ = assets
+    assert 2_000_000 <= model.num_parameters() <= 4_000_000
+    assert model.config.num_hidden_layers >= 12
+    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 8_000_000
+
+
+def test_the_tokenizer_keeps_every_byte(assets: Any) -> None:
+    _, tokenizer = assets
+    text = "def f(x):\n\treturn 'é…🙂'  # \x00\x7f\n"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_it_has_learnt_more_than_a_compressor_sees(figures: dict[str, Any]) -> None:
+    assert figures["held_out_bytes"] > 250_000
+    assert figures["bits_per_byte"] <= 0.85 * figures["xz_bits_per_byte"]
+
+
+def test_int4_costs_it_something_that_can_be_measured(figures: dict[str, Any]) -> None:
+    assert figures["int4_rise_bits_per_byte"] >= 3 * figures["int4_rise_standard_error"] > 0
+
+
+def test_the_figures_beside_it_are_its_own(figures: dict[str, Any]) -> None:
+    published = json.loads((MODEL_DIR / "evaluation.json").read_text())
+    assert published == pytest.approx(figures, rel=0.01)
+    facts = json.loads((MODEL_DIR / "training.json").read_text())
+    assert {"date", "machine", "tokens_seen", "corpus", "seed"} <= set(facts)

@@ -1,0 +1,159 @@
+"""Stages: who gets one, who gives way, what a failed copy or a held view leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import elastic
+from elastic import CapacityError
+from elastic.memory import copy_engine
+from support.architectures import build, prompt
+from support.child_process import wait_for_the_janitor
+
+
+@pytest.fixture
+def released(wrapped: Any) -> tuple[Any, Any]:
+    """A model without one layer at its place, and the stages of the place."""
+    model = wrapped(build("llama-gqa"))
+    model.elastic.release([0, 1, 2])
+    (streamer,) = model.elastic._weights.streamers.values()
+    return model, streamer
+
+
+def staged(streamer: Any) -> set[int]:
+    return {stage.layer.index for stage in streamer._stages if stage.layer is not None}
+
+
+def test_the_next_layer_is_fetched_while_one_computes(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    seen = []
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, i=i: seen.append((i, staged(streamer))))
+    model(**prompt())
+    assert seen == [(0, {0, 1}), (1, {1, 2}), (2, {2, 0})]
+
+
+def test_with_one_stage_a_layer_gives_way_to_the_next(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    expected = build("llama-gqa")(**prompt()).logits
+    model.elastic.restore([0, 1])
+    model.elastic.release(1)
+    assert streamer.resize(1) == streamer.stage_pages
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert torch.equal(model(**prompt()).logits, expected)
+    streamer.resize(2)
+
+
+def test_a_thread_waits_for_a_stage_until_one_is_left(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    first, second, third = model.elastic._weights.layers
+    arrived = threading.Event()
+
+    def enter() -> None:
+        streamer.enter(third)
+        arrived.set()
+        streamer.leave(third)
+
+    streamer.enter(first)
+    streamer.enter(second)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert not arrived.wait(0.05)
+    streamer.leave(first)  # and with it, what it contains
+    thread.join(timeout=30)
+    assert arrived.is_set()
+
+
+def test_what_a_forward_left_without_its_hooks_is_forgotten_by_the_next(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    expected = build("llama-gqa")(**prompt()).logits
+    streamer.enter(model.elastic._weights.layers[0])
+    streamer.enter(model.elastic._weights.layers[1])
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert not any(stage.users for stage in streamer._stages)
+    streamer.leave(model.elastic._weights.layers[0])
+
+
+def call_until_it_fails(model: Any) -> None:
+    while True:
+        model(**prompt(), past_key_values=elastic.ElasticCache(model))
+
+
+@pytest.mark.parametrize("nth", range(1, 40, 4))
+def test_a_failed_copy_fails_one_forward_and_no_other(
+    nth: int, released: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, streamer = released
+    expected = build("llama-gqa")(**prompt()).logits
+    plain, left = copy_engine.copy, nth
+
+    def failing(target: torch.Tensor, source: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise OSError("the disk is gone")
+        plain(target, source)
+
+    monkeypatch.setattr(copy_engine, "copy", failing)
+    with pytest.raises(OSError, match="disk is gone"):
+        call_until_it_fails(model)
+    assert model.elastic.kv.used_bytes == 0, "the error keeps the forward's tensors until garbage is collected"
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert not any(stage.users for stage in streamer._stages)
+
+
+def test_a_forward_that_fails_inside_a_layer_leaves_its_stage(released: tuple[Any, Any]) -> None:
+    model, streamer = released
+    expected = build("llama-gqa")(**prompt()).logits
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("from inside")
+
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="from inside"):
+        model(**prompt())
+    handle.remove()
+    assert not any(stage.users for stage in streamer._stages)
+    assert torch.equal(model(**prompt()).logits, expected)
+
+
+def test_what_a_forward_shows_of_a_stage_is_never_overwritten(released: tuple[Any, Any]) -> None:
+    """A hook in a user's code may keep what it sees: its pages are retained, and the stage gets others."""
+    model, streamer = released
+    expected = build("llama-gqa")(**prompt()).logits
+    kept = []
+    weight = model.model.layers[0].mlp.up_proj.weight
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: kept.append(weight[:2]))
+    assert torch.equal(model(**prompt()).logits, expected)
+    handle.remove()
+    assert torch.equal(kept[0], build("llama-gqa").model.layers[0].mlp.up_proj.weight[:2])
+    assert model.elastic.status().places[0].owners["retained"] > 0
+    assert torch.equal(model(**prompt()).logits, expected)
+    model.elastic.check()
+    kept.clear()
+    gc.collect()
+    wait_for_the_janitor()
+    assert "retained" not in model.elastic.status().places[0].owners
+    assert streamer.stages == 2
+
+
+def test_a_stage_without_memory_is_an_error_in_words_and_the_model_goes_on(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    expected = model(**prompt(), use_cache=False).logits
+    from elastic.memory import places
+    from support.faulty_backend import FaultyBackend
+
+    wrapped(model)
+    pool = places._open["cpu"][0]
+    pool.backend = FaultyBackend(pool.backend)
+    model.elastic.release([0, 1])
+    pool.backend.fail("map")
+    with pytest.raises(CapacityError, match="injected"):
+        model(**prompt(), use_cache=False)
+    model.elastic.check()
+    assert torch.equal(model(**prompt(), use_cache=False).logits, expected)
