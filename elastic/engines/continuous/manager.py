@@ -5,13 +5,14 @@ Written against transformers 5.23 (`transformers_version.py`); each override say
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -49,6 +50,7 @@ class SamplingModelRunner(ModelRunner):  # type: ignore[misc]
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         # attention knows what each token sees: a finished mask keeps the model from building one of all against all
         batch_data["attention_mask"] = batch_data["input_ids"].new_ones((1, 1, 1, 1), dtype=torch.bool)
+        batch_data.pop("is_causal", None)  # transformers would write it to the config, which forwards of other threads read
         super().compute_batch(model, batch_data)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
@@ -106,7 +108,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = ContinuousBatchProcessor(
             cache=self.cache,
-            config=self.model.config.get_text_config(),
+            config=_maskless(self.model.config.get_text_config()),
             generation_config=self.generation_config,
             continuous_batching_config=self.continuous_batching_config,
             logit_processor=self.logit_processor,
@@ -145,3 +147,10 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         for entry in entries:
             processor._handle_request_error(error, entry.state)
             self.scheduler.finish_request(entry.state.request_id)
+
+
+def _maskless(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of a config for which stock continuous batching makes no mask of all tokens against all."""
+    named = copy.copy(config)
+    named._attn_implementation_internal = "elastic_sdpa"
+    return named

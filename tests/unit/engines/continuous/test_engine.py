@@ -440,6 +440,22 @@ def test_the_model_generates_beside_its_engine(engines: Any) -> None:
     assert heard.tokens[request.id] == expected
 
 
+def test_a_forward_of_the_engine_leaves_the_config_alone_that_other_threads_read(engines: Any) -> None:
+    """transformers writes an `is_causal` that a forward is given to the config, and other threads attend by it."""
+    model = architectures.build("llama-gqa")
+    engine, seen = engines(model), []
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: seen.append(hasattr(model.config, "is_causal")))
+    serve(engine, [Request(prompts([20], architectures.VOCAB)[0], 4)])
+    handle.remove()
+    assert seen == [False] * 4
+
+
+def test_no_mask_of_all_tokens_against_all_is_made(engines: Any) -> None:
+    engine = engines(architectures.build("llama-gqa"))
+    serve(engine, [Request(prompts([20], architectures.VOCAB)[0], 4)])
+    assert engine._manager.batch_processor.inputs_and_outputs.attention_mask is None
+
+
 def test_memory_is_back_at_its_start(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     engine = engines(model)
