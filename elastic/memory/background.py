@@ -1,4 +1,4 @@
-"""One background thread for memory: it acts on notes that may be left from anywhere, finalizers included."""
+"""One background thread for memory: it does tasks that may be submitted from anywhere, finalizers included."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Calls what is put to it, one by one.
+    """Calls what is submitted to it, one by one.
 
-    `put` is safe inside a finalizer (SimpleQueue is reentrant); `start` is not, so whoever opens a place calls it.
+    `submit` is safe inside a finalizer (SimpleQueue is reentrant); `start` is not, so whoever opens a place calls it.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class BackgroundThread:
         self._tasks.put(task)
 
     def finish(self, timeout_s: float = 10) -> None:
-        """Do what was put until now, then stop: a thread that is in torch when the interpreter ends would abort it."""
+        """Do what was submitted, then stop: a thread that is in torch when the interpreter ends would abort it."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self._tasks.put(_stop)
@@ -53,7 +53,7 @@ class BackgroundThread:
 
 
 def _stop() -> None:
-    """Put to a janitor to end its thread."""
+    """Submitted to a background thread to end it."""
 
 
 janitor = BackgroundThread()

@@ -121,5 +121,5 @@ class KVBuffer:
         self._spans = [span for span in self._spans if span.alive]
         if self.stop > self.first:
             slots = (self.geometry.rows - 1) * self.geometry.row_slots + self.stop - self.first
-            self._spans.append(self._range.span(self.first, slots * self.geometry.page_bytes, self._on_dead))
+            self._spans.append(self._range.storage(self.first, slots * self.geometry.page_bytes, self._on_dead))
             self._flat = self._spans[-1].tensor(self.geometry.dtype)

@@ -43,7 +43,7 @@ class GroupRanges:
             VirtualRange(kv.pool, sectors * layer_pages, readable_gaps=readable) for _ in range(len(group.layers))
         ]
         nbytes = sectors * layer_pages * kv.pool.page_bytes
-        self._spans: list[MappedStorage] = [r.span(0, nbytes, lambda: None) for r in self.ranges]
+        self._spans: list[MappedStorage] = [r.storage(0, nbytes, lambda: None) for r in self.ranges]
 
     @property
     def pages(self) -> int:

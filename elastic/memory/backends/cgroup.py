@@ -1,4 +1,4 @@
-"""How much memory this process may have: a container's bound is often far below what the machine has."""
+"""The memory that this process may have: a container's bound is often far below what the machine has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OWN, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_limit(own: Path = OWN, mount: Path = MOUNT) -> int | None:
-    """The lowest bound in bytes of the control groups that this process is in; None where there is none.
+    """Return the lowest bound in bytes of the control groups that this process is in; None where there is none.
 
     `own` lists the groups, `mount` is where their hierarchy is: one for all (version 2), or one for memory (version 1).
     Inside a container a group may be listed by a path that only its host has: the root is the container's then.
@@ -35,5 +35,5 @@ def _files(own: Path, mount: Path) -> Iterator[Path]:
             top, name = mount, "memory.max"
         else:
             continue
-        here = top / path.lstrip("/")
-        yield from (folder / name for folder in (here, *here.parents) if folder.is_relative_to(top))
+        group = top / path.lstrip("/")
+        yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(top))

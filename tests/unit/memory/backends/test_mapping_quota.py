@@ -48,7 +48,7 @@ def test_stretches_are_counted_as_the_system_makes_them(steps: list[tuple[int, i
     quota = MappingQuota(10**6, 0)
     backend = MemfdBackend(PAGE, quota=quota)
     if not parked:
-        backend._parking.close()
+        backend._page_tables.close()
     address = backend.reserve(SLOTS * PAGE)
     backend.create(range(SLOTS))
     for page in range(SLOTS):
