@@ -88,7 +88,8 @@ class Serving(RuleBasedStateMachine):
         assert self.pool.free_pages + sum(self.weights) == PAGES
 
     def state_of_affairs(self) -> str:
-        claims = {name: self.cache._claim(name, self.cache._none) for name in self.cache._most}
+        ledger = self.cache.ledger
+        claims = {name: ledger.demand(name, ledger.none) for name in ledger._most_tokens}
         limits, memory = self.kv.limits, self.cache.memory
         live = {n: len(t) for a in self.cache.cache_allocators.values() for n, t in a.block_table.items()}
         return f"{limits}, used {memory.used_pages}, idle {memory.idle_pages}, live {live}, claims {claims}"
@@ -98,7 +99,7 @@ class Serving(RuleBasedStateMachine):
         name = f"r{len(self.asked)}"
         ids = [i % alphabet for i in range(prompt)]  # few different prompts, so that beginnings are shared
         state = RequestState(name, ids, max_new_tokens=tokens, eos_token_id=None)
-        needed = self.cache.sectors_for(prompt + tokens) * self.cache.memory.sector_pages
+        needed = self.cache.ledger.sectors_for(prompt + tokens) * self.cache.memory.sector_pages
         try:
             self.cache.expect(name, prompt + tokens)
         except CapacityError:
