@@ -103,6 +103,7 @@ def _inputs(shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> l
     query = torch.full((1, heads, shape.queries, shape.dim), 0.01, dtype=shape.dtype, device=device)
 
     def states(flat: torch.Tensor, dim: int) -> torch.Tensor:
+        """View [heads * room * dim] elements as [1, heads, tokens, dim], in the order of the shape."""
         if shape.order == "token_major":
             return flat.view(1, room, heads, dim).transpose(1, 2)
         return flat.view(1, heads, room, dim)[:, :, :tokens]

@@ -18,7 +18,7 @@ class BackgroundThread:
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -37,23 +37,19 @@ class BackgroundThread:
         """Do what was submitted, then stop: a thread that is in torch when the interpreter ends would abort it."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            self._tasks.put(_stop)
+            self._tasks.put(None)
             thread.join(timeout_s)
 
     def _work(self) -> None:
         while True:
             task = self._tasks.get()
-            if task is _stop:
+            if task is None:
                 return
             try:
                 task()
             except Exception:  # the thread must outlive any task; the fault is logged with its traceback
                 logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
             del task
-
-
-def _stop() -> None:
-    """Submitted to a background thread to end it."""
 
 
 janitor = BackgroundThread()

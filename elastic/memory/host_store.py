@@ -62,9 +62,10 @@ class HostStore:
         """Return a snapshot."""
         with self._lock:
             held = list(self._tensors.values())
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else nothing can be page-locked
         return HostStatus(
             memory_bytes=sum(h.tensor.nbytes for h in held if not h.from_file),
-            locked_bytes=sum(h.tensor.nbytes for h in held if _is_locked(h.tensor)),
+            locked_bytes=sum(h.tensor.nbytes for h in held if on_gpu and h.tensor.is_pinned()),
             file_bytes=sum(h.tensor.nbytes for h in held if h.from_file),
         )
 
@@ -105,11 +106,6 @@ def _lock_pages(tensor: torch.Tensor) -> bool:
         return False
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return True
-
-
-def _is_locked(tensor: torch.Tensor) -> bool:
-    """Return whether memory is page-locked, so that a GPU reads it at full speed."""
-    return torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
 
 
 def _key(tensor: torch.Tensor, fingerprint: int) -> tuple[object, ...]:

@@ -75,7 +75,8 @@ class PagePool:
         self._uncreated = list(range(self.budget_pages))  # a heap
         self._in_creation: set[int] = set()
         self._none_in_creation = threading.Condition(self._lock)
-        self._ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()
+        self.ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()
+        """Those over this place that live, for `check`."""
         self._closed = False
 
     @property
@@ -250,10 +251,6 @@ class PagePool:
                 (self._cache if created else self._forget)(pages)
                 self._none_in_creation.notify_all()
 
-    def register_range(self, range_: MappedRange) -> None:
-        """Count the pages of a range in `check`, as long as it lives."""
-        self._ranges.add(range_)
-
     def status(self) -> PlaceStatus:
         """Return a snapshot of the ledger."""
         with self._lock:
@@ -277,7 +274,7 @@ class PagePool:
         To be called when no page is on its way from the pool into a range or back.
         """
         with self._lock:
-            mapped: Counter[int] = Counter(page for r in self._ranges for page in r.slots.values())
+            mapped: Counter[int] = Counter(page for r in self.ranges for page in r.slots.values())
             mapped_twice = [page for page, count in mapped.items() if count > 1]
             created = [*self._owner, *self._reclaimable, *self._cached, *self._in_creation]
             unowned, free, reserved = (

@@ -92,10 +92,7 @@ class WeightBuffer:
             return unmapped
 
     def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
-        """Return the parameters by name, views of the buffer in the checkpoint's shapes and dtypes.
-
-        The same tensors until `hide`.
-        """
+        """View the parameters by name, [shape in the checkpoint] each, in its dtypes; the same tensors until `hide`."""
         device = self.pool.backend.device
         for name, parameter in layout.parameters.items():
             if name not in self._storages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -71,6 +71,7 @@ class LayerLayout:
     """The parameters of a layer by name, side by side."""
 
     parameters: Mapping[str, ParameterLayout]
+    _page_counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def pack(cls, parameters: Mapping[str, ParameterLayout]) -> LayerLayout:
@@ -104,10 +105,6 @@ class LayerLayout:
                 reached = pages.stop
             self._page_counts[page_bytes] = count
         return self._page_counts[page_bytes]
-
-    @cached_property
-    def _page_counts(self) -> dict[int, int]:
-        return {}
 
 
 def pages_under(offset: int, nbytes: int, page_bytes: int) -> range:

@@ -19,7 +19,8 @@ class AdmissionLedger:
         self._allocators = allocators
         self.none = (0,) * len(allocators)
         """No block of any kind."""
-        self._most_tokens: dict[str, int] = {}  # of every request that was announced
+        self.most_tokens: dict[str, int] = {}
+        """The most tokens of every request that was announced and has not ended."""
         self._waiting: set[str] = set()  # those of them that hold nothing yet
         self._demands: dict[str, RequestDemand] = {}  # of requests whose blocks have not changed since
         self._shared_version = 0  # of who shares what, when these were made
@@ -28,17 +29,13 @@ class AdmissionLedger:
 
     def announce(self, request: str, tokens: int) -> None:
         """Expect a request that will hold so many tokens at the most."""
-        self._most_tokens[request] = tokens
+        self.most_tokens[request] = tokens
         self._waiting.add(request)
         self._promised = None
 
-    def is_announced(self, request: str) -> bool:
-        """Return whether a request is expected, or lives."""
-        return request in self._most_tokens
-
     def end(self, request: str) -> None:
         """Forget a request, whose blocks were freed."""
-        self._most_tokens.pop(request, None)
+        self.most_tokens.pop(request, None)
         self._waiting.discard(request)
         self.changed(request)
 
@@ -74,7 +71,7 @@ class AdmissionLedger:
         """Count the sectors that live requests must still get, or the largest waiting one, alone."""
         if self._promised is None:
             live = self._reserved(list(self._live_demands().values()), self._free_blocks())
-            largest = max((self._most_tokens[name] for name in self._waiting), default=0)
+            largest = max((self.most_tokens[name] for name in self._waiting), default=0)
             memory = self._allocators[0].pool.memory
             self._promised = max(live, self.sectors_for(largest) - memory.used_pages // memory.sector_pages)
         return self._promised
@@ -86,7 +83,7 @@ class AdmissionLedger:
     def demand(self, request: str, more: Sequence[int]) -> RequestDemand:
         """Return the demand of a request that gets `more` blocks of each kind."""
         held, needed, shared = [], [], []
-        totals = self._blocks_of(self._most_tokens[request])
+        totals = self._blocks_of(self.most_tokens[request])
         for allocator, extra, total in zip(self._allocators, more, totals, strict=True):
             table = allocator.block_table.get(request, ())
             shared.append(frozenset(block for block in table if block in allocator.ledger.shared_ref_counts))

@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
 
 from elastic.engines.continuous.sector_pool import SectorPool
-from elastic.kvcache.storage.paged import BlockGroup, GroupRanges
+from elastic.kvcache.storage.paged import GroupRanges
 
 
 class ElasticBlockLedger(BlockLedger):  # type: ignore[misc]
@@ -58,10 +58,6 @@ class _Blocks:
     block_table: dict[str, list[int]]
     layers: dict[int, LayerBlocks]
     read_trash_index = sentinel_index = write_trash_index = 0  # of padding, which there is none
-
-    def group(self) -> BlockGroup:
-        """Describe the layers to the block memory."""
-        return BlockGroup(tuple(self.layer_indices), self.bytes_per_page)
 
     def use(self, ranges: GroupRanges, pool: SectorPool) -> None:
         """Take blocks from these ranges."""

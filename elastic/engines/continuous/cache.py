@@ -21,7 +21,7 @@ from elastic.engines.continuous.attention_inputs import RequestTokens
 from elastic.engines.continuous.request_slice import RequestSlice
 from elastic.engines.continuous.sector_pool import SectorPool
 from elastic.errors import CapacityError, Overloaded
-from elastic.kvcache.storage.paged import BlockMemory
+from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 
 RETRY_AFTER_S = 5.0
@@ -64,7 +64,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         with kv.lock:  # nobody asks the ledger before its allocators have memory
             self.memory = BlockMemory(
                 kv,
-                [allocator.group() for allocator in self._allocators],
+                [BlockGroup(tuple(a.layer_indices), a.bytes_per_page) for a in self._allocators],
                 promised=self.ledger.promised_sectors,
                 reusable=self.ledger.reusable_sectors,
                 give_up_reusable=self._evict_all,
@@ -93,7 +93,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
         Raises `CapacityError` for one that never fits, `Overloaded` for one that does not while the limit is as it is.
         """
         with self.memory.lock:
-            if self.ledger.is_announced(request):
+            if request in self.ledger.most_tokens:
                 return
             kv, needed = self.memory.kv, self.ledger.sectors_for(tokens) * self.memory.sector_pages
             size, maximum = kv.pool.page_bytes, kv.limits.maximum
