@@ -138,7 +138,7 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
 
 
 def _batch_merges(states: torch.Tensor) -> bool:
-    """Whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
+    """Return whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
     return states.shape[0] == 1 or states.stride(0) == states.shape[1] * states.stride(1)
 
 

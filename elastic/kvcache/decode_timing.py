@@ -29,7 +29,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """What decides on a kernel, apart from the number of tokens held."""
+    """The key by which a kernel is chosen, apart from the number of tokens held."""
 
     processor: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     dim: int
     value_dim: int
     order: str
-    """"head_major": the tokens of a head lie side by side in memory; "token_major": the heads of a token do."""
+    """"head_major": the tokens of a head are side by side in memory; "token_major": the heads of a token do."""
 
 
 @cache

@@ -47,7 +47,7 @@ class MappedStorage:
 
     @property
     def alive(self) -> bool:
-        """Whether any tensor still shows this memory."""
+        """True while any tensor shows this memory."""
         return self._alive() is not None
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:

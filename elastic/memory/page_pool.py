@@ -289,7 +289,7 @@ class PagePool:
             ]
             if not self._in_creation:
                 books.append(("created in the ledger and in the backend", len(created), self.backend.created))
-            faults = [f"{what} differ: {left!r} against {right!r}" for what, left, right in books if left != right]
+            faults = [f"{what} differ: {a!r} against {b!r}" for what, a, b in books if a != b]
             if mapped_twice:
                 faults.insert(0, f"pages mapped more than once: {mapped_twice[:8]}")
             if free < 0 or unowned > free + reserved:

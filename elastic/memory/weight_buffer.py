@@ -44,7 +44,7 @@ class WeightBuffer:
 
     @property
     def pages(self) -> int:
-        """Pages that it needs: of all its bytes, or of the slots it was made for."""
+        """Pages that it needs: for all its bytes, or the slots that it was made for."""
         return len(self._slots)
 
     def allocate(self, owner: str, pace: RateLimiter | None = None) -> None:

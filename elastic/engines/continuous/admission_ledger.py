@@ -1,4 +1,4 @@
-"""What the requests of an engine hold and may still need: the books by which one is admitted, or given a block."""
+"""The books of an engine's requests: what they hold and may still need, so that all that are admitted can end."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class AdmissionLedger:
     def _live_demands(self) -> dict[str, RequestDemand]:
         """Return the demand of every request that holds blocks; those that did not change are not counted again."""
         version = sum(allocator.ledger.version for allocator in self._allocators)
-        known = self._demands if version == self._shared_version else {}
+        unchanged = self._demands if version == self._shared_version else {}
         names = {name for allocator in self._allocators for name in allocator.block_table}
-        self._demands = {name: known.get(name) or self.demand(name, self.none) for name in names}
+        self._demands = {name: unchanged.get(name) or self.demand(name, self.none) for name in names}
         self._shared_version = version
         return self._demands
 

@@ -24,10 +24,12 @@ class ElasticBlockLedger(BlockLedger):  # type: ignore[misc]
     version = 0
 
     def acquire(self, block_id: int) -> None:
+        """Count one more request that shares a block."""
         self.version += 1
         super().acquire(block_id)
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
+        """Count one request fewer; return whether the block is free."""
         self.version += block_id in self.shared_ref_counts
         free: bool = super().release(block_id, no_cache)
         return free
@@ -104,7 +106,7 @@ class FullBlocks(_Blocks, FullAttentionCacheAllocator):  # type: ignore[misc]
 
 
 class SlidingBlocks(_Blocks, SlidingAttentionCacheAllocator):  # type: ignore[misc]
-    """Layers that see a window: the token at position p lies in slot p modulo the window."""
+    """Layers that see a window: the token at position p is in slot p modulo the window."""
 
     def recent_rows(self, request: str, past: int) -> list[int]:
         """List the rows of the last tokens before position `past` that a next one sees."""

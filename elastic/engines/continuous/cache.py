@@ -25,7 +25,7 @@ from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 
 RETRY_AFTER_S = 5.0
-"""What a request is told that the limit has no room for: somebody lowered it, and may raise it again."""
+"""For a request that the limit has no room for: somebody lowered it, and may raise it again."""
 
 
 class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
@@ -188,7 +188,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: list[list[int]]
     ) -> None:
-        """Add a request to the batch. What it reads is told to attention in another way."""
+        """Add a request to the batch. What it reads is passed to attention in another way."""
         start = self._batch[-1].start + self._batch[-1].count if self._batch else 0
         self._batch.append(RequestTokens(request_id, past_length, start, query_length))
         super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)

@@ -128,7 +128,7 @@ class ContinuousEngine:
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
+        """True while requests are taken: after `start`, until it is stopped or its thread has failed."""
         return self._state == "serving" and self._manager.background_thread_status.fatal_error is None
 
     def start(self) -> None:
@@ -172,7 +172,7 @@ class ContinuousEngine:
             self.cancelled(request.id)
 
     def cancel(self, request: str) -> None:
-        """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
+        """End a request and free what it holds; its listener gets `cancelled`. Unknown or ended: nothing happens."""
         if request in self._live:
             self._manager.cancel_request(request)
 

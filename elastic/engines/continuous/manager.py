@@ -144,7 +144,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Run one forward pass. An error fails the requests in it; the stock one fails all, and ends the loop."""
         try:
             super()._generation_step()
-        except Exception as error:  # whatever the model raises ends its batch: each request is told, the others go on
+        except Exception as error:  # whatever the model raises ends its batch, and each request in it; the others go on
             logger.exception("a forward pass of continuous batching failed; the requests in it end")
             batch = self.batch_processor.inputs_and_outputs
             failed, batch.requests_in_batch = batch.requests_in_batch, []

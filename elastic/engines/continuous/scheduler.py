@@ -15,16 +15,16 @@ _NO_LIMIT = 2**62  # the stock budget for reads from the cache is for index tens
 
 
 class SchedulerListener(Protocol):
-    """What is called when the scheduler did something."""
+    """The receiver of what the scheduler did."""
 
     def scheduled(self, request: str) -> None:
-        """A request goes into a batch for the first time."""
+        """Note that a request goes into a batch for the first time."""
 
     def stalled(self, requests: int) -> None:
-        """So many live requests were left out of this batch: no block was to be had."""
+        """Count live requests that were left out of a batch: no block was to be had."""
 
     def cancelled(self, request: str) -> None:
-        """A request was taken out because its user cancelled it."""
+        """Note that a request was taken out because its user cancelled it."""
 
 
 class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]

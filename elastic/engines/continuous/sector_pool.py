@@ -14,9 +14,8 @@ class SectorPool(CachePool):  # type: ignore[misc]
     """Guarded by the lock of its memory."""
 
     def __init__(self, memory: BlockMemory, on_change: Callable[[], object]) -> None:
-        """`on_change` is called when sectors were allocated or given back."""
         self.memory = memory
-        self._on_change = on_change
+        self._on_change = on_change  # called when sectors were allocated or given back
         self._allocated: list[set[int]] = [set() for _ in memory.groups]
         super().__init__(memory.sectors, len(memory.groups), num_reserved_sectors=0)
 

@@ -1,4 +1,4 @@
-"""What every cache layer over pages does for transformers, by the few things that each kind does in its own way."""
+"""The base of cache layers over pages: the interface of transformers, by the few things in which the kinds differ."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class LayerMemory(Protocol):
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """What a cache layer holds in pages at one moment: the tokens [first, length)."""
+    """The tokens [first, length) that a cache layer holds in pages at one moment."""
 
     lease: StoreLease
     origin: int
@@ -53,7 +53,7 @@ class HeldTokens:
 
 @dataclass(frozen=True)
 class OffloadedTokens:
-    """What a layer held at one moment, in host memory: [batch, kv_heads, tokens, head_dim] each."""
+    """Copies in host memory of what a layer held at one moment, [batch, kv_heads, tokens, head_dim] each."""
 
     layer: ElasticLayer
     last_used: int
@@ -144,7 +144,7 @@ class ElasticLayer(PagedLayer):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length of what attention sees after `query_length` more tokens, and the position of its first token."""
+        """Return how many tokens attention sees after `query_length` more, and the position of the first of them."""
         first = self._visible_from()
         return self._length - first + query_length, first
 
@@ -218,7 +218,7 @@ class ElasticLayer(PagedLayer):
         return self._lease.store.pages if self._lease is not None else 0
 
     def is_on(self, pool: KVPool) -> bool:
-        """Whether the contents lie in pages of this pool."""
+        """Return whether the contents are in pages of this pool."""
         return self._lease is not None and self._lease.pool is pool
 
     # -- to another place, to host memory and back
@@ -277,7 +277,7 @@ class ElasticLayer(PagedLayer):
     # -- inside
 
     def _visible_from(self) -> int:
-        """The first token that the next query attends to."""
+        """Return the first token that the next query attends to."""
         return 0
 
     def _changed(self) -> None:

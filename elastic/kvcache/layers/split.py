@@ -55,7 +55,7 @@ class RowSplitLayer(PagedLayer):
 
     @property
     def shape(self) -> Shape | None:
-        """None: nothing is held."""
+        """The pool and the rows of each part; None: nothing is held."""
         return tuple((part.layer.fixed_pool, part.rows) for part in self.parts) if self.get_seq_length() else None
 
     def resplit(self, shape: Sequence[tuple[KVPool | None, int]]) -> None:
@@ -93,14 +93,14 @@ class RowSplitLayer(PagedLayer):
         Raises `CapacityError` with the layer as it was.
         """
         self._expect(key_states.shape[0])
-        before, seen = self.get_seq_length(), []
+        before, states = self.get_seq_length(), []
         try:
             for part, keys, values in self._by_parts(key_states, value_states):
-                seen.append(part.update(keys, values, *args, **kwargs))
+                states.append(part.update(keys, values, *args, **kwargs))
         except BaseException:
             self.rewind(before)
             raise
-        return _concatenated([keys for keys, _ in seen]), _concatenated([values for _, values in seen])
+        return _concatenated([keys for keys, _ in states]), _concatenated([values for _, values in states])
 
     def get_seq_length(self) -> int:
         """Count the tokens seen, those included that a window has left behind."""
@@ -111,7 +111,7 @@ class RowSplitLayer(PagedLayer):
         return self.parts[0].layer.get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length of what attention sees after `query_length` more tokens, and the position of its first token."""
+        """Return how many tokens attention sees after `query_length` more, and the position of the first of them."""
         return self.parts[0].layer.get_mask_sizes(query_length)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -55,7 +55,7 @@ class LayerStore:
 
     @property
     def adoptable(self) -> bool:
-        """Whether a cache can begin in it: a window that slid on has left the first token behind."""
+        """True if a cache can begin in it: a window that slid on has left the first token behind."""
         return not self.unwanted and all(buffer.first == 0 for buffer in self.buffers)
 
     def is_shown_outside(self) -> bool:

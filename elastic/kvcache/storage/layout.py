@@ -23,7 +23,7 @@ class KVLayout:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a view spans unmapped memory between its rows."""
+        """True if a view spans unmapped memory between its rows."""
         return bool(self.rows_over)
 
 

@@ -1,4 +1,4 @@
-"""How many pages KV caches may have: a limit that its user moves, and a maximum that moves with the weights."""
+"""The pages that KV caches may have: a limit that its user moves, and a maximum that moves with the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KVLimits:
     """Pages that weights wait for: new caches do not get them."""
     revision: int = 0
     shrinks: int = 0
-    """How often caches that live were promised more than new ones."""
+    """Counts how often caches that live were promised more than new ones."""
 
     @property
     def open(self) -> int:

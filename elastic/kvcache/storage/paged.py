@@ -115,18 +115,18 @@ class BlockMemory:
 
     @property
     def used_pages(self) -> int:
-        """In sectors that live requests need."""
+        """Pages in sectors that live requests need."""
         mapped = sum(len(group.mapped) for group in self.groups)
         return mapped * self.sector_pages - self.idle_pages
 
     @property
     def idle_pages(self) -> int:
-        """Mapped in sectors that no live request needs."""
+        """Pages mapped in sectors that no live request needs."""
         return (sum(map(len, self._idle)) + self._reusable()) * self.sector_pages
 
     @property
     def promised_pages(self) -> int:
-        """Those that must remain to be had beside those in use."""
+        """Pages that must remain to be had beside those in use."""
         return self.promised() * self.sector_pages
 
     def blocks_per_sector(self, group: int) -> int:

@@ -152,7 +152,7 @@ class KVPool:
             return self._result("applied" if self._deferred_limit is None else "deferred", released)
 
     def dry_run_resize(self, limit_bytes: int | None, revision: int | None = None) -> tuple[ResizeStatus, int, int]:
-        """What `resize` would do if nothing changed until then: its answer, pages given back, pages over the limit."""
+        """Predict what `resize` would do: its status, the pages given back, the pages over the limit."""
         with self.lock:
             self.settle()
             limit = self._pages_of_limit(limit_bytes, revision)

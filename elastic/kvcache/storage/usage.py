@@ -1,4 +1,4 @@
-"""What one KV pool has mapped: stores of caches, and the sectors of engines that cache in blocks."""
+"""The books of one KV pool: stores of caches, and the sectors of engines that cache in blocks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class SectorUsage(Protocol):
 
     @property
     def used_pages(self) -> int:
-        """In sectors that hold tokens of live requests."""
+        """Pages in sectors that hold tokens of live requests."""
 
     @property
     def idle_pages(self) -> int:
-        """Mapped in other sectors."""
+        """Pages mapped in other sectors."""
 
     @property
     def promised_pages(self) -> int:
-        """That live requests must still get, one after another, if all of them are to end."""
+        """Pages that live requests must still get, one after another, if all of them are to end."""
 
     def trim(self, pages: int) -> int:
-        """Give idle sectors back until `pages` pages came free; returns how many did."""
+        """Give idle sectors back until `pages` pages came free; return how many did."""
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
@@ -41,12 +41,12 @@ class PoolUsage:
 
     @property
     def used(self) -> int:
-        """For caches that are alive."""
+        """Pages for caches that are alive."""
         return self.pages_in(StoreState.LIVE) + sum(sectors.used_pages for sectors in self.sectors)
 
     @property
     def idle(self) -> int:
-        """Kept for the next cache."""
+        """Pages kept for the next cache."""
         return self.pages_in(StoreState.IDLE) + sum(sectors.idle_pages for sectors in self.sectors)
 
     def stores_in(self, state: StoreState) -> list[LayerStore]:

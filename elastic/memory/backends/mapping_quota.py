@@ -13,7 +13,7 @@ GAP = -1
 """In place of a page: nothing is mapped."""
 Segment = tuple[int, int]
 """(first address, first page or `GAP`): consecutive pages, or none, up to the next segment."""
-_LEFT_FOR_OTHERS, _LEFT_FOR_SPLITS = 8192, 4096
+_FOR_OTHERS, _FOR_SPLITS = 8192, 4096
 
 
 class MappingQuota:
@@ -51,14 +51,14 @@ class MappingQuota:
 
 @cache
 def process_quota() -> MappingQuota:
-    """The quota of this process."""
+    """Return the quota of this process."""
     try:
         with open("/proc/sys/vm/max_map_count") as file:
             allowed = int(file.read())
     except OSError:
         allowed = 65530
-    left = min(_LEFT_FOR_OTHERS, allowed // 4)
-    return MappingQuota(allowed - left, min(_LEFT_FOR_SPLITS, left // 2))
+    for_others = min(_FOR_OTHERS, allowed // 4)
+    return MappingQuota(allowed - for_others, min(_FOR_SPLITS, for_others // 2))
 
 
 class ReservedRange:
@@ -148,7 +148,7 @@ class AddressSpace:
         self.quota.undo(len(self._ranges.pop(address).starts))
 
     def range_at(self, address: int) -> ReservedRange:
-        """Find the reservation that an address lies in."""
+        """Find the reservation of an address."""
         return self._ranges[self._addresses[bisect_right(self._addresses, address) - 1]]
 
     def plan_map(self, address: int, runs: list[tuple[int, int]]) -> PendingRemap:
