@@ -90,7 +90,7 @@ class KVPool:
     def grow(self, store: LayerStore, start: int, stop: int) -> None:
         """Map pages for the tokens [start, stop), under the lock. Raises `CapacityError` with the store as it was."""
         self.settle()
-        missing, used = store.missing(start, stop), self.usage.used
+        missing, used = sum(buffer.missing(start, stop) for buffer in store.buffers), self.usage.used
         limit = self.limits.maximum if self.limits.shrinks > store.limit_epoch else self.limits.open
         if used + missing > limit:
             used -= self.reclaimer.trim_live(but=store)
