@@ -17,6 +17,7 @@ from elastic.runtime.controller_setup import Asked, choose_policy
 from elastic.runtime.layer_benchmark import measure
 from elastic.runtime.options import WrapOptions, check_model, check_placement, choose_places, parse_rate, parse_variants
 from elastic.runtime.runtime import Runtime, runtime
+from elastic.weights.decoder import Decoder
 
 if TYPE_CHECKING:
     from elastic.quant.sensitivity.profile_file import Profile
@@ -67,10 +68,9 @@ def wrap(
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for
     a budget too small; in each case the model is as it was.
     """
-    from elastic.runtime.installation import install  # it imports transformers, which `import elastic` does not
+    from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
 
-    decoder = check_model(model)
-    _require_unwrapped(model)
+    decoder = _check(model)
     packed, opened = parse_variants(variants), choose_places(decoder, places)
     options = WrapOptions(
         decoder=decoder,
@@ -89,9 +89,11 @@ def wrap(
     return model
 
 
-def _require_unwrapped(model: nn.Module) -> None:
+def _check(model: nn.Module) -> Decoder:
+    decoder = check_model(model)
     if isinstance(getattr(model, "elastic", None), Runtime):
         raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
+    return decoder
 
 
 def unwrap(model: Model) -> Model:
