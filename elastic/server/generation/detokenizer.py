@@ -1,4 +1,4 @@
-"""From token ids to text while they arrive: whole characters only, and nothing after a stop string."""
+"""Text from token ids while they arrive: whole characters only, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What a decoder gives for bytes that are no character, or not one yet."""
+"""The decoder's text for bytes that are no character, or not one yet."""
 _CONTEXT = 5
 """Tokens of the prompt that are decoded along: a first word keeps its leading space."""
 _LONGEST, _KEPT = 64, 32
@@ -31,11 +31,11 @@ class Detokenizer:
         """Tokens at the end of the window since text last came to a clean end."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that is certain now; may be empty."""
+        """Take tokens, and return the text that is certain now; may be empty."""
         return "".join(self._push(token) for token in tokens if token not in self._special)
 
     def flush(self) -> str:
-        """What is left at the end, replacements for bytes without a character included."""
+        """Return the rest at the end, replacements for bytes without a character included."""
         text = self._decode()[self._said :]
         self._said += len(text)
         return text
@@ -56,6 +56,7 @@ class Detokenizer:
         return piece
 
     def _keep(self, tokens: int, unsaid: int) -> None:
+        """Keep so many tokens in the window, of whose text so many characters are still to be said."""
         self._window = self._window[-tokens:]
         self._said = len(self._decode()) - unsaid
 
@@ -74,21 +75,18 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that no stop string can begin in any more; once one is found, what was before it, then nothing."""
+        """Take text, and return what no stop string can begin in; when one is found, the text before it."""
         if self.found:
             return ""
         text = self._held + piece
         at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
         self.found = at >= 0
-        ready = at if self.found else len(text) - self._begun(text)
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        ready = at if self.found else len(text) - max(begun, default=0)
         self._held = text[ready:]
         return text[:ready]
 
     def flush(self) -> str:
-        """What was held back, if it was no stop string."""
+        """Return what was held back, if it was no stop string."""
         text, self._held = "" if self.found else self._held, ""
         return text
-
-    def _begun(self, text: str) -> int:
-        """The length of the longest end of a text that a stop string begins with."""
-        return max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

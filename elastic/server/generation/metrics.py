@@ -2,7 +2,7 @@
 
 Latencies of requests are histograms under the names that OpenTelemetry's semantic conventions for generative AI give
 them (`gen_ai_server_*`), with their buckets. The state of scheduler and cache has no standard name: each server has its
-own prefix before much the same words. Ours are vLLM's words after `elastic_` (docs/serving.md has the table).
+own prefix before much the same words. Elastic's are vLLM's words after `elastic_` (docs/serving.md has the table).
 Everything but the histograms is read when it is scraped.
 """
 
@@ -38,7 +38,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def observe(self, operation: Operation, answer: ChoiceStream) -> None:
-        """An answer has ended. Failed ones and those that a client gave up are not observed."""
+        """Observe an answer that has ended. Failed ones and those that a client gave up do not count."""
         arrived, first, last = answer.request.arrived_s, answer.first_s, answer.last
         if arrived is None or first is None or last is None or not answer.complete:
             return
@@ -49,7 +49,7 @@ class Metrics:
             self._tpot.labels(*labels).observe(max(0.0, last.at_s - first) / (answer.generated - 1))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The text of a scrape and its content type, in the format that the `Accept` header asks for."""
+        """Return the text of a scrape and its content type, in the format that the `Accept` header asks for."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

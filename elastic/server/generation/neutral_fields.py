@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.server.generation.errors import invalid, unsupported
+from elastic.server.generation.errors import invalid
 
 Neutral = Mapping[str, tuple[Any, ...] | None]
 """Field -> its neutral values; None: it never changes an answer here, whatever its value."""
@@ -99,16 +99,15 @@ PART: Neutral = {"cache_control": (None,)}
 
 
 def check_neutral(extra: Mapping[str, Any] | None, neutral: Neutral, prefix: str = "") -> None:
-    """Raises `APIError` for the first field whose value would change the answer, and for fields that nobody knows."""
+    """Raise `APIError` for the first field whose value would change the answer, and for fields that nobody knows.
+
+    Values are equal as in JSON: 1.0 is 1, and true is not.
+    """
     for name, value in (extra or {}).items():
         if name not in neutral:
             raise invalid(prefix + name, "is not known here", "unknown_parameter")
         allowed = neutral[name]
-        if allowed is not None and not any(_same(value, one) for one in allowed):
-            words = " or ".join(map(json.dumps, allowed[1:])) or "null"
-            raise unsupported(prefix + name, f"only {words} is supported")
-
-
-def _same(value: Any, allowed: Any) -> bool:
-    """Equal as JSON has it: 1.0 is 1, and true is not."""
-    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+        if allowed is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in allowed):
+            continue
+        words = " or ".join(map(json.dumps, allowed[1:])) or "null"
+        raise invalid(prefix + name, f"only {words} is supported", "unsupported_value")
