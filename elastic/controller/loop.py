@@ -96,7 +96,7 @@ class Controller:
         """
         self._require_own_process()
         with self._starting:
-            if self._alive and not self._stop.is_set():
+            if self._thread is not None and self._thread.is_alive() and not self._stop.is_set():
                 return
             self._stop = threading.Event()
             self._spent_s, self._began_s = 0.0, time.perf_counter()
@@ -135,12 +135,10 @@ class Controller:
 
     def health(self) -> ControllerHealth:
         """Return its condition now."""
-        spent = self._spent_s / (time.perf_counter() - self._began_s) if self._thread else 0.0
-        return replace(self._health, running=self._alive, faults=tuple(self._faults), cost=spent)
-
-    @property
-    def _alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid
+        thread = self._thread
+        cost = self._spent_s / (time.perf_counter() - self._began_s) if thread else 0.0
+        running = thread is not None and thread.is_alive() and os.getpid() == self._pid
+        return replace(self._health, running=running, faults=tuple(self._faults), cost=cost)
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:

@@ -41,22 +41,21 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Await nothing any more."""
-        self._cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
         """Start the timer while a head is awaited, stop it while a request is answered."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(self.config.header_timeout_s, self._too_slow)
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not answering and self._timer is None:
+            self._timer = self.loop.call_later(self.config.header_timeout_s, self._refuse)
+        elif answering and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _too_slow(self) -> None:
+    def _refuse(self) -> None:
+        """Close the connection of a client that is too slow."""
         if not self.transport.is_closing():
             self.transport.write(_TOO_SLOW)
             self.transport.close()
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -41,6 +41,7 @@ class RequestMiddleware:
     ) -> None:
         self._app, self._serving, self._limit = app, serving, max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._too_large = f"the body is larger than {max_body_bytes:,} bytes"
         self._keys = {prefix: key for prefix, key in keys.items() if key}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +76,7 @@ class RequestMiddleware:
             raise APIError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limit:
-            raise APIError(413, self._too_large(), code="body_too_large")
+            raise APIError(413, self._too_large, code="body_too_large")
 
     def _bounded(self, receive: Receive) -> Receive:
         """Wrap `receive` with the bounds on a body."""
@@ -90,7 +91,7 @@ class RequestMiddleware:
             if nbytes > self._limit:
                 if not complete:
                     await _discard(receive, _DISCARDED * self._limit)
-                raise HTTPException(413, self._too_large(), _CLOSE)
+                raise HTTPException(413, self._too_large, _CLOSE)
             return message
 
         return bounded
@@ -106,9 +107,6 @@ class RequestMiddleware:
                 raise HTTPException(408, f"the body did not come within {self._body_timeout_s:g} seconds", _CLOSE)
             if self._serving.state == "draining":
                 raise HTTPException(503, SHUTTING_DOWN, {"Retry-After": str(RETRY_AFTER_S), **_CLOSE})
-
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._limit:,} bytes"
 
 
 def _path(scope: Scope) -> str:

@@ -76,9 +76,9 @@ class RequestMetrics:
                 return
             if timing.first_s is None:
                 timing.first_s = at_s
-                self._observe("ttft_s", at_s - timing.arrived_s)
+                self._windows["ttft_s"].add(at_s - timing.arrived_s, self._now_s)
             else:
-                self._observe("itl_s", at_s - timing.last_s)
+                self._windows["itl_s"].add(at_s - timing.last_s, self._now_s)
             timing.last_s = max(at_s, timing.last_s)
             timing.tokens += tokens
             self._totals["generated_tokens"] += tokens
@@ -94,7 +94,7 @@ class RequestMetrics:
             self._totals[outcome] += 1
             steps = timing.tokens / timing.sequences
             if outcome == "completed" and timing.first_s is not None and steps > 1:
-                self._observe("tpot_s", (timing.last_s - timing.first_s) / (steps - 1))
+                self._windows["tpot_s"].add((timing.last_s - timing.first_s) / (steps - 1), self._now_s)
 
     def stalled(self, requests: int = 1) -> None:
         """Note that running requests were left out of a step for want of KV blocks."""
@@ -128,10 +128,7 @@ class RequestMetrics:
 
     def _schedule(self, request: str, at_s: float) -> None:
         timing = self._running[request] = self._waiting.pop(request)
-        self._observe("queued_s", at_s - timing.arrived_s)
-
-    def _observe(self, name: Time, seconds: float) -> None:
-        self._windows[name].add(max(0.0, seconds), self._now_s)
+        self._windows["queued_s"].add(at_s - timing.arrived_s, self._now_s)
 
     def _clock(self, at_s: float | None) -> float:
         """Return the time that is meant; windows go by the latest one ever told."""

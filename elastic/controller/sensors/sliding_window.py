@@ -73,9 +73,9 @@ class SlidingWindow:
         self._quantiles: Quantiles | None = Quantiles()  # None: something has changed since they were read
 
     def add(self, seconds: float, at_s: float) -> None:
-        """Observe a value of at least 0 seconds, at a time in seconds."""
+        """Observe a duration, below zero as 0, at a time in seconds."""
         self._advance(at_s)
-        index = 0
+        seconds, index = max(0.0, seconds), 0
         if seconds > SMALLEST_S:
             index = min(_BINS, 1 + int(math.log(seconds / SMALLEST_S) / math.log(RATIO)))
         self._bins[-1][index] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,8 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.base import Engine
-from elastic.runtime.runtime import Runtime
-from elastic.types import HOST, KINDS, Status
+from elastic.types import HOST, KINDS, Event, Status
 
 ABSENT = "absent"
 _STATUSES = ("applied", "deferred", "stale")
@@ -27,9 +26,13 @@ class Collector:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
-        self._actions = _ActionTotals()
         self._gauge = partial(self._family, GaugeMetricFamily)
         self._counter = partial(self._family, CounterMetricFamily)
+        self._lock = threading.Lock()
+        self._last_event = -1
+        self._done: Counter[Labels] = Counter()
+        self._pauses: dict[Labels, float] = {}
+        self._moved: Counter[Labels] = Counter()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -38,10 +41,7 @@ class Collector:
         runtime = self._engine.runtime
         if runtime is not None:
             yield from self._memory(runtime.status())
-            done, pauses, moved = self._actions.read(runtime)
-            yield self._counter("actions", "Actions by kind and outcome.", done, "kind", "outcome")
-            yield self._counter("action_pause_seconds", "Time in which no forward pass could run.", pauses, "kind")
-            yield self._counter("action_moved_bytes", "Bytes copied by actions.", moved, "kind")
+            yield from self._actions(runtime.events())
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: the registry need not ask engine and runtime to know the names."""
@@ -89,6 +89,25 @@ class Collector:
         fullest = max(uses, default=0.0)
         yield self._gauge("kv_cache_usage_perc", "Used share of the KV capacity; 1 is all of it.", {(): fullest})
 
+    def _actions(self, events: Sequence[Event]) -> list[Metric]:
+        """Return totals over all events, although the runtime remembers only the last ones."""
+        with self._lock:
+            for event in events:
+                if event.id <= self._last_event:
+                    continue
+                self._last_event = event.id
+                kind = KINDS.get(type(event.action), "other")
+                outcome = event.outcome if event.outcome in _STATUSES else "applied_later"
+                self._done[kind, outcome if event.ok else "failed"] += 1
+                self._pauses[kind,] = self._pauses.get((kind,), 0.0) + event.pause_ms / 1000
+                self._moved[kind,] += event.moved_bytes
+            pause = "Time in which no forward pass could run."
+            return [
+                self._counter("actions", "Actions by kind and outcome.", self._done, "kind", "outcome"),
+                self._counter("action_pause_seconds", pause, self._pauses, "kind"),
+                self._counter("action_moved_bytes", "Bytes copied by actions.", self._moved, "kind"),
+            ]
+
     def _family(
         self,
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
@@ -102,31 +121,6 @@ class Collector:
         for label_values, value in values.items():
             family.add_metric([self._name, *label_values], value)
         return family
-
-
-class _ActionTotals:
-    """Totals over all events, although the runtime remembers only the last ones."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last_event = -1
-        self._done: Counter[Labels] = Counter()
-        self._pauses: dict[Labels, float] = {}
-        self._moved: Counter[Labels] = Counter()
-
-    def read(self, runtime: Runtime) -> tuple[dict[Labels, float], dict[Labels, float], dict[Labels, float]]:
-        """Return actions by kind and outcome, seconds of pause and bytes copied by kind."""
-        with self._lock:
-            for event in runtime.events():
-                if event.id <= self._last_event:
-                    continue
-                self._last_event = event.id
-                kind = KINDS.get(type(event.action), "other")
-                outcome = event.outcome if event.outcome in _STATUSES else "applied_later"
-                self._done[kind, outcome if event.ok else "failed"] += 1
-                self._pauses[kind,] = self._pauses.get((kind,), 0.0) + event.pause_ms / 1000
-                self._moved[kind,] += event.moved_bytes
-            return dict(self._done), dict(self._pauses), dict(self._moved)
 
 
 def variants(status: Status) -> list[str]:

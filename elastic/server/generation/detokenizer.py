@@ -32,28 +32,29 @@ class Detokenizer:
 
     def push(self, tokens: Iterable[int]) -> str:
         """Take tokens, and return the text that is certain now; may be empty."""
-        return "".join(self._push(token) for token in tokens if token not in self._special)
+        pieces = []
+        for token in tokens:
+            if token in self._special:
+                continue
+            self._window.append(token)
+            self._new += 1
+            text = self._decode()
+            unsure = min(len(text) - len(text.rstrip(REPLACEMENT)), _UNSURE)
+            sure = len(text) - unsure
+            pieces.append(text[self._said : sure])
+            self._said = max(self._said, sure)
+            if pieces[-1] and not unsure:
+                self._keep(self._new, 0)
+                self._new = 0
+            elif len(self._window) > _LONGEST:
+                self._keep(_KEPT, len(text) - self._said)
+        return "".join(pieces)
 
     def flush(self) -> str:
         """Return the rest at the end, replacements for bytes without a character included."""
         text = self._decode()[self._said :]
         self._said += len(text)
         return text
-
-    def _push(self, token: int) -> str:
-        self._window.append(token)
-        self._new += 1
-        text = self._decode()
-        unsure = min(len(text) - len(text.rstrip(REPLACEMENT)), _UNSURE)
-        sure = len(text) - unsure
-        piece = text[self._said : sure]
-        self._said = max(self._said, sure)
-        if piece and not unsure:
-            self._keep(self._new, 0)
-            self._new = 0
-        elif len(self._window) > _LONGEST:
-            self._keep(_KEPT, len(text) - self._said)
-        return piece
 
     def _keep(self, tokens: int, unsaid: int) -> None:
         """Keep so many tokens in the window, of whose text so many characters are still to be said."""

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.engines.base import Request, Sampling
 from elastic.server.generation.errors import APIError, invalid
@@ -17,6 +17,8 @@ DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it; a chat completion may use all of the context."""
 SHORT = 32_768
 """Characters that are tokenized in a fraction of a second."""
+SMALLEST_TEMPERATURE = 1e-5
+"""A temperature below is 0, which is greedy: dividing by it could overflow."""
 _ROLES = {"developer": "system"}
 
 
@@ -36,21 +38,25 @@ class RequestBuilder:
         self._vocabulary = len(tokenizer)
         longest = longest_token(tokenizer)
         self._most_characters = max_model_len * longest if max_model_len and longest else None
-        self._short = _TokenizerThread(tokenizer, "elastic-tokenizer")
-        self._long = _TokenizerThread(copy.deepcopy(tokenizer), "elastic-tokenizer-long")
+        self._short = _TokenizerThread(tokenizer, ThreadPoolExecutor(1, "elastic-tokenizer"))
+        self._long = _TokenizerThread(copy.deepcopy(tokenizer), ThreadPoolExecutor(1, "elastic-tokenizer-long"))
 
     async def completion(self, body: CompletionBody, arrived_s: float) -> list[Request]:
         """Make one request for each prompt. Raises `APIError`."""
         most, requests = body.max_tokens or DEFAULT_MAX_TOKENS, []
         for prompt in body.prompts:
-            ids = prompt if isinstance(prompt, list) else await self._encode_prompt(prompt)
-            requests.append(self._request(ids, body, most, "prompt", arrived_s))  # the first that does not fit ends it
+            if isinstance(prompt, str):
+                if not prompt:
+                    raise invalid("prompt", "is empty")
+                self._check_characters(prompt, "prompt")
+                prompt = await self._tokenize(len(prompt), _encode, prompt)
+            requests.append(self._request(prompt, body, most, "prompt", arrived_s))  # one that does not fit ends it
         return requests
 
     async def chat(self, body: ChatBody, arrived_s: float) -> list[Request]:
         """Make one request for all messages. Raises `APIError`."""
         characters = sum(len(message.text) for message in body.messages)
-        ids = await self._thread(characters).run(self._encode_chat, body.messages)
+        ids = await self._tokenize(characters, self._encode_chat, body.messages)
         most = body.max_completion_tokens or body.max_tokens
         return [self._request(ids, body, most, "messages", arrived_s)]
 
@@ -59,14 +65,10 @@ class RequestBuilder:
         for thread in (self._short, self._long):
             thread.executor.shutdown(wait=False, cancel_futures=True)
 
-    def _thread(self, characters: int) -> _TokenizerThread:
-        return self._short if characters <= SHORT else self._long
-
-    async def _encode_prompt(self, text: str) -> list[int]:
-        if not text:
-            raise invalid("prompt", "is empty")
-        self._check_characters(text, "prompt")
-        return await self._thread(len(text)).run(_encode, text)
+    async def _tokenize(self, characters: int, work: Callable[[Any, Any], list[int]], argument: Any) -> list[int]:
+        """Return `work(tokenizer, argument)`, done on the thread for texts of this length."""
+        thread = self._short if characters <= SHORT else self._long
+        return await asyncio.get_running_loop().run_in_executor(thread.executor, work, thread.tokenizer, argument)
 
     def _encode_chat(self, tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         plain = [{"role": _ROLES.get(m.role, m.role), "content": m.text} for m in messages]
@@ -95,9 +97,8 @@ class RequestBuilder:
         highest = max(ids)
         if highest >= self._vocabulary:
             raise invalid(param, f"token id {highest} is not in the vocabulary of {self._vocabulary:,}")
-        sampling = Sampling()
-        if not body.greedy:
-            temperature = 1.0 if body.temperature is None else body.temperature
+        temperature, sampling = 1.0 if body.temperature is None else body.temperature, Sampling()
+        if temperature >= SMALLEST_TEMPERATURE:
             top_k = min(body.top_k, self._vocabulary) if body.top_k and body.top_k > 0 else None
             sampling = Sampling(temperature, top_k, body.top_p or 1.0, body.seed)
         return Request(
@@ -137,16 +138,11 @@ def without_template(messages: Sequence[dict[str, str]]) -> str:
     return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 
 
-class _TokenizerThread:
+class _TokenizerThread(NamedTuple):
     """A thread that tokenizes, with a tokenizer of its own: they are not thread-safe."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
-        self.tokenizer = tokenizer
-        self.executor = ThreadPoolExecutor(1, name)
-
-    async def run(self, work: Callable[[Any, Any], list[int]], argument: Any) -> list[int]:
-        """Return `work(tokenizer, argument)`, done on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work, self.tokenizer, argument)
+    tokenizer: Any
+    executor: ThreadPoolExecutor
 
 
 def _encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -26,8 +26,6 @@ MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_PROMPTS = 128
 MOST_MESSAGES = 4096
-_GREEDY = 1e-5
-"""A temperature below this is 0: dividing by it could overflow."""
 
 
 def _check_unicode(text: str) -> str:
@@ -85,20 +83,8 @@ class SamplingBody(RequestBody):
     """For the same tokens again, from the same logits."""
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature is not None and self.temperature < _GREEDY
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def wants_usage_always(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
         """Raise `APIError` for what is not supported."""

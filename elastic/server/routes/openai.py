@@ -20,7 +20,7 @@ from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.errors import APIError, as_api_error
 from elastic.server.generation.metrics import Operation
 from elastic.server.generation.response_stream import ChoiceStream, ResponseStream, TextDelta
-from elastic.server.generation.schemas import ChatBody, CompletionBody, SamplingBody
+from elastic.server.generation.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from elastic.server.generation.state import ServerState
 
 JSON = dict[str, Any]
@@ -77,13 +77,15 @@ def routes(serving: ServerState) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        _check(body, serving)
+        _check_model(body.model, serving)
+        body.check()
         return await _answer(serving, Completion, body, await serving.prompts.completion(body, arrived_s), http)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        _check(body, serving)
+        _check_model(body.model, serving)
+        body.check()
         return await _answer(serving, Chat, body, await serving.prompts.chat(body, arrived_s), http)
 
     @router.get("/v1/models")
@@ -103,14 +105,9 @@ def _card(serving: ServerState) -> JSON:
     return {**card, "max_model_len": serving.max_model_len}
 
 
-def _check(body: SamplingBody, serving: ServerState) -> None:
-    if body.model is not None:
-        _check_model(body.model, serving)
-    body.check()
-
-
-def _check_model(name: str, serving: ServerState) -> None:
-    if name != serving.name:
+def _check_model(name: str | None, serving: ServerState) -> None:
+    """Raise `APIError` unless the model is the one that is served; None is that one too."""
+    if name is not None and name != serving.name:
         message = f"the model {name[:200]!r} does not exist here; there is {serving.name!r}"
         raise APIError(404, message, param="model", code="model_not_found")
 
@@ -140,15 +137,16 @@ async def _chunks(
 
     An answer is opened by its first delta, not before: the time of a client up to there is that of its first token.
     """
-    envelope = {**envelope, "object": form.chunk, **({"usage": None} if body.wants_usage else {})}
+    options = body.stream_options or StreamOptions()
+    envelope = {**envelope, "object": form.chunk, **({"usage": None} if options.include_usage else {})}
     unopened = {answer.index for answer in stream.answers}
     async with aclosing(stream.deltas()) as deltas:
         async for delta in deltas:
             choices = form.chunks(delta, delta.index in unopened)
             unopened.discard(delta.index)
-            so_far = {"usage": usage([stream.answers[delta.index]])} if body.wants_usage_always else {}
+            so_far = {"usage": usage([stream.answers[delta.index]])} if options.continuous_usage_stats else {}
             yield [{**envelope, "choices": [choice], **so_far} for choice in choices]
-    if body.wants_usage:
+    if options.include_usage:
         yield [{**envelope, "choices": [], "usage": usage(stream.answers)}]
 
 
