@@ -22,9 +22,9 @@ class Plan:
     figures: str = ""
     """The numbers behind the reason; logged with it."""
     short: bool = False
-    """Whether a shortage is seen: peers of the group take no room then."""
+    """True when a shortage is seen: peers of the group take no room then."""
     asks: tuple[EvictionRequest, ...] = ()
-    """What other models of the group are to do first; there are no actions then."""
+    """Requests to other models of the group, to be met first; there are no actions then."""
 
 
 class ControllerPolicy(Protocol):

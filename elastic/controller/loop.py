@@ -42,7 +42,7 @@ class ControllerHealth:
     """The condition of a controller."""
 
     running: bool = False
-    """Whether its thread is alive."""
+    """True while its thread is alive."""
     ticks: int = 0
     last_tick_s: float | None = None
     """Seconds since the epoch."""

@@ -31,7 +31,7 @@ class RequestStats:
     """Requests that arrived and were not scheduled yet."""
     running: int = 0
     queue_delay_s: float = 0.0
-    """How long the oldest waiting request has waited; 0.0 when none waits."""
+    """Time that the oldest waiting request has waited; 0.0 when none waits."""
     arrived: int = 0
     """Totals since the start: requests offered."""
     completed: int = 0
@@ -87,10 +87,10 @@ class DeviceStats:
     utilization: float | None = None
     """Share of time with a kernel running, from 0 to 1."""
     used_bytes: int | None = None
-    """By all processes."""
+    """Bytes used by all processes."""
     total_bytes: int | None = None
     own_bytes: int | None = None
-    """Of the used, by this process."""
+    """Bytes used by this process."""
     pcie_tx_bytes_per_s: float | None = None
     pcie_rx_bytes_per_s: float | None = None
 
@@ -127,13 +127,13 @@ class Snapshot:
     traffic: RequestStats
     kv: MemoryStats
     layers: tuple[str, ...]
-    """For each decoder layer the variant it is in, such as "float32" or "int4"; "absent" for a released one."""
+    """Variant of each decoder layer, such as "float32" or "int4"; "absent" for a released one."""
     busy: bool = False
-    """Whether actions that were asked for are still under way or deferred."""
+    """True while actions that were asked for are under way or deferred."""
     devices: tuple[DeviceStats, ...] = ()
     host: HostStats = HostStats()
     residencies: tuple[tuple[str, ...], ...] = ()
-    """For each decoder layer the places that have it, its own first; () where there is one place only."""
+    """Places that have each decoder layer, its own first; () where there is one place only."""
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
     """The last actions, oldest first."""
@@ -168,5 +168,5 @@ class PeerState:
     pending: tuple[Action, ...] = ()
     """Actions that it has asked its runtime for, and that are not known to be done."""
     short: bool = False
-    """Whether it sees a shortage."""
+    """True when it sees a shortage."""
     asks: tuple[EvictionRequest, ...] = ()

@@ -20,7 +20,7 @@ from elastic.server.http_protocol import Config
 DRAIN_S = 30.0
 HEADER_TIMEOUT_S = 20.0
 _CLOSE_S = 2
-"""For connections to close at the end."""
+"""Time for connections to close at the end."""
 
 
 class Server(uvicorn.Server):

@@ -23,11 +23,11 @@ class CostWeights:
     disturbance: float = 0.05
     """Share of serving that is lost while bytes are copied beside it."""
     horizon_s: float = 30.0
-    """For how long a slower or faster step is counted."""
+    """Time for which a slower or faster step is counted."""
     quality_s: float = 5.0
-    """For one layer whose bytes were all quantized away; half of them: half of it."""
+    """Price of one layer whose bytes were all quantized away; half of them: half of it."""
     streaming: float = 1.0
-    """By what share of a step a released layer makes it longer, for each share of the layers that it is."""
+    """Share by which released layers make a step longer, for each share of the layers that they are."""
     kv_target: float = 0.75
     """Use of the KV capacity that a remedy has to lead to, to suffice."""
 
@@ -43,7 +43,7 @@ class Candidate:
     relieved_bytes: int
     """Bytes that the KV cache gains."""
     relieves: bool
-    """Whether it is against a shortage."""
+    """True when it is against a shortage."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Arbiter:
     def _choose(self, snapshot: Snapshot, candidates: Sequence[Candidate]) -> tuple[Candidate | None, str]:
         """Return the best candidate, and the words that say why."""
         if not any(candidate.relieves for candidate in candidates):  # layers return before memory goes to replicas
-            return min(candidates, key=lambda one: not isinstance(one.plan.actions[0], Restore), default=None), ""
-        relief = [one for one in candidates if one.relieves or isinstance(one.plan.actions[0], Replicate)]
+            return min(candidates, key=lambda bid: not isinstance(bid.plan.actions[0], Restore), default=None), ""
+        relief = [bid for bid in candidates if bid.relieves or isinstance(bid.plan.actions[0], Replicate)]
         if len(relief) == 1:
             return relief[0], ""
         missing_bytes = max(0.0, snapshot.kv.used_bytes / self.weights.kv_target - snapshot.kv.capacity_bytes)

@@ -10,9 +10,9 @@ from elastic.planning.placement import ResourceDemand
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV
 
 MOST_ACTIONS = 8
-"""Of one plan; a snapshot has the last 16 events."""
+"""The most actions of one plan; a snapshot has the last 16 events."""
 MOST_DOUBLINGS = 5
-"""Of a time that doubles with each failure."""
+"""The most doublings of a time that doubles with each failure."""
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,9 @@ class SharedCapacity:
         if not self._snapshot.others:
             return Offer(load.places)
         empty = rooms
-        for each in (load, *(peer.load for peer in self._peers)):
-            replicas = _added(each.placement.alone_at_home, each.placement)
-            empty = _occupied(empty, replicas, each.replica_needs, times=-1)
+        for model_load in (load, *(peer.load for peer in self._peers)):
+            replicas = _added(model_load.placement.alone_at_home, model_load.placement)
+            empty = _occupied(empty, replicas, model_load.replica_needs, times=-1)
         models = {peer.name: _planned(peer.load, peer.model) for peer in self._peers if math.floor(peer.rows + 0.5) > 1}
         models[self._snapshot.name] = _planned(load, model)
         targets = plan_together(models, list(empty.values()), self._settings.t_up)
@@ -157,8 +157,9 @@ def _beside_peers(load: PlaceLoad, snapshot: Snapshot, settings: Scale) -> Place
     The headroom keeps the use of the caches that are there below that of a shortage.
     """
     kv_used: Counter[str] = Counter()
-    for place in (place for each in (snapshot, *(p.snapshot for p in snapshot.others)) for place in each.places):
-        kv_used[place.name] += place.kv_used_bytes
+    for reading in (snapshot, *(peer.snapshot for peer in snapshot.others)):
+        for place in reading.places:
+            kv_used[place.name] += place.kv_used_bytes
     pending = sum(map(_pending_bytes, snapshot.others), Counter[str]())
     places = []
     for room in load.places:

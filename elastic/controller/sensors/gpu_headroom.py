@@ -1,4 +1,4 @@
-"""How far memory can grow beside the other processes of a GPU."""
+"""The room of memory to grow beside the other processes of a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from elastic.controller.snapshot import DeviceStats, MemoryStats
 
 KEPT_FREE_BYTES = 256 << 20
-"""Of each GPU, left to the driver and to activations."""
+"""Bytes of each GPU that are left to the driver and to activations."""
 
 
 def growth_bytes(devices: Sequence[DeviceStats], kept_free_bytes: int = KEPT_FREE_BYTES) -> int | None:

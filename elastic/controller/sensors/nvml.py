@@ -20,9 +20,9 @@ class Identity:
 
     ordinal: int
     uuid: str | None = None
-    """As `GPU-…`, or `MIG-…`."""
+    """In the form `GPU-…`, or `MIG-…`."""
     bus_id: str | None = None
-    """As `00000000:3B:00.0`."""
+    """In the form `00000000:3B:00.0`."""
 
 
 def identify(ordinal: int) -> Identity:

@@ -11,12 +11,12 @@ from elastic.controller.snapshot import Quantiles
 
 BUCKETS = 30
 BUCKET_S = 1.0
-"""A window covers the present bucket of time and the 29 before it."""
+"""Length of a bucket: a window covers the present bucket of time and the 29 before it."""
 SMALLEST_S = 1e-5
 LARGEST_S = 1e4
 RATIO = 1.1
 RELATIVE_ERROR = math.sqrt(RATIO) - 1
-"""Of a quantile, 4.9 %: the middle of its bin stands for it. Below `SMALLEST_S` it reads 0, above `LARGEST_S` that."""
+"""Error of a quantile, 4.9 %: the middle of its bin stands for it; 0 below `SMALLEST_S`, and `LARGEST_S` at most."""
 EMA_WEIGHT = 0.25
 _BINS = math.ceil(math.log(LARGEST_S / SMALLEST_S) / math.log(RATIO))
 

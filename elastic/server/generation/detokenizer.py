@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 _CONTEXT = 5
 """Tokens of the prompt that are decoded along: a first word keeps its leading space."""
 _LONGEST, _KEPT = 64, 32
-"""Where decoding does not come to a clean end for so many tokens, only the last ones are decoded again."""
+"""Tokens without a clean end of decoding, after which only the last ones, so many, are decoded again."""
 _UNSURE = 8
 """Replacements at the end that may still become characters: with byte fallback up to three for the one that is
 incomplete and four for the one before it, which a decoder takes back with it."""

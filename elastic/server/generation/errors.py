@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 
 RETRY_AFTER_S = 5
-"""Of the header `Retry-After` while the server drains or its engine is not serving."""
+"""Value of the header `Retry-After` while the server drains or its engine is not serving."""
 _LONGEST_MESSAGE = 500
 _CODES = {
     400: "invalid_json",

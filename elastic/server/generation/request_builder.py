@@ -14,7 +14,7 @@ from elastic.server.generation.schemas import ChatBody, CompletionBody, Message,
 from elastic.server.generation.token_length import longest_token
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it; a chat completion may use all of the context."""
+"""Default of a completion, as OpenAI has it; a chat completion may use all of the context."""
 SHORT = 32_768
 """Characters that are tokenized in a fraction of a second."""
 SMALLEST_TEMPERATURE = 1e-5

@@ -33,7 +33,7 @@ class ServerState:
         self.answering = 0
         """HTTP requests whose answers are not complete."""
         self.forced = False
-        """Whether the server ends without waiting for the engine's step."""
+        """True when the server ends without waiting for the engine's step."""
         self._tokenizer = tokenizer
         self._draining = False
         self._queue: LoopQueue | None = None
