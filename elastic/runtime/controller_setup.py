@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from elastic.controller.policies.precision import PrecisionPolicy
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.policies.scaling import ScalingPolicy
 from elastic.controller.sensors.host_memory import read_host
-from elastic.controller.sensors.monitor import Monitor, PlacementReadings
+from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Snapshot
 from elastic.errors import ConfigError
@@ -58,11 +59,11 @@ def make_monitor(
 
     nvml = NVMLSensor({p.name: p.backend.device.index or 0 for p in pools if p.backend.device.type == "cuda"})
 
-    def placed() -> PlacementReadings:
-        here = known()
-        return PlacementReadings() if here is None else _placed(here, memory, weights, pools)
+    def instance() -> InstanceReadings:
+        readings, runtime = InstanceReadings(_kv(memory), weights.form()), known()
+        return readings if runtime is None else _with_places(readings, runtime, memory, weights, pools)
 
-    return Monitor(run.counters, lambda: _kv(memory), weights.form, busy, nvml.read, read_host, placed=placed), nvml
+    return Monitor(run.counters, instance, busy, lambda: (nvml.read(), read_host())), nvml
 
 
 def choose_policy(
@@ -242,17 +243,19 @@ def _cost_model(calibration: Calibration, token_bytes: int, rows: int) -> CostMo
     return MeasuredCostModel(calibration, rows, 1, token_bytes)
 
 
-def _placed(run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequence[PagePool]) -> PlacementReadings:
-    """Where the layers are and what their places have left; where there is one place only, just the events."""
+def _with_places(
+    instance: InstanceReadings, run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequence[PagePool]
+) -> InstanceReadings:
+    """Add the events, and for several places where the layers are and what the places have left."""
     events = run.events()[-EVENTS_SEEN:]
     if len(pools) < 2:
-        return PlacementReadings(events=events)
+        return replace(instance, events=events)
     known = weights.residencies()
     residencies = tuple((w.pool.name, *(r.place for r in known[w.name][1:] if not r.part)) for w in weights.layers)
     caches = {pool.pool.name: pool.status() for pool in memory.pools}
     readings = tuple(_reading(pool.status(), caches[pool.name]) for pool in pools)
     apart = tuple(w.index for w in weights.layers if any(r.part for r in known[w.name]))
-    return PlacementReadings(residencies, readings, events, apart)
+    return replace(instance, residencies=residencies, places=readings, events=events, apart=apart)
 
 
 def _reading(place: PlaceStatus, kv: KVStatus) -> PlaceReading:
