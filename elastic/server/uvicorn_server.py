@@ -89,11 +89,13 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _drain(self) -> None:
-        """Wait for the answers under way, and exit."""
-        if not await self._idle_within(self._drain_s):
-            await self._stop_engine()
-            await self._idle_within(_CLOSE_S)
-        self.should_exit = True
+        """Wait for the answers under way, and exit; also where the engine fails to stop, as it is asked again then."""
+        try:
+            if not await self._idle_within(self._drain_s):
+                await self._stop_engine()
+                await self._idle_within(_CLOSE_S)
+        finally:
+            self.should_exit = True
 
     async def _idle_within(self, seconds: float) -> bool:
         """Wait until nothing is answered any more, and tell whether that was in time."""

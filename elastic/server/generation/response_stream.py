@@ -194,6 +194,13 @@ class ResponseStream:
                 self._news.set()
                 await asyncio.sleep(0)  # others have their turn
 
+    async def whole(self) -> list[TextDelta]:
+        """Return the answers when all are complete. Raises `APIError`."""
+        answers = [TextDelta(answer.index, "") for answer in self.answers]
+        async for delta in self.deltas():
+            answers[delta.index] = TextDelta(delta.index, answers[delta.index].text + delta.text, delta.finish)
+        return answers
+
     def close(self) -> None:
         """Cancel the requests that still run. Can be called twice."""
         self._closed = True

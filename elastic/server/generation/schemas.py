@@ -69,16 +69,21 @@ class SamplingBody(RequestBody):
     model: str | None = None
     """None: the one there is."""
     max_tokens: Count | None = None
+    """Tokens to generate at most; None: 16 for a completion, all of the context for a chat completion."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     """0 is greedy; None is 1, as OpenAI has it."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    """Share of the probability that is drawn from; None: all."""
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    """None, 0 or -1: all."""
+    """Likeliest tokens that are drawn from; None, 0 or -1: all."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    """Texts that end an answer, and are no part of it."""
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    """True: the model's own end tokens do not end an answer."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    """Only with `stream=true`."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """For the same tokens again, from the same logits."""
 

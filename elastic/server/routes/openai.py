@@ -121,12 +121,9 @@ async def _answer(
     envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.name}
     if body.stream:
         return EventStream(stream, _chunks(stream, form, envelope, body))
-    texts, finishes = [""] * len(stream.answers), [""] * len(stream.answers)
     async with stream.while_connected(http.receive):
-        async for delta in stream.deltas():  # to its end, or an error of its own
-            texts[delta.index] += delta.text
-            finishes[delta.index] = delta.finish or ""
-    choices = [form.choice(i, text, finish) for i, (text, finish) in enumerate(zip(texts, finishes, strict=True))]
+        answers = await stream.whole()
+    choices = [form.choice(answer.index, answer.text, answer.finish) for answer in answers]
     return JSONResponse({**envelope, "object": form.whole, "choices": choices, "usage": usage(stream.answers)})
 
 
