@@ -19,12 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class RowSplitCaches:
-    """The caches of one model, as its runs see them. A place of None is that of the decoder layer's KV cache."""
+    """The caches of one model, as its replica groups see them.
+
+    Counts of rows are those at the place of the decoder layer's KV cache, then at `places`.
+    """
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
-        self._pools: dict[str | None, KVPool | None] = {pool.pool.name: pool for pool in memory.pools}
-        self._pools[None] = None
+        self._pools = {pool.pool.name: pool for pool in memory.pools}
 
     def begin_forward(self, cache: Any, layers: Collection[int]) -> None:
         """Layers of these indices may be split by rows from now on; all others are whole again, if there is room."""
@@ -39,17 +41,19 @@ class RowSplitCaches:
                 held[index] = RowSplitLayer(layer)
                 self._memory.split.add(held[index])
 
-    def rows(self, cache: Any, layer: int, places: Sequence[str | None]) -> tuple[int, ...] | None:
+    def rows(self, cache: Any, layer: int, places: Sequence[str]) -> tuple[int, ...] | None:
         """The rows that a layer holds at each place; None: it holds nothing, or others have some."""
         split = self._split(cache, layer)
         shape = split.shape if split is not None else None
         if shape is None:
             return None
         held = dict(shape)
-        counts = tuple(held.pop(self._pools[place], 0) for place in places)
+        counts = tuple(held.pop(pool, 0) for pool in (None, *map(self._pools.__getitem__, places)))
         return None if held else counts
 
-    def split(self, cache: Any, layers: Sequence[int], rows: Sequence[tuple[str | None, int]]) -> list[Any] | None:
+    def split(
+        self, cache: Any, layers: Sequence[int], places: Sequence[str], counts: Sequence[int]
+    ) -> list[Any] | None:
         """Have so many rows of these layers at each place, in this order: for each place the cache as it sees it.
 
         None: this cache cannot be split, or a place has no room; it is good for all rows together, wherever they lie.
@@ -58,7 +62,7 @@ class RowSplitCaches:
         found = [layer for layer in split if layer is not None]
         if len(found) < len(split):
             return None
-        shape = [(self._pools[place], count) for place, count in rows]
+        shape = list(zip((None, *map(self._pools.__getitem__, places)), counts, strict=True))
         try:
             for layer in found:
                 layer.resplit(shape)
