@@ -99,11 +99,7 @@ def _write(loaded: Loaded, options: Namespace, **more: Any) -> torch.Tensor:
     """Generate, with the same seed every time; returns token ids, [1, tokens]."""
     torch.manual_seed(options.seed)
     tokens: torch.Tensor = loaded.model.generate(
-        **loaded.inputs,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=True,
-        temperature=0.7,
-        **more,
+        **loaded.inputs, max_new_tokens=options.max_new_tokens, do_sample=True, temperature=0.7, **more
     )
     return tokens
 
@@ -118,6 +114,7 @@ def _show(
     from transformers import TextIteratorStreamer
 
     def write() -> torch.Tensor:
+        """Generate to the end, [1, tokens], and end the stream whatever happens."""
         try:
             return _write(loaded, options, streamer=streamer)
         finally:

@@ -100,12 +100,7 @@ class MarlinFormat:
         return {"marlin": CheckedKernel(matrix, required(config, matrix), bindable(marlin)), "reference": reference}
 
     def repack(
-        self,
-        config: Marlin,
-        parts: PackedTensors,
-        matrix: MatrixShape,
-        packed_for: KernelTarget,
-        target: KernelTarget,
+        self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, packed_for: KernelTarget, target: KernelTarget
     ) -> PackedTensors:
         """Return the parts of the [outputs, inputs] matrix as they are: the layout is the same for all GPUs.
 

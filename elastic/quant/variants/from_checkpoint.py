@@ -72,7 +72,7 @@ def _read_plain(checkpoint: QuantizedCheckpoint, layer: LayerParameters, name: s
     if value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter.detach().cpu()):
         return None
     _require_shape(checkpoint, f"{layer.name}.{name}", tuple(value.shape), tuple(parameter.shape))
-    return ReplacedParameter(value.to(parameter.dtype), digest(parameter))
+    return ReplacedParameter({"value": value.to(parameter.dtype)}, digest(parameter))
 
 
 def _require_shape(

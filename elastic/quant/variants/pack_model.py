@@ -48,9 +48,9 @@ def obtain(
 
     `inputs` returns samples of the matrices' inputs, [rows, inputs], by their full names.
     """
-    from elastic.quant.variants.variant_file import file_of, load, save
+    from elastic.quant.variants.variant_file import load, save
 
-    path = file_of(cache, variant) if cache is not None else None
+    path = Path(cache) / f"elastic-{variant.name}.safetensors" if cache is not None else None
     cached = path is not None and path.exists()
     packed = load(path, variant, layers) if path and cached else build(layers, variant, packer(variant, inputs()))
     for device in {layer.device for layer in layers}:

@@ -114,55 +114,49 @@ def stack_parts(experts: Sequence[PackedTensors]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([parts[name] for parts in experts]) for name in experts[0]}
 
 
+@dataclass(eq=False)
 class VariantSource:
     """The source of a parameter that a variant has changed: copied, saved and written is the full parameter."""
 
-    def __init__(self, full: WeightSource) -> None:
-        self._full = full
+    full: WeightSource
 
     def copy(self) -> torch.Tensor:
         """Return a copy of the full parameter, in its shape, `[...]`, and dtype."""
-        return self._full.copy()
+        return self.full.copy()
 
     def stored(self) -> torch.Tensor:
         """Return the full parameter as it is kept, in its shape, `[...]`, and dtype."""
-        return self._full.stored()
+        return self.full.stored()
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the full parameter by a value of its shape, `[...]`."""
-        self._full.write(value)
+        self.full.write(value)
 
     def describe(self) -> str:
         """Say where the full parameter is."""
-        return self._full.describe()
+        return self.full.describe()
 
 
+@dataclass(eq=False)
 class PlainSource(VariantSource):
     """The source of a parameter that a variant has changed but not packed, such as a rescaled norm."""
 
-    def __init__(self, tensor: torch.Tensor, full: WeightSource) -> None:
-        super().__init__(full)
-        self._tensor = tensor
+    tensor: torch.Tensor
 
     def value(self) -> torch.Tensor:
         """Return the changed parameter, in its own shape, `[...]`, and dtype."""
-        return self._tensor
+        return self.tensor
 
 
+@dataclass(eq=False)
 class PackedSource(VariantSource):
     """The source of a packed parameter."""
 
-    def __init__(self, packed: PackedMatrix, full: WeightSource) -> None:
-        super().__init__(full)
-        self.packed = packed
+    packed: PackedMatrix
 
     def value(self) -> torch.Tensor:
         """Expand the parts to the parameter, [..., outputs, inputs] or transposed, in its dtype."""
         return self.packed.value()
-
-    def view(self, packed: PackedMatrix) -> PackedView:
-        """Return the source of a part of the parameter, or of another view."""
-        return PackedView(packed, self._full)
 
 
 class PackedView(PackedSource):
@@ -260,9 +254,10 @@ def _packed(weight: Any) -> PackedMatrix | None:
 
 
 def _view(weight: WeightProxy, packed: PackedMatrix) -> WeightProxy:
+    """Return a proxy for a part of a packed parameter, or for another view of it."""
     source = weight.source
     assert isinstance(source, PackedSource)
-    return WeightProxy.of_shape(weight, packed.shape, source.view(packed))
+    return WeightProxy.of_shape(weight, packed.shape, PackedView(source.full, packed))
 
 
 _SWAPS = (torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]

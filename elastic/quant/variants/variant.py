@@ -82,7 +82,7 @@ class MatrixParameter:
 
     def content(self, like: torch.Tensor, parts: PackedTensors, full: WeightSource) -> nn.Parameter | WeightProxy:
         """Return the proxy for the parameter's slot, with the shape, `[...]`, and dtype of `like`."""
-        return WeightProxy(like, PackedSource(replace(self.packed, parts=parts), full))
+        return WeightProxy(like, PackedSource(full, replace(self.packed, parts=parts)))
 
     def renewed(self, full: torch.Tensor, origin: int) -> MatrixParameter:
         """Round new weights, of the parameter's shape `[...]` and any float dtype, to nearest.
@@ -100,12 +100,12 @@ class MatrixParameter:
         return MatrixParameter(packed, self.source_digest, from_checkpoint=self.from_checkpoint)
 
 
+@dataclass(frozen=True, eq=False)
 class ReplacedParameter:
-    """A parameter that a quantized checkpoint has changed: a norm, or a bias."""
+    """A parameter that a quantized checkpoint has changed: a norm, or a bias. Its only part is `value`."""
 
-    def __init__(self, value: torch.Tensor, source_digest: int) -> None:
-        self.parts: PackedTensors = {"value": value}
-        self.source_digest = source_digest
+    parts: PackedTensors
+    source_digest: int
 
     def for_device(self, device: torch.device) -> ReplacedParameter:
         """Return the parameter itself: it has no layout of a device's."""
@@ -113,7 +113,7 @@ class ReplacedParameter:
 
     def content(self, like: torch.Tensor, parts: PackedTensors, full: WeightSource) -> nn.Parameter | WeightProxy:
         """Return the proxy for the parameter's slot, with the shape, `[...]`, and dtype of `like`."""
-        return WeightProxy(like, PlainSource(parts["value"], full))
+        return WeightProxy(like, PlainSource(full, parts["value"]))
 
     def renewed(self, full: torch.Tensor, origin: int) -> ReplacedParameter:
         """Raise `StateError` for new weights of any shape: the value was read from a checkpoint."""
@@ -121,7 +121,7 @@ class ReplacedParameter:
 
     def with_storage(self, parts: PackedTensors) -> ReplacedParameter:
         """Return the same with its value, of the same shape `[...]` and dtype, in another tensor."""
-        return ReplacedParameter(parts["value"], self.source_digest)
+        return ReplacedParameter(parts, self.source_digest)
 
 
 Packing = MatrixParameter | ReplacedParameter

@@ -32,27 +32,26 @@ from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing
 VERSION = "elastic-variant-1"
 
 
-def file_of(directory: str | Path, variant: Variant) -> Path:
-    """Return the path of a variant's file in a directory."""
-    return Path(directory) / f"elastic-{variant.name}.safetensors"
-
-
 def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed: Sequence[PackedLayer]) -> None:
     """Write a variant of all layers; the file is complete or not there. Raises `ConfigError` where it cannot be."""
     from safetensors.torch import save_file
 
-    pairs = list(zip(layers, packed, strict=True))
     packings = [packing for layer in packed for packing in layer.packings.values()]
     used = {p.packed.spec(p.packed.dtype) for p in packings if isinstance(p, MatrixParameter)}
-    description = {
+    description: dict[str, Any] = {
         "version": VERSION,
         "variant": describe_source(variant),
         "target": asdict(KernelTarget.of(layers[0].device)),
         "paths": paths.only(used).to_json(),
-        "layers": {layer.name: _describe_layer(variant_of) for layer, variant_of in pairs},
+        "layers": {},
     }
+    blocks = {}
+    for layer, variant_of in zip(layers, packed, strict=True):
+        assert variant_of.block is not None
+        blocks[layer.name] = variant_of.block.tensor
+        entries = {name: asdict(_entry(packing)) for name, packing in variant_of.packings.items()}
+        description["layers"][layer.name] = {"digest": variant_of.block.digest, "parameters": entries}
     text = json.dumps(description)
-    blocks = {layer.name: variant_of.block.tensor for layer, variant_of in pairs if variant_of.block}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
@@ -110,12 +109,6 @@ class _Entry:
     """The fields of a `PackedMatrix`, but for parts and target; empty for a plain parameter."""
 
 
-def _describe_layer(layer: PackedLayer) -> dict[str, Any]:
-    assert layer.block is not None
-    entries = {name: asdict(_entry(packing)) for name, packing in layer.packings.items()}
-    return {"digest": layer.block.digest, "parameters": entries}
-
-
 def _entry(packing: Packing) -> _Entry:
     parts = {name: (str(part.dtype).removeprefix("torch."), tuple(part.shape)) for name, part in packing.parts.items()}
     if isinstance(packing, ReplacedParameter):
@@ -158,7 +151,7 @@ def _load_layer(
 
 def _packing(entry: _Entry, parts: dict[str, torch.Tensor], target: KernelTarget) -> Packing:
     if entry.kind == "plain":
-        return ReplacedParameter(parts["value"], entry.origin)
+        return ReplacedParameter(parts, entry.origin)
     fields = entry.packed
     packed = PackedMatrix(
         config_from(fields["config"]["type"], fields["config"]["fields"]),
