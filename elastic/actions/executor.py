@@ -1,4 +1,4 @@
-"""The worker of a runtime: the one thread that prepares, commits and finishes actions, and retries deferred ones."""
+"""The executor: the one thread that prepares, commits and finishes actions, and retries deferred ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,6 +17,8 @@ from elastic.hooks.forward_gate import ForwardGate
 from elastic.types import Action, Change, Result
 
 RETRY = "pages came free"
+Prepared = list[tuple[ActionHandler, Any]]
+"""Each action's handler, and what its `prepare` returned."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class ActionTiming:
 
 @dataclass(frozen=True)
 class ActionOutcome:
-    """What became of one action, for the record."""
+    """The end of one action, for the record."""
 
     action: Action
     why: str
@@ -39,62 +41,68 @@ class ActionOutcome:
     error: str = ""
 
 
-class _QueuedAction:
-    def __init__(self, actions: tuple[Action, ...], why: str) -> None:
-        self.actions = actions
-        self.why = why
-        self.done: Future[tuple[Result, ...]] = Future()
+@dataclass(frozen=True)
+class _Job:
+    """Actions to be done together, all or none."""
+
+    actions: tuple[Action, ...]
+    why: str
+    done: Future[tuple[Result, ...]] = field(default_factory=Future)
 
 
 class ActionExecutor:
     """Runs jobs one after another, each of one or several actions, all or none."""
 
     def __init__(
-        self, gate: ForwardGate, mechanisms: Mapping[type, ActionHandler], record: Callable[[ActionOutcome], object]
+        self, gate: ForwardGate, handlers: Mapping[type, ActionHandler], record: Callable[[ActionOutcome], object]
     ) -> None:
         self._gate = gate
-        self._mechanisms = dict(mechanisms)
+        self._handlers = dict(handlers)
         self._record = record
-        self._jobs: SimpleQueue[_QueuedAction | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._retrying = False
-        self._under_way = 0
+        self._unfinished = 0
         self._counting = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="elastic-runtime", daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was put in, and end."""
+        """Finish the jobs that were submitted, and end the thread."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
-    def put(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
+    def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""
-        return self._put(_QueuedAction(tuple(actions), why)).done
+        job = _Job(tuple(actions), why)
+        self._count(1)
+        self._jobs.put(job)
+        return job.done
 
     @property
     def busy(self) -> bool:
-        """Whether anything that was put in is not done yet, or was deferred."""
-        return self._under_way > 0 or bool(self._pending())
+        """Whether any job is not done yet, or any action deferred."""
+        return self._unfinished > 0 or bool(self._deferred())
 
     def retry(self) -> None:
-        """Have deferred actions tried again. May be called under any lock: it only leaves a note."""
-        if not self._retrying and self._pending():
+        """Have deferred actions tried again. May be called under any lock: it only queues a job."""
+        if not self._retrying and self._deferred():
             self._retrying = True
-            self._put(_QueuedAction((), RETRY))
+            self.submit((), RETRY)
 
-    def mechanism(self, action: Action) -> ActionHandler:
-        """What does an action. Raises `ConfigError` for what is none."""
-        if type(action) not in self._mechanisms:
-            kinds = ", ".join(kind.__name__ for kind in self._mechanisms)
+    def handler(self, action: Action) -> ActionHandler:
+        """Return the handler of an action. Raises `ConfigError` for what is no action of this model."""
+        if type(action) not in self._handlers:
+            kinds = ", ".join(kind.__name__ for kind in self._handlers)
             raise ConfigError(f"{action!r} is no action of this model; there are {kinds}")
-        return self._mechanisms[type(action)]
+        return self._handlers[type(action)]
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                results = self._run(job.actions, job.why)
+                results = self._run(job)
             except BaseException as error:  # handed to whoever waits for the result
                 self._count(-1)
                 job.done.set_exception(error)
@@ -104,30 +112,28 @@ class ActionExecutor:
                 del results
             del job
 
-    def _put(self, job: _QueuedAction) -> _QueuedAction:
-        self._count(1)
-        self._jobs.put(job)
-        return job
-
     def _count(self, jobs: int) -> None:
         with self._counting:
-            self._under_way += jobs
+            self._unfinished += jobs
 
-    def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
-        if why == RETRY:
+    def _run(self, job: _Job) -> tuple[Result, ...]:
+        """Run a job, then deferred actions for as long as pages that came free let one of them be done."""
+        actions = job.actions
+        if job.why == RETRY:
             self._retrying = False
-            actions = self._pending()
-        results = done = self._once(actions, why)
-        while any(isinstance(r, Change) and r.layers and r.deferred for r in done):
-            try:  # what came free may do for those that wait
-                done = self._once(self._pending(), RETRY)
-            except (ElasticError, RuntimeError):  # recorded; they wait on
+            actions = self._deferred()
+        results = latest = self._transact(actions, job.why)
+        while any(isinstance(result, Change) and result.layers and result.deferred for result in latest):
+            try:
+                latest = self._transact(self._deferred(), RETRY)
+            except (ElasticError, RuntimeError):  # recorded; the actions stay deferred
                 break
-            moved = [change for change in done if isinstance(change, Change)]
-            results = tuple(followed_by(r, moved) if isinstance(r, Change) else r for r in results)
+            changes = [result for result in latest if isinstance(result, Change)]
+            results = tuple(followed_by(r, changes) if isinstance(r, Change) else r for r in results)
         return results
 
-    def _once(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+    def _transact(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+        """Prepare, commit and finish actions, and record them; if one fails, none is done."""
         timing = ActionTiming()
         try:
             prepared = self._prepare(actions, timing)
@@ -136,40 +142,43 @@ class ActionExecutor:
             for action in actions:
                 self._record(ActionOutcome(action, why, timing, None, str(error)))
             raise
-        results = tuple(mechanism.finish(one) for mechanism, one in prepared)
+        results = tuple(handler.finish(state) for handler, state in prepared)
         for action, result in zip(actions, results, strict=True):
             if why != RETRY or result.layers:
                 self._record(ActionOutcome(action, why, timing, result))
         return results
 
-    def _prepare(self, actions: Sequence[Action], timing: ActionTiming) -> list[tuple[ActionHandler, Any]]:
+    def _prepare(self, actions: Sequence[Action], timing: ActionTiming) -> Prepared:
         start = time.perf_counter()
-        prepared: list[tuple[ActionHandler, Any]] = []
+        prepared: Prepared = []
         try:
             for action in actions:
-                prepared.append((self.mechanism(action), self.mechanism(action).prepare(action)))
+                handler = self.handler(action)
+                prepared.append((handler, handler.prepare(action)))
         except BaseException:
             with self._gate.exclusive():
-                self._roll_back(prepared)
+                _roll_back(prepared)
             raise
         timing.prepare_ms = (time.perf_counter() - start) * 1e3
         return prepared
 
-    def _commit(self, prepared: Sequence[tuple[ActionHandler, Any]], timing: ActionTiming) -> None:
+    def _commit(self, prepared: Prepared, timing: ActionTiming) -> None:
+        """Commit between two forward passes: the safe point (law 6)."""
         with self._gate.exclusive() as waited_s:
             timing.wait_ms = waited_s * 1e3
             start = time.perf_counter()
             try:
-                for mechanism, one in prepared:
-                    mechanism.commit(one)
+                for handler, state in prepared:
+                    handler.commit(state)
             except BaseException:
-                self._roll_back(prepared)
+                _roll_back(prepared)
                 raise
             timing.pause_ms = (time.perf_counter() - start) * 1e3
 
-    def _roll_back(self, prepared: Sequence[tuple[ActionHandler, Any]]) -> None:
-        for mechanism, one in reversed(prepared):
-            mechanism.rollback(one)
+    def _deferred(self) -> tuple[Action, ...]:
+        return tuple(action for handler in dict.fromkeys(self._handlers.values()) for action in handler.deferred())
 
-    def _pending(self) -> tuple[Action, ...]:
-        return tuple(action for m in dict.fromkeys(self._mechanisms.values()) for action in m.deferred())
+
+def _roll_back(prepared: Prepared) -> None:
+    for handler, state in reversed(prepared):
+        handler.rollback(state)

@@ -1,4 +1,4 @@
-"""Adding up what several actions came to."""
+"""Sums of the results of several actions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from elastic.types import Change
 
 
-def together(changes: Sequence[Change]) -> Change:
-    """One change of what several did to different layers, or to different parts of layers."""
+def merge_changes(changes: Sequence[Change]) -> Change:
+    """Add up the changes of several actions on different layers, or on different parts of layers."""
     return Change(
         "deferred" if any(change.deferred for change in changes) else "applied",
         tuple(dict.fromkeys(layer for change in changes for layer in change.layers)),
@@ -20,15 +20,16 @@ def together(changes: Sequence[Change]) -> Change:
 
 
 def followed_by(first: Change, later: Iterable[Change]) -> Change:
-    """A change whose deferred layers moved, some or all of them, in later ones; bytes are shared out by layers."""
-    mine = [(c, [layer for layer in c.layers if layer in first.deferred]) for c in later]
-    done = {layer for _, layers in mine for layer in layers}
-    waiting = tuple(layer for layer in first.deferred if layer not in done)
-    return Change(
-        "deferred" if waiting else "applied",
-        (*first.layers, *(layer for layer in first.deferred if layer in done)),
-        waiting,
-        first.moved_bytes + sum(c.moved_bytes * len(layers) // len(c.layers) for c, layers in mine if layers),
-        first.released_bytes + sum(c.released_bytes * len(layers) // len(c.layers) for c, layers in mine if layers),
-        first.retained_bytes + sum(c.retained_bytes * len(layers) // len(c.layers) for c, layers in mine if layers),
-    )
+    """Add to a change what later ones did to its deferred layers; bytes of a later change count by its layers."""
+    moved, released, retained = first.moved_bytes, first.released_bytes, first.retained_bytes
+    done: set[int] = set()
+    for change in later:
+        layers = [layer for layer in change.layers if layer in first.deferred]
+        if layers:
+            moved += change.moved_bytes * len(layers) // len(change.layers)
+            released += change.released_bytes * len(layers) // len(change.layers)
+            retained += change.retained_bytes * len(layers) // len(change.layers)
+            done.update(layers)
+    deferred = tuple(layer for layer in first.deferred if layer not in done)
+    applied = (*first.layers, *(layer for layer in first.deferred if layer in done))
+    return Change("deferred" if deferred else "applied", applied, deferred, moved, released, retained)

@@ -13,18 +13,19 @@ from elastic.kvcache.hf_cache import adopt
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.manager import KVMemory
-from elastic.kvcache.storage.pool import KVPool
 
 logger = logging.getLogger(__name__)
 
 
 class RowSplitCaches:
-    """The caches of one model, as replica groups see them. A place of None is that of the decoder layer's KV cache."""
+    """The caches of one model, as its replica groups see them.
+
+    Counts of rows are those at the place of the decoder layer's KV cache, then at `places`.
+    """
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
-        self._pools: dict[str | None, KVPool | None] = {pool.pool.name: pool for pool in memory.pools}
-        self._pools[None] = None
+        self._pools = {pool.pool.name: pool for pool in memory.pools}
 
     def begin_forward(self, cache: Any, layers: Collection[int]) -> None:
         """Let layers of these indices be split by rows from now on; all others are whole again, if there is room."""
@@ -39,17 +40,19 @@ class RowSplitCaches:
                 held[index] = RowSplitLayer(layer)
                 self._memory.split.add(held[index])
 
-    def rows(self, cache: Any, layer: int, places: Sequence[str | None]) -> tuple[int, ...] | None:
+    def rows(self, cache: Any, layer: int, places: Sequence[str]) -> tuple[int, ...] | None:
         """Count the rows that a layer holds at each place; None: it holds nothing, or others have some."""
         split = _split_layer(cache, layer)
         shape = split.shape if split is not None else None
         if shape is None:
             return None
         rows = dict(shape)
-        counts = tuple(rows.pop(self._pools[place], 0) for place in places)
+        counts = tuple(rows.pop(pool, 0) for pool in (None, *map(self._pools.__getitem__, places)))
         return None if rows else counts
 
-    def split(self, cache: Any, layers: Sequence[int], rows: Sequence[tuple[str | None, int]]) -> list[Any] | None:
+    def split(
+        self, cache: Any, layers: Sequence[int], places: Sequence[str], counts: Sequence[int]
+    ) -> list[Any] | None:
         """Have so many rows of these layers at each place, in this order; return for each place its part of the cache.
 
         None: this cache cannot be split, or a place has no room; it is good for all rows together, wherever they are.
@@ -57,7 +60,7 @@ class RowSplitCaches:
         split = {index: layer for index in layers if (layer := _split_layer(cache, index)) is not None}
         if len(split) < len(layers):
             return None
-        shape = [(self._pools[place], count) for place, count in rows]
+        shape = list(zip((None, *map(self._pools.__getitem__, places)), counts, strict=True))
         try:
             for layer in split.values():
                 layer.resplit(shape)

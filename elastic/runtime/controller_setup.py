@@ -1,8 +1,7 @@
-"""How a wrapped model is watched and controlled: its monitor, its policy, its controller."""
+"""The monitor, the policy and the controller of a wrapped model."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,48 +20,62 @@ from elastic.controller.policies.precision import PrecisionPolicy
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.policies.scaling import ScalingPolicy
 from elastic.controller.sensors.host_memory import read_host
-from elastic.controller.sensors.monitor import Monitor, PlacementReadings
+from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Snapshot
 from elastic.errors import ConfigError
-from elastic.memory.page_pool import PagePool
+from elastic.kvcache.storage.pool import KVPool
 from elastic.planning.cost_model import CostModel
 from elastic.planning.measured_cost import Calibration, MeasuredCostModel
 from elastic.planning.placement import ResourceDemand
-from elastic.types import Action, KVStatus, PlaceStatus
+from elastic.runtime.parts import ModelParts
+from elastic.runtime.runtime import Runtime
+from elastic.types import Action
 from elastic.weights.model import ModelWeights
 
 if TYPE_CHECKING:
     from elastic.kvcache.manager import KVMemory
-    from elastic.kvcache.storage.pool import KVPool
     from elastic.quant.sensitivity.profile_file import Profile
     from elastic.quant.variants.variant import Variant
-    from elastic.runtime.runtime import Runtime
 
 MakePolicy = Callable[[ModelWeights], ControllerPolicy]
 Asked = str | Path | Policy | Scale | ControllerPolicy
 Calibrate = Callable[[], Calibration]
 EVENTS_SEEN = 16
-"""Of the last ones, those that a policy sees."""
+"""The number of last events that a policy sees."""
 
 
-def make_monitor(
-    run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequence[PagePool]
-) -> tuple[Monitor, NVMLSensor]:
-    """The monitor of an instance; it does not keep its runtime alive. NVML is asked about places on CUDA only."""
-    known = weakref.ref(run)
+def connect_controller(
+    runtime: Runtime, parts: ModelParts, make_policy: MakePolicy | None, slo: SLO | None, stack: ExitStack
+) -> None:
+    """Give a runtime its monitor and, with a policy, its controller, which is not started yet."""
+    nvml = NVMLSensor({p.name: p.backend.device.index or 0 for p in parts.pools if p.backend.device.type == "cuda"})
+    stack.callback(nvml.close)
+    runtime.monitor = Monitor(
+        runtime.counters,
+        lambda: _instance_readings(runtime, parts),
+        lambda: runtime.busy,
+        lambda: (nvml.read(), read_host()),
+    )
+    runtime.slo = slo
+    if make_policy:
+        policy = make_policy(parts.weights)
+        runtime.controller = _make_controller(runtime, policy)
+        if isinstance(policy, PeerModel):
+            stack.callback(policy.leave)
 
-    def busy() -> bool:
-        here = known()
-        return here is not None and here.busy
 
-    nvml = NVMLSensor({p.name: p.backend.device.index or 0 for p in pools if p.backend.device.type == "cuda"})
+def _make_controller(runtime: Runtime, policy: ControllerPolicy) -> Controller:
+    """Make the controller of a runtime; it does not wait for the actions that it asks for."""
 
-    def placed() -> PlacementReadings:
-        here = known()
-        return PlacementReadings() if here is None else _placed(here, memory, weights, pools)
+    def sense() -> Snapshot | None:
+        return None if runtime.closed else runtime.monitor.read()
 
-    return Monitor(run.counters, lambda: _kv(memory), weights.form, busy, nvml.read, read_host, placed=placed), nvml
+    def act(actions: Sequence[Action], why: str) -> Any:
+        return None if runtime.closed else runtime.apply(actions, why=why, wait=False)
+
+    lock = policy.group.lock if isinstance(policy, PeerModel) else None
+    return Controller(sense, policy, act, tick_s=getattr(policy, "tick_s", TICK_S), lock=lock)
 
 
 def choose_policy(
@@ -73,56 +86,42 @@ def choose_policy(
     layers: Sequence[nn.Module],
     calibrate: Calibrate,
 ) -> MakePolicy | None:
-    """Check what `wrap` was asked for, before anything is done. None: actions are called by hand.
+    """Check the policy that `wrap` was asked for, before anything is done. None: actions are called by hand.
 
     `layers` are the plain decoder layers; `calibrate` measures them, if a policy needs that. Raises `ConfigError` for
     what cannot work.
     """
     indices = _parse_order(order, layers)
     asked = tuple(policy) if isinstance(policy, tuple | list) else (policy,)
-    parsed = [_parse_policy(one) for one in asked]
+    parsed = [_parse_policy(each) for each in asked]
     if (len(asked) > 1 and None in parsed) or not asked:
         raise ConfigError(f"policy={policy!r} cannot be; several policies must all be ones that act")
     if parsed == [None]:
         return None
-    for one in parsed:
-        if isinstance(one, Policy):
-            _require_variants(policy, one, [variant.name for variant in variants])
-    measured = calibrate() if len(parsed) > 1 or any(isinstance(one, Scale) for one in parsed) else None
-    width, group = _width(layers), _group(parsed)
+    for settings in parsed:
+        if isinstance(settings, Policy):
+            _require_variants(policy, settings, [variant.name for variant in variants])
+    scales = [settings for settings in parsed if isinstance(settings, Scale)]
+    groups = {settings.group for settings in scales if settings.group}
+    if len(groups) > 1:
+        raise ConfigError(f"one model cannot be in the groups {sorted(groups)}; give its policies the same group")
+    measured = calibrate() if len(parsed) > 1 or scales else Calibration({})
+    token_bytes = _hidden_bytes(layers)
 
     def make(weights: ModelWeights) -> ControllerPolicy:
-        model = partial(_cost_model, measured, width) if measured else None
-        made = [_make(one, slo, indices, weights, model) for one in parsed if one is not None]
-        if model is None:
-            return made[0]
-        chosen = made[0] if len(made) == 1 else Arbiter(made, _sizes(weights), needs(weights), model)
-        return PeerModel(PeerGroup.named(group), chosen, needs(weights), model) if group else chosen
+        demands, cost = resource_demands(weights), partial(_cost_model, measured, token_bytes)
+        made: list[ControllerPolicy] = []
+        for settings in parsed:
+            if isinstance(settings, Policy):
+                made.append(_precision(settings, slo, indices, weights))
+            elif isinstance(settings, Scale):
+                made.append(ScalingPolicy(settings, demands, cost, slo))
+            elif settings is not None:
+                made.append(settings)
+        chosen = made[0] if len(made) == 1 else Arbiter(made, _layer_sizes(weights), demands, cost)
+        return PeerModel(PeerGroup.named(min(groups)), chosen, demands, cost) if groups else chosen
 
     return make
-
-
-def _group(parsed: Sequence[Policy | Scale | ControllerPolicy | None]) -> str:
-    """That of the policies `scale`."""
-    names = {one.group for one in parsed if isinstance(one, Scale) and one.group}
-    if len(names) > 1:
-        raise ConfigError(f"one model cannot be in the groups {sorted(names)}; give its policies the same group")
-    return min(names, default="")
-
-
-def _make(
-    parsed: Policy | Scale | ControllerPolicy,
-    slo: SLO | None,
-    order: Sequence[int],
-    weights: ModelWeights,
-    model: Callable[[int], CostModel] | None,
-) -> ControllerPolicy:
-    if isinstance(parsed, Policy):
-        return _swap_policy(parsed, slo, order, weights)
-    if isinstance(parsed, Scale):
-        assert model is not None
-        return ScalingPolicy(parsed, needs(weights), model, slo)
-    return parsed
 
 
 def _require_variants(policy: object, parsed: Policy, variants: Sequence[str]) -> None:
@@ -131,42 +130,6 @@ def _require_variants(policy: object, parsed: Policy, variants: Sequence[str]) -
     unknown = [level for level in parsed.levels if level not in variants]
     if unknown:
         raise ConfigError(f"levels={parsed.levels} has {unknown[0]!r}; the model has the variants {tuple(variants)}")
-
-
-def set_up_control(
-    run: Runtime,
-    memory: KVMemory,
-    weights: ModelWeights,
-    pools: Sequence[PagePool],
-    policy: MakePolicy | None,
-    slo: SLO | None,
-    stack: ExitStack,
-) -> None:
-    """Give a runtime its monitor and, with a policy, its controller, which is not started yet."""
-    run.monitor, nvml = make_monitor(run, memory, weights, pools)
-    stack.callback(nvml.close)
-    run.slo = slo
-    if policy:
-        chosen = policy(weights)
-        run.controller = make_controller(run, chosen)
-        if isinstance(chosen, PeerModel):
-            stack.callback(chosen.leave)
-
-
-def make_controller(run: Runtime, policy: ControllerPolicy) -> Controller:
-    """Ticks for a runtime that it does not keep alive; its actions are never waited for."""
-    known = weakref.ref(run)
-
-    def sense() -> Snapshot | None:
-        here = known()
-        return None if here is None or here.closed else here.monitor.read()
-
-    def act(actions: Sequence[Action], why: str) -> Any:
-        here = known()
-        return None if here is None or here.closed else here.apply(actions, why=why, wait=False)
-
-    lock = policy.group.lock if isinstance(policy, PeerModel) else None
-    return Controller(sense, policy, act, tick_s=getattr(policy, "tick_s", TICK_S), lock=lock)
 
 
 def _parse_policy(policy: Asked) -> Policy | Scale | ControllerPolicy | None:
@@ -202,15 +165,15 @@ def _parse_order(order: str | Path | Profile, layers: Sequence[nn.Module]) -> tu
     return orders.order(order if isinstance(order, Profile) else str(order), len(layers))
 
 
-def _swap_policy(settings: Policy, slo: SLO | None, order: Sequence[int], weights: ModelWeights) -> PrecisionPolicy:
-    sizes = _sizes(weights)
+def _precision(settings: Policy, slo: SLO | None, order: Sequence[int], weights: ModelWeights) -> PrecisionPolicy:
+    sizes = _layer_sizes(weights)
     swappable = [index for index in order if sizes[index].variants]
     total = {name: sum(sizes[i].variants[name] for i in swappable) for i in swappable[:1] for name in sizes[i].variants}
     levels = settings.levels or tuple(sorted(total, key=lambda name: -total[name]))
     return PrecisionPolicy(settings, swappable, levels, sizes, slo)
 
 
-def _sizes(weights: ModelWeights) -> list[LayerSize]:
+def _layer_sizes(weights: ModelWeights) -> list[LayerSize]:
     sizes = []
     for layer in weights.layers:
         page = layer.pool.page_bytes
@@ -219,50 +182,50 @@ def _sizes(weights: ModelWeights) -> list[LayerSize]:
     return sizes
 
 
-def needs(weights: ModelWeights) -> list[ResourceDemand]:
-    """Bytes of the layers, in whole pages, and of the modules right inside them, the largest first."""
-    found = []
+def resource_demands(weights: ModelWeights) -> list[ResourceDemand]:
+    """Return the bytes of the layers, in whole pages, and of the modules right inside them, the largest first."""
+    demands = []
     for layer in weights.layers:
         modules: Counter[str] = Counter()
         for name, slot in layer.slots.items():
             modules[name.partition(".")[0]] += slot.parameter.nbytes
         parts = {name: ResourceDemand(nbytes) for name, nbytes in modules.most_common() if nbytes * 10 > layer.nbytes}
-        found.append(ResourceDemand(layer.pages * layer.pool.page_bytes, parts=parts))
-    return found
+        demands.append(ResourceDemand(layer.pages * layer.pool.page_bytes, parts=parts))
+    return demands
 
 
-def _width(layers: Sequence[nn.Module]) -> int:
-    """Bytes of one token's hidden state: the shortest side of a layer's matrices is d, or smaller."""
+def _hidden_bytes(layers: Sequence[nn.Module]) -> int:
+    """Return the bytes of one token's hidden state: the shortest side of a layer's matrices is d, or smaller."""
     matrices = [p for p in layers[0].parameters() if p.ndim == 2]
     return max((min(p.shape) * p.element_size() for p in matrices), default=1)
 
 
 def _cost_model(calibration: Calibration, token_bytes: int, rows: int) -> CostModel:
-    """Of a step: one new token for each row."""
+    """Return the cost of a step with one new token for each row."""
     return MeasuredCostModel(calibration, rows, 1, token_bytes)
 
 
-def _placed(run: Runtime, memory: KVMemory, weights: ModelWeights, pools: Sequence[PagePool]) -> PlacementReadings:
-    """Where the layers are and what their places have left; where there is one place only, just the events."""
-    events = run.events()[-EVENTS_SEEN:]
-    if len(pools) < 2:
-        return PlacementReadings(events=events)
-    known = weights.residencies()
-    residencies = tuple((w.pool.name, *(r.place for r in known[w.name][1:] if not r.part)) for w in weights.layers)
-    caches = {pool.pool.name: pool.status() for pool in memory.pools}
-    readings = tuple(_reading(pool.status(), caches[pool.name]) for pool in pools)
-    apart = tuple(w.index for w in weights.layers if any(r.part for r in known[w.name]))
-    return PlacementReadings(residencies, readings, events, apart)
-
-
-def _reading(place: PlaceStatus, kv: KVStatus) -> PlaceReading:
-    return PlaceReading(
-        place.name, place.budget_bytes, place.free_bytes, kv.used_bytes, kv.capacity_bytes, kv.maximum_bytes
+def _instance_readings(runtime: Runtime, parts: ModelParts) -> InstanceReadings:
+    """Return what the instance tells a policy; where there is one place only, nothing about places."""
+    kv_stats, variants, events = _kv_stats(parts.kv), parts.weights.form(), runtime.events()[-EVENTS_SEEN:]
+    if len(parts.pools) < 2:
+        return InstanceReadings(kv_stats, variants, events=events)
+    layers, by_layer = parts.weights.layers, parts.weights.residencies()
+    residencies = tuple(
+        (layer.pool.name, *(r.place for r in by_layer[layer.name][1:] if not r.part)) for layer in layers
     )
+    apart = tuple(layer.index for layer in layers if any(r.part for r in by_layer[layer.name]))
+    caches = {pool.pool.name: pool.status() for pool in parts.kv.pools}
+    readings = []
+    for pool in parts.pools:
+        place, kv = pool.status(), caches[pool.name]
+        sizes = (place.budget_bytes, place.free_bytes, kv.used_bytes, kv.capacity_bytes, kv.maximum_bytes)
+        readings.append(PlaceReading(place.name, *sizes))
+    return InstanceReadings(kv_stats, variants, residencies, tuple(readings), events, apart)
 
 
-def _kv(memory: KVMemory) -> MemoryStats:
-    """All of the cache, used as its fullest place is."""
+def _kv_stats(memory: KVMemory) -> MemoryStats:
+    """Return the sizes of the whole cache, used as its fullest place is."""
     shares = memory.shares()
     statuses = {pool: pool.status() for pool in shares}
 
@@ -273,20 +236,17 @@ def _kv(memory: KVMemory) -> MemoryStats:
     maximum = least(lambda pool: statuses[pool].maximum_bytes)
     limit = least(lambda pool: statuses[pool].limit_bytes)
     fullest = max(statuses.values(), key=lambda s: s.used_bytes / max(1, s.capacity_bytes))
+    on_cuda = all(pool.pool.backend.device.type == "cuda" for pool in shares)
     return MemoryStats(
         used_bytes=fullest.used_bytes * capacity // fullest.capacity_bytes if capacity else fullest.used_bytes,
         capacity_bytes=capacity,
         maximum_bytes=maximum,
         limit_bytes=limit if limit < maximum else None,
-        created_bytes=least(_created_bytes) if all(map(_is_on_cuda, shares)) else None,
+        created_bytes=least(_created_bytes) if on_cuda else None,
     )
 
 
-def _is_on_cuda(pool: KVPool) -> bool:
-    return pool.pool.backend.device.type == "cuda"
-
-
 def _created_bytes(pool: KVPool) -> int:
-    """Physical memory that caches have, or could have without any more being created."""
+    """Return the physical memory that caches have, or could have without any more being created."""
     kv, place = pool.status(), pool.pool.status()
     return kv.used_bytes + kv.idle_bytes + place.idle_bytes + place.parked_bytes

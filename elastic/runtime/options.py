@@ -1,4 +1,4 @@
-"""What `wrap` was asked for, checked before anything is done to the model."""
+"""The options of `wrap`, checked before anything is done to the model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from elastic.config import SLO, Place, parse_bytes
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError
 from elastic.hooks.forward_gate import traffic
 from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.places import require_memory
 from elastic.memory.rate_limit import RateLimiter
 from elastic.runtime.controller_setup import MakePolicy
-from elastic.runtime.runtime import Runtime
 from elastic.weights.decoder import Decoder, find_decoder
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ PLACEMENTS = ("as_loaded", "auto")
 
 @dataclass(frozen=True)
 class WrapOptions:
-    """What `wrap` was asked for, checked."""
+    """The options of one `wrap`, checked."""
 
     decoder: Decoder
     places: list[Place]
@@ -39,16 +38,15 @@ class WrapOptions:
     files: Checkpoint | None
     variants: list[Variant]
     variant_cache: str | Path | None
-    pace: RateLimiter
+    copy_rate: RateLimiter
     slo: SLO | None
     start_controller: bool
     make_policy: MakePolicy | None
 
 
 def check_model(model: nn.Module) -> Decoder:
+    """Return the decoder of a model that can be wrapped. Raises `ConfigError` for any other."""
     decoder = find_decoder(model)
-    if isinstance(getattr(model, "elastic", None), Runtime):
-        raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ConfigError(f"{type(model).__name__} is compiled; wrap the plain model (compiled ones are not supported)")
     absent = [name for name, p in model.named_parameters() if p.device.type == "meta"]
@@ -64,7 +62,7 @@ def check_model(model: nn.Module) -> Decoder:
 
 
 def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> list[Place]:
-    """The places to open. The first one named for a device is where that device's KV cache goes."""
+    """Return the places to open. The first one named for a device is where that device's KV cache goes."""
     needed = list(dict.fromkeys(device_of(layer) for layer in decoder.layers))
     if places is None:
         return [Place(str(device), device) for device in needed]
@@ -80,13 +78,14 @@ def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> lis
 
 
 def check_placement(placement: str) -> str:
+    """Return a placement that is known. Raises `ConfigError` for any other."""
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement={placement!r} is not known; use one of {', '.join(map(repr, PLACEMENTS))}")
     return placement
 
 
 def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
-    """The variants to pack. Raises `ConfigError`."""
+    """Return the variants to pack. Raises `ConfigError` for one that is not known, or named twice."""
     from elastic.quant.variants.variant import Variant
 
     wanted = [Variant.parse(v) for v in ([variants] if isinstance(variants, str | Variant) else variants)]
@@ -97,6 +96,7 @@ def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:
 
 
 def parse_rate(copy_rate: int | str | None) -> RateLimiter:
+    """Return a limiter for bytes a second. Raises `ConfigError` for what is no rate."""
     rate = None if copy_rate is None else parse_bytes(copy_rate, option="copy_rate")
     if rate == 0:
         raise ConfigError(f"copy_rate={copy_rate!r} would never end; give bytes a second such as '2GB', or None")
@@ -104,5 +104,5 @@ def parse_rate(copy_rate: int | str | None) -> RateLimiter:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Where a layer's parameters lie."""
+    """Return the device of a layer's parameters."""
     return next(layer.parameters()).device

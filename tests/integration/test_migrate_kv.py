@@ -346,7 +346,7 @@ def test_a_driver_that_fails_leaves_caches_where_they_were(
         for pool in rt._places:
             pool.backend.fail(call, nth)
 
-    mechanism: Any = rt._worker.mechanism(elastic.MigrateKV((0,), "cpu#b"))
+    mechanism: Any = rt._executor.handler(elastic.MigrateKV((0,), "cpu#b"))
     prepare = mechanism.prepare
 
     def prepare_then(action: Any) -> Any:
@@ -388,7 +388,7 @@ def test_weights_and_kv_move_together_or_not_at_all(monkeypatch: Any, wrapped: A
     cache = model(**prompt(2)).past_key_values
     before = digests(cache), used(rt), rt.status().residencies
     actions = [elastic.MigrateKV((0, 1, 2), "cpu#b"), elastic.Migrate((1,), "cpu#b")]
-    mechanism: Any = rt._worker.mechanism(actions[1])
+    mechanism: Any = rt._executor.handler(actions[1])
     monkeypatch.setattr(mechanism, "commit", lambda prepared: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rt.apply(actions)

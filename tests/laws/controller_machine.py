@@ -239,7 +239,7 @@ def hooks_of(model: Any) -> int:
 def settle(rt: Any) -> None:
     """Until what was asked for is done, or deferred."""
     deadline = time.monotonic() + 60
-    while rt._worker._under_way:
+    while rt._executor._unfinished:
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 

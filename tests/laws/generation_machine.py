@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
         self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
         self.pools = self.rt.kv.memory.pools
         self.backends: list[Any] = [pool.pool.backend for pool in self.pools]
-        self.rt._worker._mechanisms[Look] = LookMechanism(self)  # type: ignore[index]
+        self.rt._executor._handlers[Look] = LookMechanism(self)  # type: ignore[index]
         self.shared = {pool: pool.limits.maximum + self.pages_of_weights(pool) for pool in self.pools}
         offload = data.draw(st.booleans())
         for pool in self.pools:
@@ -568,7 +568,7 @@ class Machine(RuleBasedStateMachine):
 
     def kv_has_what_the_weights_have_not(self) -> None:
         """Seen by the worker itself: beside it, what a waiting layer has claimed may not be its own yet."""
-        self.rt._worker.put([Look()], "a law").result()
+        self.rt._executor.submit([Look()], "a law").result()
 
     def wrong_sum(self, pool: Any) -> Any:
         right, retained = self.shared[pool] - self.pages_of_weights(pool), pool.pool.pages_of("retained")

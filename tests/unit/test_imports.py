@@ -41,4 +41,4 @@ def test_functions_and_files_stay_short() -> None:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno < 60, f"{file}: {node.name}"
+                assert node.end_lineno - node.lineno <= 60, f"{file}: {node.name}"

@@ -1,0 +1,33 @@
+"""The end of a process: forks refuse to run, and workers stop before the interpreter does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import Any
+
+FORKED = "this model was wrapped before the process forked; call elastic.unwrap(model) and wrap it again"
+EXIT_TIMEOUT_S = 10
+running: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The runtimes of this process that were started."""
+
+
+def nothing() -> None:
+    """Stand for a runtime in a pickled copy of its model, which is not wrapped."""
+
+
+def _refuse_in_child() -> None:
+    """Let no forward pass of a wrapped model run after a fork: the pages belong to the parent."""
+    for runtime in list(running):
+        runtime.refuse(FORKED)
+
+
+def _close_all() -> None:
+    """Close runtimes at exit: a worker that is in torch when the interpreter ends would abort it."""
+    for runtime in list(running):
+        runtime.close(timeout_s=EXIT_TIMEOUT_S)
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
+atexit.register(_close_all)
