@@ -96,7 +96,7 @@ class KVBuffer:
         g = self.geometry
         if start == stop:
             with torch.inference_mode(False):
-                return torch.empty((g.batch, g.heads, 0, g.dim), dtype=g.dtype, device=self._pool.backend.device)
+                return torch.empty((g.batch, g.heads, 0, g.dim), dtype=g.dtype, device=self._pool.device)
         if self._flat is None:
             self._renew()
         assert self._flat is not None

@@ -90,7 +90,7 @@ class LayerStore:
         """Give spare pages back, as far as no tensor outside shows them; return how many."""
         if self._growing:
             return 0
-        synchronize(self.pool.backend.device)  # no kernel may still read or write what is unmapped (law 6)
+        synchronize(self.pool.device)  # no kernel may still read or write what is unmapped (law 6)
         try:
             return sum(buffer.retreat(self.start, self.stop) for buffer in self.buffers)
         finally:

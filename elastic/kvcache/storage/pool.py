@@ -47,6 +47,7 @@ class KVPool:
         ready_share: float = READY_SHARE,
     ) -> None:
         self.pool = pool
+        self.device = pool.device
         self.lock = pool.mapping_lock
         maximum = maximum_bytes // pool.page_bytes
         self.limits = KVLimits(maximum, limit=maximum, floor=maximum)
@@ -300,7 +301,7 @@ class StoreLease:
         """For which there is address space."""
         self._lock = pool.lock
         self._number = store.lease
-        self._device = pool.pool.backend.device
+        self._device = pool.device
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int
