@@ -112,8 +112,9 @@ class KVTransfer:
             held = layer.held()
             if held is None or held.epoch != self._epoch:
                 return []
-            start = min(stop, max(start, held.first))
-            sources = held.lease.views(start - held.origin, stop - held.origin)
+            with held.lease.pool.lock:  # a forward pass may have let its window slide on since, and given pages back
+                start = min(stop, max(start, held.first, held.origin + held.lease.store.start))
+                sources = held.lease.views(start - held.origin, stop - held.origin)
         targets = self._target.views(start - self._origin, stop - self._origin)
         self._copied = stop
         self.moved_bytes += sum(source.nbytes for source in sources)
