@@ -1,5 +1,8 @@
-"""The attention function of a wrapped model: one new token goes to the kernel that was measured as the fastest for it
-(`decode_table.py`), an engine's cache attends by itself, anything else goes to the stock function."""
+"""The attention function of a wrapped model.
+
+One new token goes to the kernel that was measured as the fastest for it (`decode_table.py`), an engine's cache attends
+by itself, anything else goes to the stock function.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -41,15 +42,15 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             target.copy_(source, non_blocking=True)
 
 
+@dataclass(frozen=True)
 class FutureHandle:
     """A copy that a thread does."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    future: Future[None]
 
     def finish(self) -> None:
         """Return when the bytes are there. Raises what the copy raised."""
-        error = self._future.exception()
+        error = self.future.exception()
         del self  # an error knows this frame: it must not know the error, nor the error the tensors
         try:
             if error is not None:
@@ -61,23 +62,23 @@ class FutureHandle:
 
     def discard(self) -> None:
         """Return when the copy, done or failed, holds none of its tensors any more."""
-        self._future.exception()
+        self.future.exception()
 
 
+@dataclass(frozen=True)
 class EventHandle:
-    """A copy that was issued on a stream."""
+    """A copy that was issued on a stream of a device."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    event: torch.cuda.Event
+    device: torch.device
 
     def wait(self) -> None:
         """Order what this thread does next on the target after the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def finish(self) -> None:
         """Return when the bytes are there."""
-        self._event.synchronize()
+        self.event.synchronize()
 
     def discard(self) -> None:
         """Return at once: an issued copy holds nothing, and what comes next on the stream comes after it."""
@@ -87,24 +88,24 @@ CopyHandle = FutureHandle | EventHandle
 """A copy under way: `wait` or `finish` it, or `discard` it where its bytes do not count any more."""
 
 
+@dataclass
 class CopyBatch:
     """Copies under way that all must be there in the end."""
 
-    def __init__(self) -> None:
-        self._copies: list[CopyHandle] = []
+    handles: list[CopyHandle] = field(default_factory=list)
 
     def add(self, handle: CopyHandle) -> None:
         """Have this copy be there too."""
-        self._copies.append(handle)
+        self.handles.append(handle)
 
     def finish(self) -> None:
         """Return when all bytes are there. Raises what the first failed copy raised."""
-        for handle in self._copies:
+        for handle in self.handles:
             handle.finish()
 
     def discard(self) -> None:
         """Return when no copy, done or failed, holds any tensor or writes any more."""
-        for handle in self._copies:
+        for handle in self.handles:
             handle.discard()
 
 

@@ -1,6 +1,6 @@
-"""transformers' continuous batching with our cache, scheduler and sampling: what of it had to be made anew.
+"""transformers' continuous batching with our cache, scheduler and sampling: the parts that had to be replaced.
 
-Written against transformers 5.23 (`transformers_version.py`); each override says what the stock method does instead.
+Written against transformers 5.23 (`compatibility.py`); each override says what the stock method does instead.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class WeightsShare:
         """Count the pages by which live caches exceed what they may hold without `pages`."""
         kv = self._kv
         with kv.lock:
-            kv.settle()
+            kv.retire_ended()
             promised = sum(sectors.promised_pages for sectors in kv.usage.sectors)
             return max(0, kv.usage.used + promised + pages - kv.limits.maximum)
 

@@ -59,7 +59,8 @@ class KVPool:
         """Called with a deferred shrink that is over. Under the lock: it may take none."""
         self.closed = False
         self._deferred_limit: int | None = None  # at which a deferred shrink is over
-        self._ended: deque[tuple[LayerStore, int]] = deque()  # (store, its lease, or 0: its last view), by finalizers
+        self.ended: deque[tuple[LayerStore, int]] = deque()
+        """(store, the lease that ended; 0: its last view went): for `retire_ended`, and appended to without a lock."""
         pool.reclaimers.append(self.reclaim)
 
     # -- what caches and engines do
@@ -72,7 +73,7 @@ class KVPool:
         `epoch` is how often the limit had fallen when the layer's contents were begun; None: they begin now.
         """
         with self.lock:
-            self.settle()
+            self.retire_ended()
             if self.closed:
                 raise StateError("the model was unwrapped; build a new cache")
             store = self.usage.adopt((keys, values), self.limits.open - self.usage.used)
@@ -90,7 +91,7 @@ class KVPool:
 
     def grow(self, store: LayerStore, start: int, stop: int) -> None:
         """Map pages for the tokens [start, stop), under the lock. Raises `CapacityError` with the store as it was."""
-        self.settle()
+        self.retire_ended()
         missing, used = sum(buffer.missing(start, stop) for buffer in store.buffers), self.usage.used
         limit = self.limits.maximum if self.limits.shrinks > store.limit_epoch else self.limits.open
         if used + missing > limit:
@@ -113,7 +114,7 @@ class KVPool:
     def available(self, *, growing: bool) -> int:
         """Count the pages to be had beside those in use: for requests that live (`growing`), or for new ones."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             limit = self.limits.maximum if growing else self.limits.open
             return max(0, min(limit - self.usage.used, self.usage.idle + self.pool.free_pages))
 
@@ -136,7 +137,7 @@ class KVPool:
     def resize(self, limit_bytes: int | None, revision: int | None = None) -> Resize:
         """Move the limit; None: to the maximum. Raises `CapacityError` above that; then nothing has changed."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             limit = self._pages_of_limit(limit_bytes, revision)
             if limit is None:
                 return self._result("stale")
@@ -155,7 +156,7 @@ class KVPool:
     def dry_run_resize(self, limit_bytes: int | None, revision: int | None = None) -> tuple[ResizeStatus, int, int]:
         """Predict what `resize` would do: its status, the pages given back, the pages over the limit."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             limit = self._pages_of_limit(limit_bytes, revision)
             if limit is None:
                 return "stale", 0, 0
@@ -170,26 +171,26 @@ class KVPool:
     def reclaim(self, pages: int) -> int:
         """Free about `pages` pages: idle stores, the longest idle first, then spare pages of live ones."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             return self.reclaimer.unmap(pages)
 
     def trim(self) -> int:
         """Give every page that no cache needs back to the system; return bytes."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             created = self.pool.backend.created
             self.reclaimer.unmap(self.usage.used + self.usage.idle)
             self.pool.unmap_idle()
             self.pool.trim()
             return (created - self.pool.backend.created) * self.pool.page_bytes
 
-    def settle(self) -> None:
-        """Act on what finalizers noted: caches that died, last views that went."""
+    def retire_ended(self) -> None:
+        """Retire the stores whose cache layer died or gave them up, or whose last view went; fit what is left."""
         with self.lock:
-            if not self._ended and not self.reclaimer.unfinished:
+            if not self.ended and not self.reclaimer.unfinished:
                 return
-            while self._ended:
-                store, lease = self._ended.popleft()
+            while self.ended:
+                store, lease = self.ended.popleft()
                 if store.state is StoreState.RETAINED or (store.state is StoreState.LIVE and lease == store.lease):
                     self._retire(store)
             self.reclaimer.tidy(lambda: self.reclaimer.fit(self.limits.open))
@@ -201,7 +202,7 @@ class KVPool:
     def status(self) -> KVStatus:
         """Return a snapshot."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             size = self.pool.page_bytes
             used, idle = self.usage.used, self.usage.idle
             return KVStatus(
@@ -218,7 +219,7 @@ class KVPool:
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
         with self.lock:
-            self.settle()
+            self.retire_ended()
             for store in self.usage.stores:
                 for buffer in store.buffers:
                     expected = buffer.geometry.rows * (buffer.stop - buffer.first)
@@ -236,22 +237,17 @@ class KVPool:
         with self.lock:
             self.closed = True
             self.limits = KVLimits(0, limit=0, floor=0)
-            self.settle()
+            self.retire_ended()
             self.reclaimer.fit(0)
             if self.reclaim in self.pool.reclaimers:
                 self.pool.reclaimers.remove(self.reclaim)
 
     # -- inside, under the lock
 
-    def end_lease(self, store: LayerStore, lease: int) -> None:
-        """Have a store that its cache layer gives up be retained or idle."""
-        self._ended.append((store, lease))
-        self.settle()
-
     def _note_end(self, store: LayerStore, lease: int) -> None:
         """Called by finalizers, so from anywhere: takes no lock."""
-        self._ended.append((store, lease))
-        janitor.submit(self.settle)
+        self.ended.append((store, lease))
+        janitor.submit(self.retire_ended)
 
     def _retire(self, store: LayerStore) -> None:
         """Have a store without a cache be retained while tensors outside show it, else idle."""
@@ -350,5 +346,6 @@ class StoreLease:
         with self._lock:
             if self.store.lease != self._number:
                 return 0
-            self.pool.end_lease(self.store, self._number)
+            self.pool.ended.append((self.store, self._number))
+            self.pool.retire_ended()
             return self.store.pages * self.pool.pool.page_bytes if self.store.state is StoreState.RETAINED else 0

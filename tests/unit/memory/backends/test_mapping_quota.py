@@ -132,7 +132,7 @@ def test_a_cache_of_many_rows_runs_out_of_mappings_in_words_and_goes_on() -> Non
     layers[0].crop(-1)
     layers[0].update(token[:, :, :1], token[:, :, :1])
     del layers
-    kv.settle()
+    kv.retire_ended()
     kv.trim()
     kv.check()
     assert (kv.status().used_bytes, pool.backend.mappings) == (0, 0)
