@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elastic.memory.backends.base import runs
@@ -54,3 +54,29 @@ class VirtualRange:
     def mapped_runs(self) -> list[tuple[int, int]]:
         """List the mapped slots as (first, count), in order."""
         return runs(sorted(self.slots))
+
+
+def map_all(parts: Iterable[tuple[VirtualRange, int, Sequence[int]]]) -> None:
+    """Show pages in each (range, first slot, pages), all or none. Raises `CapacityError`."""
+    done: list[tuple[VirtualRange, int, int]] = []
+    try:
+        for target, slot, pages in parts:
+            target.map(slot, pages)
+            done.append((target, slot, len(pages)))
+    except BaseException:
+        for target, slot, count in done:
+            target.unmap(slot, count)
+        raise
+
+
+def unmap_all(parts: Iterable[tuple[VirtualRange, int, int]]) -> list[int]:
+    """Empty the slots of each (range, first slot, count), all or none; return their pages, in order."""
+    done: list[tuple[VirtualRange, int, list[int]]] = []
+    try:
+        for source, slot, count in parts:
+            done.append((source, slot, source.unmap(slot, count)))
+    except BaseException:
+        for source, slot, pages in done:
+            source.map(slot, pages)
+        raise
+    return [page for _, _, pages in done for page in pages]

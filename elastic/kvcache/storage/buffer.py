@@ -10,7 +10,7 @@ import torch
 from elastic.kvcache.storage.layout import StoreGeometry
 from elastic.memory.mapped_storage import MappedStorage
 from elastic.memory.page_pool import PagePool
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
 
 
 class KVBuffer:
@@ -53,15 +53,10 @@ class KVBuffer:
         first, stop = self.geometry.slots(start, stop)
         begin = self.stop if self.range.slots else first
         count, row_slots = stop - begin, self.geometry.row_slots
-        done = 0
-        try:
-            for row in range(self.geometry.rows):
-                self.range.map(row * row_slots + begin, pages[row * count : (row + 1) * count])
-                done += 1
-        except BaseException:
-            for row in range(done):
-                self.range.unmap(row * row_slots + begin, count)
-            raise
+        map_all(
+            (self.range, row * row_slots + begin, pages[row * count : (row + 1) * count])
+            for row in range(self.geometry.rows)
+        )
         self.first, self.stop = (self.first if self.stop > self.first else first), stop
         self._renew()
 
@@ -76,18 +71,13 @@ class KVBuffer:
         cuts = [cut for cut in cuts if cut[0] < cut[1]]
         if not cuts or self.is_shown_outside():
             return 0
-        unmapped: list[tuple[int, list[int]]] = []  # slot, pages from there on
-        try:
-            for row in range(self.geometry.rows):
-                for begin, end in cuts:
-                    slot = row * self.geometry.row_slots + begin
-                    unmapped.append((slot, self.range.unmap(slot, end - begin)))
-        except BaseException:
-            for slot, pages in unmapped:
-                self.range.map(slot, pages)
-            raise
+        row_slots = self.geometry.row_slots
+        freed = unmap_all(
+            (self.range, row * row_slots + begin, end - begin)
+            for row in range(self.geometry.rows)
+            for begin, end in cuts
+        )
         self.first, self.stop = (first, stop) if first < stop else (0, 0)
-        freed = [page for _, pages in unmapped for page in pages]
         self._pool.free(freed)
         return len(freed)
 

@@ -11,14 +11,13 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
 from elastic.errors import IntegrityError
 from elastic.kvcache.storage.pool import OWNER, KVPool
 from elastic.memory.copy_engine import synchronize
-from elastic.memory.virtual_range import VirtualRange
+from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
 
 
 @dataclass(frozen=True)
@@ -48,29 +47,18 @@ class GroupRanges:
 
     def map(self, sector: int, pages: Sequence[int]) -> None:
         """Map a sector in every layer, or in none. Raises `CapacityError`."""
-        done = 0
-        try:
-            for i, layer_range in enumerate(self.ranges):
-                layer_range.map(sector * self.layer_pages, pages[i * self.layer_pages : (i + 1) * self.layer_pages])
-                done += 1
-        except BaseException:
-            for layer_range in self.ranges[:done]:
-                layer_range.unmap(sector * self.layer_pages, self.layer_pages)
-            raise
+        count = self.layer_pages
+        map_all(
+            (layer_range, sector * count, pages[i * count : (i + 1) * count])
+            for i, layer_range in enumerate(self.ranges)
+        )
         self.mapped[sector] = None
 
     def unmap(self, sector: int) -> list[int]:
         """Take a sector out of every layer, or of none; return its pages."""
-        done: list[list[int]] = []
-        try:
-            for layer_range in self.ranges:
-                done.append(layer_range.unmap(sector * self.layer_pages, self.layer_pages))
-        except BaseException:
-            for layer_range, pages in zip(self.ranges, done, strict=False):
-                layer_range.map(sector * self.layer_pages, pages)
-            raise
+        pages = unmap_all((layer_range, sector * self.layer_pages, self.layer_pages) for layer_range in self.ranges)
         del self.mapped[sector]
-        return list(chain.from_iterable(done))
+        return pages
 
     def close(self) -> None:
         """Give everything back."""
