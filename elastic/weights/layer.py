@@ -25,7 +25,7 @@ from elastic.weights.proxy.weight_home import StagedTensors
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """What all units of one decoder layer have in common."""
+    """A decoder layer of the model, common to all its units."""
 
     index: int
     name: str

@@ -1,4 +1,4 @@
-"""What sits in the slots of a unit: made beside forward passes, so that a switch at the safe point is short."""
+"""The contents of a unit's slots: made beside forward passes, so that a switch at the safe point is short."""
 
 from __future__ import annotations
 
