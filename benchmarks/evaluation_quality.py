@@ -1,9 +1,9 @@
-"""What the precision of runs cost in quality: their requests replayed under the weights that were recorded.
+"""The cost in quality of the precision of runs: their requests replayed under the weights that were recorded.
 
     python benchmarks/evaluation_quality.py SPEC.json OUT.json
 
 SPEC has `runs` (name -> file of a run), `requests` (how many of each), and the settings of the evaluation. OUT has the
-figures of `elastic.bench.quality` for each run, and for the same requests with all layers packed (`static_int4`).
+figures of `quality.evaluate` for each run, and for the same requests with all layers packed (`static_int4`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality.evaluate import Quality, QualityReplayer, ReplayedRequest, share_of_loss
 
 import elastic
-from elastic.bench.quality.evaluate import Quality, QualityReplayer, ReplayedRequest, share_of_loss
 from elastic.cli.inputs.model_loading import load_model
 from elastic.config import Place
 

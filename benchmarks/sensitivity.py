@@ -46,9 +46,9 @@ Orders = dict[str, tuple[int, ...]]
 
 def texts() -> tuple[list[str], list[str]]:
     """Calibration text, which the model was trained on, and held-out text."""
-    sys.path.insert(0, str(ROOT / "training"))
-    from evaluate import held_out_texts
-    from train import corpus
+    sys.path.append(str(ROOT))
+    from training.evaluate import held_out_texts
+    from training.train import corpus
 
     return random.Random(0).sample(corpus()[0], FILES), held_out_texts()
 

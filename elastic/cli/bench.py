@@ -1,4 +1,4 @@
-"""`elastic bench`: replay a trace, and compare what came of it."""
+"""`elastic bench`: replay a trace, and compare results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compare(options: Namespace) -> int:
 
 
 def run(options: Namespace) -> int:
-    """Replay, write the files, show the figures; after Ctrl-C or SIGTERM too, with what there is."""
+    """Replay, write the files and show the figures; after Ctrl-C or SIGTERM too, with the requests so far."""
     with terminable() as interrupts:
         try:
             return interrupts.code if measure(options).interrupted else 0
@@ -60,32 +60,42 @@ def run(options: Namespace) -> int:
 
 
 def measure(options: Namespace) -> ReplayRun:
-    """One run, with all that comes of it."""
+    """Replay a trace; write and show its figures."""
     for name in ("out", "records"):
         require_file_to_write(getattr(options, name), f"--{name}")
     bounds = (options.slo_ttft, options.slo_tpot, options.slo_e2el)
     slo = None if bounds == (None, None, None) else SLO(*bounds)
-    trace = make_trace(options, _context(options.model))
+    context = getattr(_config(options.model), "max_position_embeddings", None) if options.model else None
+    trace = make_trace(options, context)
     prompts = make_prompts(options, trace)
     limits = ReplayOptions(warmup=options.warmup, timeout_s=options.timeout)
     with make_target(options, slo) as target:
-        done = replay(target, trace, prompts, slo, options=limits, progress=choose_progress())
-        summary = summarize(
-            done, detailed=options.save_detailed
-        )  # written before the target's end, which may take long
-        if options.records is not None:
-            write_records(options.records, done.records)
+        run = replay(target, trace, prompts, slo, options=limits, progress=choose_progress())
+        summary = summarize(run, detailed=options.save_detailed)
+        if options.records is not None:  # written before the target ends, which may take long
+            write_records(options.records, run.records)
         if options.out is not None:
-            _write(Path(options.out), json.dumps(summary) + "\n")
+            try:
+                Path(options.out).write_text(json.dumps(summary) + "\n")
+            except OSError as error:
+                raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}") from error
     show([Result(Path(options.out or "result").stem, summary)])
-    return done
+    return run
 
 
 def show(results: Sequence[Result]) -> None:
-    """The table, with rich or without, and what to know of it on standard error."""
+    """Print the table, with rich or without, and notes about it on standard error."""
     table = rows(results)
     if importlib.util.find_spec("rich"):
-        _show_rich(table)
+        from rich.console import Console
+        from rich.table import Table
+
+        grid = Table(*table[0])
+        for column in grid.columns[1:]:
+            column.justify = "right"
+        for row in table[1:]:
+            grid.add_row(*row)
+        Console().print(grid)
     else:
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         for row in table:
@@ -95,20 +105,26 @@ def show(results: Sequence[Result]) -> None:
 
 
 def make_prompts(options: Namespace, trace: Trace) -> list[Prompt]:
-    """Passages of the text that was given, else random tokens."""
+    """Return passages of the text of `--prompts`, or else random tokens."""
     choice: dict[str, Any] = {"seed": options.seed, "shared_prefix": options.shared_prefix}
     if options.prompts is None:
-        tokens = _vocabulary(options.model) if options.vocabulary is None else options.vocabulary
+        tokens = options.vocabulary
+        if tokens is None:
+            tokens = int(_config(options.model).vocab_size) if options.model else VOCABULARY_IF_UNKNOWN
         return random_prompts(trace, tokens, **choice)
     path = options.model if options.tokenizer is None else options.tokenizer
     if path is None:
         raise ConfigError("--prompts with --url needs --tokenizer, a directory with the server's tokenizer")
-    return text_prompts(trace, _tokenize(options.prompts, path), **choice)
+    from elastic.cli.inputs.model_files import read_tokenizer
+
+    text = read_text(options.prompts, "--prompts")
+    tokenizer = read_tokenizer(path, option="--tokenizer")
+    return text_prompts(trace, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], **choice)
 
 
 @contextmanager
 def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | LoadTarget]:
-    """What to replay to, ready; it is stopped at the end."""
+    """Make the target of the replay, ready; it is stopped at the end."""
     if options.url is None:
         with make_engine(options, slo) as engine:
             yield engine
@@ -123,7 +139,7 @@ def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | LoadTa
 
 @contextmanager
 def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
-    """A model of a directory, wrapped, behind an engine that has been started."""
+    """Start an engine for the wrapped model of a directory."""
     import elastic
     from elastic.cli.inputs.model_loading import load_model
     from elastic.engines.continuous.engine import ContinuousEngine
@@ -143,43 +159,8 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
         elastic.unwrap(model)
 
 
-def _context(model: str | None) -> int | None:
-    """The most tokens that a model was made for, if it says so."""
-    return getattr(_config(model), "max_position_embeddings", None) if model else None
-
-
-def _vocabulary(model: str | None) -> int:
-    return int(_config(model).vocab_size) if model else VOCABULARY_IF_UNKNOWN
-
-
 def _config(model: str) -> Any:
+    """Read the config of a model's text decoder. Raises `ConfigError`."""
     from elastic.cli.inputs.model_files import read_config
 
     return read_config(model, option="--model").get_text_config(decoder=True)
-
-
-def _tokenize(text: str, tokenizer: str) -> list[int]:
-    from elastic.cli.inputs.model_files import read_tokenizer
-
-    content = read_text(text, "--prompts")
-    found = read_tokenizer(tokenizer, option="--tokenizer")
-    return list(found(content, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error
-
-
-def _show_rich(table: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(*table[0])
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for row in table[1:]:
-        shown.add_row(*row)
-    Console().print(shown)

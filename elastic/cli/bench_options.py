@@ -17,7 +17,7 @@ POLICIES = "manual (the default: nothing is swapped), accuracy, balanced, perfor
 
 
 def add_bench(command: ArgumentParser) -> None:
-    """The sub-commands `run` and `compare`."""
+    """Add the sub-commands `run` and `compare`."""
     modes = command.add_subparsers(dest="mode", required=True, metavar="MODE")
     run = modes.add_parser("run", help="replay a trace against a model or a server, and measure")
     _add_target(run)
@@ -30,7 +30,7 @@ def add_bench(command: ArgumentParser) -> None:
 
 
 def make_trace(options: Namespace, most_tokens: int | None) -> Trace:
-    """The requests to offer: read or generated, cut, scaled. `most_tokens`: what the model's context holds."""
+    """Read or generate the requests to offer, cut and scaled. `most_tokens`: the size of the model's context."""
     trace = _generate(options) if options.trace is None else _read(options)
     if options.rate_scale != 1 or options.rate_method == "stretch":
         trace = trace.with_rate(options.rate_scale, options.rate_method, seed=options.seed)
@@ -39,15 +39,14 @@ def make_trace(options: Namespace, most_tokens: int | None) -> Trace:
 
 
 def numbers(text: str, option: str, names: str) -> list[float]:
-    """The numbers of `A:B:...`. Raises `ConfigError` naming the option, and what its parts are."""
-    parts = text.split(":")
+    """Read the numbers of `A:B:...`. Raises `ConfigError` naming the option and its parts."""
     try:
-        found = [float(part) for part in parts]
+        values = [float(part) for part in text.split(":")]
     except ValueError:
-        found = []
-    if len(found) != len(names.split(":")) or not all(map(math.isfinite, found)):
+        values = []
+    if len(values) != len(names.split(":")) or not all(map(math.isfinite, values)):
         raise ConfigError(f"{option} {text}: {names} is needed, in numbers")
-    return found
+    return values
 
 
 def _add_target(run: ArgumentParser) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,13 +25,16 @@ PIECES_OF_THE_NEIGHBOUR = 60
 KV_IN_SECOND_ACT = 0.6
 LAYERS_AT_ONCE = 2
 RESERVE = 0.08
-"""Of the weights: room for one packed layer."""
+"""A share of the weights: room for one packed layer."""
+Director = Callable[[Loaded, elastic.Runtime], Generator[None, None, None]]
+"""A generator of actions on the runtime, resumed after each piece of text."""
 
 
 def demo(options: Namespace) -> int:
     """Run the acts; returns 0 if every text is the plain model's that should be, and the ledger is right, else 1."""
     place = parse_place(options.place, DEFAULT_PLACE)
-    place = Place(place.name, place.device, place.budget_bytes, _page_bytes(options.pages, place))
+    page_bytes = parse_bytes(options.pages, option="--pages") if place.device.type == "cpu" else None
+    place = Place(place.name, place.device, place.budget_bytes, page_bytes)
     console = Console()
     loaded = load(options, place.device)
     expected = _write(loaded, options)
@@ -44,29 +47,24 @@ def demo(options: Namespace) -> int:
     tight = Place(f"{place.device}#tight", place.device, needs.too_small_bytes(place, RESERVE), place.page_bytes)
     _act(_swap_layers, tight, loaded, options, console, expected, variants=("int4",))
     again = torch.equal(_write(loaded, options), expected)
+    in_acts, after = ("yes" if equal else "NO" for equal in (same and also, again))
     console.print(
-        f"tokens equal to the plain model's in acts 1 and 2: {_yes(same and also)}; after act 3, unwrapped, again: "
-        f"{_yes(again)}; ledger: recounted, right"
+        f"tokens equal to the plain model's in acts 1 and 2: {in_acts}; after act 3, unwrapped, again: {after}; "
+        "ledger: recounted, right"
     )
     return 0 if same and also and again else 1
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that the first act showed the demo to need."""
+    """Bytes that the first act used."""
 
     weights: int
     kv: int
 
     def too_small_bytes(self, place: Place, reserve: float = 0) -> int:
-        """A budget for all weights, a reserve as a share of them, and a part of the KV cache."""
+        """Return a budget for all weights, a reserve as a share of them, and a part of the KV cache."""
         return int((1 + reserve) * self.weights + KV_IN_SECOND_ACT * self.kv)
-
-
-class Director(Protocol):
-    """What an act does to the runtime while text is written."""
-
-    def __call__(self, loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]: ...
 
 
 def _act(
@@ -78,7 +76,7 @@ def _act(
     expected: torch.Tensor,
     variants: tuple[str, ...] = (),
 ) -> tuple[bool, Needs]:
-    """Wrap, write under the director's hand, recount, unwrap; whether the tokens are the plain model's."""
+    """Wrap, write while the director acts, recount, unwrap; return whether the tokens are the plain model's."""
     elastic.wrap(loaded.model, places=[place], variants=variants)
     try:
         runtime = elastic.runtime(loaded.model)
@@ -97,44 +95,37 @@ def _act(
     return torch.equal(tokens, expected), Needs(weights, kv)
 
 
-def _page_bytes(size: str, place: Place) -> int | None:
-    """Small pages on a CPU, so that a small model has many; the driver's granularity on CUDA."""
-    return parse_bytes(size, option="--pages") if place.device.type == "cpu" else None
-
-
 def _write(loaded: Loaded, options: Namespace, **more: Any) -> torch.Tensor:
+    """Generate, with the same seed every time; returns token ids, [1, tokens]."""
     torch.manual_seed(options.seed)
     tokens: torch.Tensor = loaded.model.generate(
-        **loaded.inputs,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=True,
-        temperature=0.7,
-        **more,
+        **loaded.inputs, max_new_tokens=options.max_new_tokens, do_sample=True, temperature=0.7, **more
     )
     return tokens
-
-
-def _leave_idle_pages(loaded: Loaded) -> None:
-    """Another request before ours: its pages stay mapped for the next one, and are what a shrink takes first."""
-    ids = loaded.inputs["input_ids"].repeat(2, 1)
-    loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
 
 
 def _show(
     director: Director, loaded: Loaded, runtime: elastic.Runtime, options: Namespace, console: Console
 ) -> tuple[torch.Tensor, int]:
-    """Generate in a thread; here, show each piece of text, and let the director act now and then.
+    """Generate in a thread; meanwhile, show each piece of text and let the director act now and then.
 
     Returns the tokens and the most bytes that the KV cache used.
     """
     from transformers import TextIteratorStreamer
+
+    def write() -> torch.Tensor:
+        """Generate to the end, [1, tokens], and end the stream whatever happens."""
+        try:
+            return _write(loaded, options, streamer=streamer)
+        finally:
+            streamer.end()
 
     streamer = TextIteratorStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     acting = director(loaded, runtime)
     next(acting)
     text, most = options.prompt, 0
     with ThreadPoolExecutor(1) as pool, Live(console=console, auto_refresh=False) as live:
-        writing = pool.submit(_write_to_end, loaded, options, streamer)
+        writing = pool.submit(write)
         try:
             for piece in streamer:
                 text += piece
@@ -150,8 +141,12 @@ def _show(
 
 
 def _move_the_limit(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:
-    """Down to what is in use, to half of it (deferred), to nothing, and up again."""
-    _leave_idle_pages(loaded)
+    """Shrink the limit to the bytes in use, to half of them (deferred), to nothing, and grow it again.
+
+    Another request comes first: its pages stay mapped for the next one, and are the first that a shrink takes.
+    """
+    ids = loaded.inputs["input_ids"].repeat(2, 1)
+    loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
     kv = runtime.kv
     for turn in itertools.count():
         for _ in range(PIECES_BETWEEN_ACTIONS):
@@ -184,29 +179,18 @@ def _trade_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, N
 def _swap_layers(loaded: Loaded, runtime: elastic.Runtime) -> Generator[None, None, None]:
     """Swap layers, the last first, when the KV cache fills up; restore them at the end."""
     runtime.kv.trim()
-    left, growth = runtime.status().layers, 0
+    full, growth = runtime.status().layers, 0
     try:
         while True:
             growth = growth or runtime.kv.used_bytes
-            while growth and left and _is_short(runtime, growth):
-                runtime.swap(range(max(0, left - LAYERS_AT_ONCE), left), "int4")
-                left = max(0, left - LAYERS_AT_ONCE)
+            while growth and full and _is_short(runtime, growth):
+                runtime.swap(range(max(0, full - LAYERS_AT_ONCE), full), "int4")
+                full = max(0, full - LAYERS_AT_ONCE)
             yield
     finally:
         runtime.restore()
 
 
 def _is_short(runtime: elastic.Runtime, growth: int) -> bool:
-    """Whether the KV cache could not grow twice by as much as a first page for each of its rows."""
+    """Return whether the KV cache could not grow twice by as much as a first page for each of its rows."""
     return runtime.kv.used_bytes + 2 * growth > runtime.kv.capacity_bytes
-
-
-def _write_to_end(loaded: Loaded, options: Namespace, streamer: Any) -> torch.Tensor:
-    try:
-        return _write(loaded, options, streamer=streamer)
-    finally:
-        streamer.end()
-
-
-def _yes(fact: bool) -> str:
-    return "yes" if fact else "NO"

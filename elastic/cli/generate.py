@@ -1,4 +1,4 @@
-"""`elastic generate`: a wrapped model in its plain use."""
+"""`elastic generate`: text from a wrapped model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""The command `elastic`."""
+"""The command `elastic`: its options, and its exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,11 +15,12 @@ from elastic.cli.bench_options import add_bench
 from elastic.cli.serve import add_options as add_serve
 from elastic.errors import BackendUnavailable, ElasticError
 
-USER_ERROR = 2
+USER_ERROR, CLOSED_PIPE = 2, 128 + signal.SIGPIPE
 DEMO_PROMPT = 'def read_file(path):\n    """Read'
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of all sub-commands."""
     root = argparse.ArgumentParser(prog="elastic", description="A language model that changes shape while it serves.")
     root.add_argument("--version", action="version", version=f"elastic {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -30,15 +34,12 @@ def parser() -> argparse.ArgumentParser:
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
     add_bench(commands.add_parser("bench", help="replay a trace of requests, and compare what came of it"))
-    _add_top(commands.add_parser("top", help="watch a server"))
+    top = commands.add_parser("top", help="watch a server")
+    top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="(%(default)s)")
+    top.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
+    top.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
     _add_plan(commands.add_parser("plan", help="where to put layers and their replicas, and what that gains"))
     return root
-
-
-def _add_top(command: argparse.ArgumentParser) -> None:
-    command.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="(%(default)s)")
-    command.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
-    command.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
@@ -92,48 +93,35 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, or 2 after one line about what the caller must change."""
+    """Run a command and return the exit code: 0, or 2 after one line that says what the caller must change.
+
+    An interrupt and a closed pipe at standard output (`| head`) end a command in silence, with the codes of shells.
+    """
     options = parser().parse_args(arguments)
     try:
-        return _command(options.command)(options)
+        code = _command(options.command)(options)
+        sys.stdout.flush()
     except ElasticError as error:
         print(f"elastic {options.command}: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return CLOSED_PIPE
+    return code
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """The function behind a command; what it needs is imported only now."""
-    if name == "generate":
-        from elastic.cli.generate import generate
-
-        return generate
-    if name == "serve":
-        from elastic.cli.serve import serve
-
-        return serve
-    if name == "bench":
-        from elastic.cli.bench import bench
-
-        return bench
+    """Import and return the function behind a command. Raises `BackendUnavailable` where an extra is absent."""
     try:
-        if name == "profile":
-            from elastic.cli.profile import profile
-
-            return profile
-        if name == "top":
-            from elastic.cli.top import top
-
-            return top
-        if name == "plan":
-            from elastic.cli.plan import plan
-
-            return plan
-        from elastic.cli.demo import demo
+        module = importlib.import_module(f"elastic.cli.{name}")
     except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
         raise BackendUnavailable(f"{error}; the live view needs: pip install 'elastic-llm[cli]'") from error
-    return demo
+    command: Callable[[argparse.Namespace], int] = getattr(module, name)
+    return command
 
 
 if __name__ == "__main__":

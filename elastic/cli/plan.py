@@ -1,10 +1,12 @@
-"""`elastic plan`: where the layers of models could be, with which replicas, and what that gains. Nothing is loaded but
-their configs, unless it is asked to measure."""
+"""`elastic plan`: placements of the layers of models, with replicas, and the speed-up that they promise.
+
+Only configs are loaded, unless the speeds are to be measured.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from elastic.memory.places import free_bytes
 from elastic.planning.assumed_speeds import assume
 from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.local_search import PlannedModel, plan_together
-from elastic.planning.measured_cost import Calibration, MeasuredCostModel, WeightedCost
+from elastic.planning.measured_cost import MeasuredCostModel, WeightedCost
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
 from elastic.runtime.layer_benchmark import measure
 from elastic.weights.decoder import Decoder, find_decoder
@@ -32,32 +34,32 @@ from elastic.weights.decoder import Decoder, find_decoder
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model, in bytes."""
+    """Sizes of a model, in bytes."""
 
     layers: tuple[int, ...]
     fixed: int
-    """Embedding, head, norms: at the first place."""
+    """The embedding, head and norms, which are at the first place."""
     kv_token: int
-    """KV cache of one token in one layer."""
+    """The KV cache of one token in one layer."""
     hidden: int
-    """Hidden state of one token."""
+    """The hidden state of one token."""
     parameters: int
-    """Of the largest layer, how many."""
+    """The number of parameters of the largest layer."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """One of the models that are planned."""
+    """A model to plan for."""
 
     name: str
     home: Placement
+    """The place of each layer without replicas."""
     needs: tuple[ResourceDemand, ...]
-    forwards: dict[str, CostModel]
-    """What is predicted, by name; `all` is what placements are chosen by."""
-
-    @property
-    def instance(self) -> PlannedModel:
-        return PlannedModel(self.home, tuple(map(_half_kv, self.needs)), self.forwards["all"])
+    """The bytes of each layer, with its KV cache."""
+    replica_needs: tuple[ResourceDemand, ...]
+    """The bytes of each layer's replica, which has half of the KV rows at most."""
+    forwards: Mapping[str, CostModel]
+    """The forward passes to predict, by name; placements are chosen by `all`."""
 
 
 def plan(options: Namespace) -> int:
@@ -66,54 +68,60 @@ def plan(options: Namespace) -> int:
     Of several models each begins at a place of its own, in the order of both; replicas are planned together.
     """
     places = _places(options)
-    rooms = [PlaceCapacity(p.name, _budget(p), _budget(p), margin=options.margin) for p in places]
+    budgets = [free_bytes(p.device) if p.budget_bytes is None else p.budget_bytes for p in places]
+    capacities = [
+        PlaceCapacity(p.name, nbytes, nbytes, margin=options.margin) for p, nbytes in zip(places, budgets, strict=True)
+    ]
     models = []
     for number, path in enumerate(options.models):
         first = number % len(places)
-        one, rooms = _asked(options, path, number, [*places[first:], *places[:first]], rooms)
-        models.append(one)
-    found = plan_together({one.name: one.instance for one in models}, rooms, t_up=0.0)
+        request, capacities = _request(options, path, number, [*places[first:], *places[:first]], capacities)
+        models.append(request)
+    planned = {m.name: PlannedModel(m.home, m.replica_needs, m.forwards["all"]) for m in models}
+    placements = plan_together(planned, capacities, t_up=0.0)
     console = Console()
-    for one in models:
+    for model in models:
         if len(models) > 1:
-            console.print(Text(one.name))
-        console.print(layers_at([p.name for p in places], found[one.name].layers))
-    console.print(_memory([(one, found[one.name]) for one in models], rooms))
-    for one in models:
-        console.print(_speed(found[one.name], one.forwards, one.name if len(models) > 1 else ""))
+            console.print(Text(model.name))
+        console.print(layers_at([p.name for p in places], placements[model.name].layers))
+    console.print(_memory_table([(model, placements[model.name]) for model in models], capacities))
+    for model in models:
+        title = f"predicted, {model.name}" if len(models) > 1 else "predicted"
+        console.print(_speed_table(placements[model.name], model.forwards, title))
     kind = "measured here" if options.measure else "assumed; --measure measures them"
     console.print(f"speeds are {kind}; {options.batch} sequences at once; compute is taken to be idle", soft_wrap=True)
     return 0
 
 
-def _asked(
-    options: Namespace, path: str, number: int, places: Sequence[Place], rooms: Sequence[PlaceCapacity]
+def _request(
+    options: Namespace, path: str, number: int, places: Sequence[Place], capacities: Sequence[PlaceCapacity]
 ) -> tuple[PlanRequest, list[PlaceCapacity]]:
-    """A model with its layers at places in this order, and the rooms that are left then, in their own order."""
+    """Return a model with its layers at places in this order, and what is free then, in the order of capacities."""
     model = _meta_model(path, places)
     sizes = sizes_of(find_decoder(model), model)
-    calibration = _calibration(options, path, places, sizes)
-    needs = [
-        ResourceDemand(nbytes, kv_bytes=options.batch * _tokens(options) * sizes.kv_token) for nbytes in sizes.layers
-    ]
-    known = {room.name: room for room in rooms}
-    home, left = spread([known[place.name] for place in places], needs, sizes.fixed)
+    kv_bytes = options.batch * (options.tokens + options.new_tokens) * sizes.kv_token
+    needs = [ResourceDemand(nbytes, kv_bytes=kv_bytes) for nbytes in sizes.layers]
+    replica_needs = [ResourceDemand(nbytes, kv_bytes=-(-kv_bytes // 2)) for nbytes in sizes.layers]
+    by_name = {capacity.name: capacity for capacity in capacities}
+    home, remaining = spread([by_name[place.name] for place in places], needs, sizes.fixed)
+    if options.measure:
+        loaded, _ = load_model(path, places[0].device, option="MODEL")
+        decoder = find_decoder(loaded.to(places[0].device))
+        calibration = measure(decoder, places, (1, options.batch, 8 * options.batch))
+    else:
+        calibration = assume(places, max(sizes.layers), sizes.parameters)
     step = MeasuredCostModel(calibration, options.batch, 1, sizes.hidden)
     prompt = MeasuredCostModel(calibration, options.batch, options.tokens, sizes.hidden)
     whole = WeightedCost((1.0, prompt), (float(options.new_tokens), step))
     forwards: dict[str, CostModel] = {f"prompt of {options.tokens}": prompt, "one token more": step, "all": whole}
-    known |= {room.name: room for room in left}
+    by_name |= {capacity.name: capacity for capacity in remaining}
     name = f"{number + 1}: {Path(path).resolve().name}"
-    return PlanRequest(name, home, tuple(needs), forwards), [known[room.name] for room in rooms]
-
-
-def _half_kv(need: ResourceDemand) -> ResourceDemand:
-    """Of a replica, which has half of the rows at most."""
-    return ResourceDemand(need.nbytes, kv_bytes=-(-need.kv_bytes // 2))
+    request = PlanRequest(name, home, tuple(needs), tuple(replica_needs), forwards)
+    return request, [by_name[capacity.name] for capacity in capacities]
 
 
 def sizes_of(decoder: Decoder, model: Any) -> Sizes:
-    """From shapes alone: the model may be on the meta device."""
+    """Compute the sizes of a model from shapes alone: it may be on the meta device."""
     layers = tuple(sum(p.nbytes for p in layer.parameters()) for layer in decoder.layers)
     total = sum(p.nbytes for p in model.parameters())  # tied ones once
     config, itemsize = decoder.config, next(iter(decoder.layers[0].parameters())).element_size()
@@ -126,30 +134,31 @@ def sizes_of(decoder: Decoder, model: Any) -> Sizes:
 
 
 def spread(
-    rooms: Sequence[PlaceCapacity], needs: Sequence[ResourceDemand], fixed: int
+    capacities: Sequence[PlaceCapacity], needs: Sequence[ResourceDemand], fixed: int
 ) -> tuple[Placement, list[PlaceCapacity]]:
-    """Every layer at a place of its own, in their order, and the rooms that are left.
+    """Give every layer one place, filling the places in their order; return what is free then, too.
 
-    Raises `ConfigError` if they do not fit below the margins.
+    Raises `ConfigError` if the layers do not fit below the margins.
     """
-    left = [room.having(ResourceDemand(fixed)) if i == 0 else room for i, room in enumerate(rooms)]
+    free = [capacities[0].having(ResourceDemand(fixed)), *capacities[1:]]
     homes: list[tuple[str]] = []
-    here = 0
+    place = 0
     for need in needs:
-        while here < len(left) and not left[here].fits(need):
-            here += 1
-        if here == len(left):
-            wanted, have = fixed + sum(need.total_bytes for need in needs), sum(room.total_bytes for room in rooms)
+        while place < len(free) and not free[place].fits(need):
+            place += 1
+        if place == len(free):
+            wanted, total = fixed + sum(n.total_bytes for n in needs), sum(c.total_bytes for c in capacities)
             raise ConfigError(
-                f"the model needs {wanted:,} bytes with its KV cache; the places have {have:,} less their margins, and "
-                "no layer is split: give larger places, a smaller --batch or fewer --tokens"
+                f"the model needs {wanted:,} bytes with its KV cache; the places have {total:,} less their margins, "
+                "and no layer is split: give larger places, a smaller --batch or fewer --tokens"
             )
-        left[here] = left[here].having(need)
-        homes.append((left[here].name,))
-    return Placement(tuple(homes)), left
+        free[place] = free[place].having(need)
+        homes.append((free[place].name,))
+    return Placement(tuple(homes)), free
 
 
 def _places(options: Namespace) -> list[Place]:
+    """Return the places of `--places`. Raises `ConfigError` for them and for other numbers out of range."""
     places = [Place.parse(text) for text in options.places.split(",")]
     if len({place.name for place in places}) < len(places):
         raise ConfigError(f"--places {options.places} names a place twice; write cpu#a=1GiB,cpu#b=1GiB")
@@ -161,16 +170,8 @@ def _places(options: Namespace) -> list[Place]:
     return places
 
 
-def _budget(place: Place) -> int:
-    return place.budget_bytes if place.budget_bytes is not None else free_bytes(place.device)
-
-
-def _tokens(options: Namespace) -> int:
-    return int(options.tokens + options.new_tokens)
-
-
 def _meta_model(path: str, places: Sequence[Place]) -> Any:
-    """The model without memory, in the dtype that it would be loaded in."""
+    """Make the model on the meta device, in the dtype that it would be loaded in. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(path, option="MODEL")
@@ -180,33 +181,25 @@ def _meta_model(path: str, places: Sequence[Place]) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _calibration(options: Namespace, path: str, places: Sequence[Place], sizes: Sizes) -> Calibration:
-    if not options.measure:
-        return assume(places, max(sizes.layers), sizes.parameters)
-    model, _ = load_model(path, places[0].device, option="MODEL")
-    return measure(find_decoder(model.to(places[0].device)), places, (1, options.batch, 8 * options.batch))
-
-
-def _memory(found: Sequence[tuple[PlanRequest, Placement]], left: Sequence[PlaceCapacity]) -> Table:
-    """What each place has; `left` is what own layers leave, replicas come on top."""
+def _memory_table(models: Sequence[tuple[PlanRequest, Placement]], capacities: Sequence[PlaceCapacity]) -> Table:
+    """Tabulate the bytes of each place, whose capacity counts the models' own layers; replicas come on top."""
     table = Table("place", "budget", "own", "replicas", "free", title="memory, KV cache included")
-    for room in left:
-        own = room.total_bytes - room.free_bytes
-        more = sum(
-            _half_kv(need).total_bytes
-            for one, placement in found
-            for need, places in zip(one.needs, placement.layers, strict=True)
-            if room.name in places[1:]
+    for capacity in capacities:
+        replicas = sum(
+            need.total_bytes
+            for model, placement in models
+            for need, places in zip(model.replica_needs, placement.layers, strict=True)
+            if capacity.name in places[1:]
         )
-        table.add_row(room.name, *map(mib, (room.total_bytes, own, more, room.free_bytes - more)))
+        used, free = capacity.total_bytes - capacity.free_bytes, capacity.free_bytes - replicas
+        table.add_row(capacity.name, *map(mib, (capacity.total_bytes, used, replicas, free)))
     return table
 
 
-def _speed(found: Placement, models: dict[str, CostModel], of: str) -> Table:
-    """Predicted seconds of the decoder layers, without and with replicas."""
-    title = f"predicted, {of}" if of else "predicted"
+def _speed_table(placement: Placement, forwards: Mapping[str, CostModel], title: str) -> Table:
+    """Tabulate predicted seconds of the decoder layers, without and with replicas."""
     table = Table("forward pass", "without replicas, s", "with, s", "speed-up", title=title)
-    for name, model in models.items():
-        seconds = [cost(model, found.alone_at_home), cost(model, found)]
-        table.add_row(name, *(f"{s:.4g}" for s in seconds), f"{speedup(model, found):.2f}")
+    for name, model in forwards.items():
+        seconds = [cost(model, placement.alone_at_home), cost(model, placement)]
+        table.add_row(name, *(f"{s:.4g}" for s in seconds), f"{speedup(model, placement):.2f}")
     return table

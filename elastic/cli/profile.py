@@ -1,4 +1,4 @@
-"""`elastic profile`: which layers of a model to swap first."""
+"""`elastic profile`: the order in which to swap the layers of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def profile(options: Namespace) -> int:
     texts = [read_text(path, "--calibration") for path in options.calibration]
     held_out = None if options.held_out is None else read_text(options.held_out, "--held-out")
     if options.plot is not None:
-        from elastic.cli.views.loss_plot import require_matplotlib
+        from elastic.bench.report.plots import require_matplotlib
 
         require_matplotlib()
     beside = Path(options.model) / f"elastic-profile-{options.variant}.json"
@@ -33,18 +33,19 @@ def profile(options: Namespace) -> int:
     require_file_to_write(options.plot, "--plot")
     model, tokenizer = load_model(options.model, device, option="MODEL")
     model = model.to(device)
-    found = _measure(model, tokenizer, texts, path, options)
+    measured = _measure(model, tokenizer, texts, path, options)
     console = Console()
-    console.print(_scores(found))
-    console.print(f"order, the first to swap first: {' '.join(map(str, found.order))}", soft_wrap=True)
+    console.print(_score_table(measured))
+    console.print(f"order, the first to swap first: {' '.join(map(str, measured.order))}", soft_wrap=True)
     console.print(f"saved to {path}", soft_wrap=True)
     if options.plot is not None:
-        _draw(model, tokenizer, found, held_out, texts, options)
+        _draw(model, tokenizer, measured, held_out, texts, options)
         console.print(f"drawn to {options.plot}", soft_wrap=True)
     return 0
 
 
 def _measure(model: Any, tokenizer: Any, texts: list[str], path: Path, options: Namespace) -> Profile:
+    """Profile the model, with a bar on standard error where that is a terminal."""
     columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -65,27 +66,26 @@ def _measure(model: Any, tokenizer: Any, texts: list[str], path: Path, options: 
         )
 
 
-def _scores(found: Profile) -> Table:
-    """The layers in their order, with the scores that each was chosen by."""
-    table = Table("layer", "LTS", "LRS", "MDS", "LIS", title=f"{found.setting.variant}, {_tokens(found)} tokens")
-    for round_ in found.rounds:
+def _score_table(profile: Profile) -> Table:
+    """Tabulate the layers in their order, with the scores that each was chosen by."""
+    setting = profile.setting
+    title = f"{setting.variant}, {setting.sequences * setting.tokens} tokens"
+    table = Table("layer", "LTS", "LRS", "MDS", "LIS", title=title)
+    for round_ in profile.rounds:
         p = round_.chosen
-        scores = found.lts[p], found.lrs[p], round_.mds[p], round_.lis[p]
+        scores = profile.lts[p], profile.lrs[p], round_.mds[p], round_.lis[p]
         table.add_row(str(p), *(f"{score:.6f}" for score in scores))
     return table
 
 
-def _tokens(found: Profile) -> int:
-    return found.setting.sequences * found.setting.tokens
-
-
 def _draw(
-    model: Any, tokenizer: Any, found: Profile, held_out: str | None, texts: list[str], options: Namespace
+    model: Any, tokenizer: Any, profile: Profile, held_out: str | None, texts: list[str], options: Namespace
 ) -> None:
+    """Draw the scores, and the losses on the held-out text, or else on the calibration text."""
     from elastic.cli.views.loss_plot import draw, losses_by_order
     from elastic.profiling import token_ids
 
     ids = token_ids(texts if held_out is None else held_out, tokenizer, options.tokens)
     with torch.no_grad():
-        losses = losses_by_order(model, found, ids.to(model.device))
-    draw(found, losses, "calibration text" if held_out is None else "held-out text", Path(options.plot))
+        losses = losses_by_order(model, profile, ids.to(model.device))
+    draw(profile, losses, "calibration text" if held_out is None else "held-out text", Path(options.plot))

@@ -18,7 +18,7 @@ TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
 
 
 def add_options(command: ArgumentParser) -> None:
-    """What can be set on the command line."""
+    """Add the options of the command."""
     command.add_argument("model", metavar="MODEL", help="model directory")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     command.add_argument("--port", type=int, default=8000, help="port to listen on (8000; 0: a free one)")
@@ -73,8 +73,14 @@ def serve(options: Namespace) -> int:
     token = _secret("--token-file", options.token_file, TOKEN)
     api_key = _secret("--api-key-file", options.api_key_file, API_KEY)
     _check(options, token)
-    chosen, name = wrap_options(options), _served_name(options)
-    device = _places(options)[0].device
+    chosen, name = wrap_options(options), options.served_model_name
+    if name is None:
+        name = require_characters(Path(options.model).resolve().name, "the name of MODEL's directory")
+    else:
+        require_characters(name, "--served-model-name")
+    places = [Place.parse(place) for place in options.place or ["cpu"]]
+    require_memory(places)
+    device = places[0].device
     with ExitStack() as stack:
         bound = stack.enter_context(bind(options.host, options.port))  # before minutes are spent on the model
         model, tokenizer = load_model(options.model, device, option="MODEL")
@@ -105,14 +111,14 @@ def serve(options: Namespace) -> int:
 
 
 def make_engine(model: Any, options: Namespace) -> Engine:
-    """The engine that serves the model, not started yet."""
+    """Make the engine that serves the model, not started yet."""
     from elastic.engines.continuous.engine import ContinuousEngine
 
     return ContinuousEngine(model, max_queue=options.max_queue)
 
 
 def wrap_options(options: Namespace) -> dict[str, Any]:
-    """What `elastic.wrap` gets."""
+    """Return the keyword arguments of `elastic.wrap`."""
     policy = options.policy
     if policy is None:
         policy = "balanced" if options.variants else "manual"
@@ -125,7 +131,7 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
 
 
 def _check(options: Namespace, token: str | None) -> None:
-    """What is wrong with the options is said before a model is loaded."""
+    """Raise `ConfigError` for wrong options, before a model is loaded."""
     if options.enable_actions and not token:
         raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
     if not 0 <= options.port < 65536:
@@ -139,32 +145,21 @@ def _check(options: Namespace, token: str | None) -> None:
     require_at_least(1, parse_bytes(options.max_body, option="--max-body"), "--max-body")
 
 
-def _served_name(options: Namespace) -> str:
-    if options.served_model_name is not None:
-        return require_characters(options.served_model_name, "--served-model-name")
-    return require_characters(Path(options.model).resolve().name, "the name of MODEL's directory")
-
-
-def _places(options: Namespace) -> list[Place]:
-    """Those of `--place`, or the one by default."""
-    places = [Place.parse(place) for place in (["cpu"] if options.place is None else options.place)]
-    require_memory(places)
-    return places
-
-
 def _secret(option: str, path: str | None, variable: str) -> str | None:
+    """Read a secret from a file, or else from the environment. Raises `ConfigError` for an empty one."""
     if path is None and variable not in os.environ:
         return None
     secret = os.environ[variable] if path is None else read_text(path, option)
     if not secret.strip():
-        where = variable if path is None else f"{option} {path}"
-        raise ConfigError(f"{where} is empty; put the secret there, or do without it")
+        source = variable if path is None else f"{option} {path}"
+        raise ConfigError(f"{source} is empty; put the secret there, or do without it")
     return secret.strip()
 
 
 def _max_model_len(model: Any, options: Namespace) -> int | None:
-    own = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Return the most tokens of prompt and answer: the option's, or the model's. Raises `ConfigError`."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     wanted: int | None = options.max_model_len
-    if own and wanted is not None and wanted > own:
-        raise ConfigError(f"--max-model-len {wanted} is more than the {own} tokens that the model was made for")
-    return own if wanted is None else wanted
+    if context and wanted is not None and wanted > context:
+        raise ConfigError(f"--max-model-len {wanted} is more than the {context} tokens that the model was made for")
+    return context if wanted is None else wanted

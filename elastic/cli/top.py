@@ -29,8 +29,8 @@ def top(options: Namespace) -> int:
     require_at_least(LEAST_S, every_s, "--every", " seconds")
     console = Console()
     if options.once:
-        seen = ask(url, TIMEOUT_S)
-        console.print(frame(seen, [sample(seen)], url))
+        document = ask(url, TIMEOUT_S)
+        console.print(frame(document, [sample(document)], url))
         return 0
     live: Any = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
     with suppress(KeyboardInterrupt), live:
@@ -41,20 +41,20 @@ def top(options: Namespace) -> int:
 
 
 def frames(url: str) -> Iterator[RenderableType]:
-    """A frame for each answer; where there is none, one line about it above the last frame."""
+    """Yield a frame for each answer; where there is none, one line about it above the last frame."""
     history: deque[Sample] = deque()
-    seen: StatusDocument | None = None
+    last: StatusDocument | None = None
     for attempt in itertools.count(1):
         try:
-            seen = ask(url, TIMEOUT_S)
-            remember(history, sample(seen))
-            yield frame(seen, history, url)
+            last = ask(url, TIMEOUT_S)
+            remember(history, sample(last))
+            yield frame(last, history, url)
         except NoAnswer as error:
-            yield frame(seen, history, url, str(error)) if seen else Text(f"{error}; asked {attempt} times")
+            yield frame(last, history, url, str(error)) if last else Text(f"{error}; asked {attempt} times")
 
 
 def remember(history: deque[Sample], new: Sample) -> None:
-    """Keep the last minute; a clock that went back begins anew."""
+    """Keep the last minute of samples; begin anew where the clock went back."""
     if history and new.at_s < history[-1].at_s:
         history.clear()
     history.append(new)

@@ -38,7 +38,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "actions": (("pages",), ("",)),
     "engines": (("",), ("continuous",)),
     "server": (("generation",), ("routes",), ("",)),
-    "bench": (("traces",), ("replay",), ("report", "quality")),
+    "bench": (("traces",), ("replay",), ("report",)),
     "cli": (("inputs", "views"), ("",)),
 }
 

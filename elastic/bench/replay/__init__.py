@@ -1,4 +1,4 @@
-"""Sending a trace to an engine or a server, open loop, and taking down what comes of it.
+"""Open-loop replay of a trace to an engine or a server, and the record of each request.
 
 Way in: `replay`, `http_target.HTTPTarget`. It imports `elastic.bench.traces` and the engine's protocol.
 """

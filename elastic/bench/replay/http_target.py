@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's `/v1/completions`, as what a trace is replayed to."""
+"""A server with OpenAI's `/v1/completions` as the target of a replay."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 
 from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.records import Finish
-from elastic.bench.replay.server_status import ServerStatus
-from elastic.bench.replay.sse import error_text, parse
-from elastic.bench.replay.timeline import EngineState, FinishedRequest
+from elastic.bench.replay.server_status import parse_actions, parse_state
+from elastic.bench.replay.sse import error_message, parse
+from elastic.bench.replay.timeline import EngineState, FinishedAction
 from elastic.engines.base import Request
 from elastic.errors import BackendUnavailable, ConfigError, StateError
 
 REFUSED = frozenset({429, 503})
-"""HTTP statuses of a server that has too much to do."""
+"""HTTP statuses of an overloaded server."""
 PROBE_S = 10.0
-"""How long a server may take to say which models it has."""
+"""Seconds that a server may take to list its models."""
+STATUS_S = 2.0
+"""Seconds that a server may take to answer with its status."""
 
 
 class HTTPTarget:
@@ -37,21 +39,29 @@ class HTTPTarget:
     weights: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, url: str, *, model: str | None = None, headers: Mapping[str, str] | None = None) -> None:
-        self._httpx = _require_httpx()
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise BackendUnavailable("a replay to a URL needs httpx: pip install 'elastic-llm[bench]'") from error
+        self._httpx = httpx
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = dict(headers or {})
         if model is not None and not model.strip():
             raise ConfigError(f"model={model!r} is empty; give the name that the server has for it, or None")
         self.model = self._first_model() if model is None else model
-        self._status = ServerStatus(self._httpx, self.url, self._headers)
         self._tasks: dict[str, Future[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="elastic-bench-http", daemon=True)
         self._client: Any = None
+        self._status_client = httpx.Client(headers=self._headers, timeout=STATUS_S)
+        self._actions: dict[int, FinishedAction] = {}
+        self._has_status = True
+        self._has_status = self.observe(0.0) is not None
 
     def __enter__(self) -> HTTPTarget:
+        limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = self._httpx.AsyncClient(headers=self._headers, limits=limits, timeout=None)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
         return self
 
     def __exit__(
@@ -60,22 +70,31 @@ class HTTPTarget:
         self.close()
 
     def submit(self, request: Request, recorder: Recorder) -> None:
-        """Send a request; what comes of it goes to the recorder. Raises `StateError` outside of the context."""
+        """Send a request; its tokens and its end go to the recorder. Raises `StateError` outside of the context."""
         if self._client is None:
             raise StateError("an HTTPTarget is used as a context manager: with HTTPTarget(url) as engine: ...")
         self._tasks[request.id] = asyncio.run_coroutine_threadsafe(self._complete(request, recorder), self._loop)
 
     def cancel(self, request: str) -> None:
-        """Close its connection."""
+        """Close the connection of a request."""
         task = self._tasks.get(request)
         if task is not None:
             task.cancel()
 
     def observe(self, t_s: float) -> EngineState | None:
-        return self._status.observe(t_s)
+        """Return the present state; None for a server that does not give one, which is not asked again."""
+        if not self._has_status:
+            return None
+        try:
+            document = self._status_client.get(f"{self.url}/elastic/status").raise_for_status().json()
+            self._actions = parse_actions(document)
+            return parse_state(document, t_s)
+        except (self._httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
+            return None
 
-    def actions(self) -> Mapping[int, FinishedRequest]:
-        return self._status.actions
+    def actions(self) -> Mapping[int, FinishedAction]:
+        """Return the actions of the last status by their numbers; `t_s` in seconds since the epoch by this clock."""
+        return self._actions
 
     def close(self) -> None:
         """Close all connections. Can be called twice."""
@@ -83,13 +102,14 @@ class HTTPTarget:
             return
         for task in self._tasks.values():
             task.cancel()
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._close_client(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._status.close()
+        self._status_client.close()
 
     def _first_model(self) -> str:
+        """Return the name of the server's first model. Raises `ConfigError` where it gives none."""
         problem = ""
         try:
             answer = self._httpx.get(f"{self.url}/v1/models", headers=self._headers, timeout=PROBE_S)
@@ -102,36 +122,40 @@ class HTTPTarget:
             problem = "its answer lists no model"
         raise ConfigError(f"--url {self.url}: GET /v1/models does not tell what is served there: {problem}")
 
-    async def _open(self) -> None:
-        limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = self._httpx.AsyncClient(headers=self._headers, limits=limits, timeout=None)
-
-    async def _shut(self) -> None:
+    async def _close_client(self) -> None:
+        """Wait for the tasks, which were cancelled, and close the connections."""
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
         self._client = None
 
     async def _complete(self, request: Request, recorder: Recorder) -> None:
+        """Send one request and record its stream."""
+        body = {
+            "model": self.model,
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_tokens,
+            "temperature": request.sampling.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
         try:
-            await self._stream(request, recorder)
+            async with self._client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+                if response.is_success:
+                    await self._record_stream(response, recorder)
+                else:
+                    await response.aread()
+                    finish: Finish = "rejected" if response.status_code in REFUSED else "failed"
+                    message = f"HTTP {response.status_code}: {error_message(response.text)}"
+                    recorder.end(finish, time.perf_counter(), message)
         except self._httpx.HTTPError as error:
             recorder.end("failed", time.perf_counter(), str(error) or type(error).__name__)
         except asyncio.CancelledError:
             recorder.end("cancelled", time.perf_counter())
             raise
 
-    async def _stream(self, request: Request, recorder: Recorder) -> None:
-        url = f"{self.url}/v1/completions"
-        async with self._client.stream("POST", url, json=self._body(request)) as response:
-            if not response.is_success:
-                await response.aread()
-                finish: Finish = "rejected" if response.status_code in REFUSED else "failed"
-                recorder.end(finish, time.perf_counter(), f"HTTP {response.status_code}: {_message(response)}")
-                return
-            await self._pieces(response, recorder)
-
-    async def _pieces(self, response: Any, recorder: Recorder) -> None:
+    async def _record_stream(self, response: Any, recorder: Recorder) -> None:
         finish: str | None = None
         async for line in response.aiter_lines():
             event = parse(line)
@@ -150,29 +174,3 @@ class HTTPTarget:
             recorder.end("failed", time.perf_counter(), "the stream ended without a reason (finish_reason)")
         else:
             recorder.end("stop" if finish == "stop" else "length", time.perf_counter())
-
-    def _body(self, request: Request) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": list(request.prompt),
-            "max_tokens": request.max_tokens,
-            "temperature": request.sampling.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        }
-
-
-def _message(response: Any) -> str:
-    try:
-        return error_text(response.json())
-    except ValueError:
-        return str(response.text)[:500]
-
-
-def _require_httpx() -> Any:
-    try:
-        import httpx
-    except ModuleNotFoundError as error:
-        raise BackendUnavailable("a replay to a URL needs httpx: pip install 'elastic-llm[bench]'") from error
-    return httpx

@@ -1,4 +1,4 @@
-"""Replaying a trace, open loop: requests come when the trace says, whatever has become of those before them."""
+"""Open-loop replay of a trace: requests come at their times in it, whatever has become of those before them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from elastic.engines.base import Engine
 from elastic.errors import ConfigError, StateError
 
 LEAD_S = 0.05
-"""From the start of the threads to the trace's zero."""
-LOOK_S = 0.05
-"""How often timeouts are looked for."""
+"""Seconds from the start of the threads to the trace's zero."""
+TIMEOUT_CHECK_S = 0.05
+"""Seconds between two checks for timeouts."""
 _replays = itertools.count()
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How a trace is replayed."""
+    """The settings of a replay."""
 
     warmup: int = 0
     """Requests before the run, one after the other, like the first of the trace in length; not recorded."""
     timeout_s: float | None = 600.0
-    """From its arrival, a request may take so long; then it is cancelled. None: for ever."""
+    """Seconds from its arrival after which a request is cancelled. None: never."""
     sample_every_s: float = 0.25
-    """How often the state is looked at."""
+    """Seconds between two samples of the state."""
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
@@ -57,12 +57,12 @@ def replay(
     options: ReplayOptions | None = None,
     progress: Progress = no_progress,
 ) -> ReplayRun:
-    """Offer the requests of a trace, each at its time, and take down what happens; returns when all have ended.
+    """Offer the requests of a trace, each at its time, and record them; returns when all have ended.
 
     The first request of a trace without a window comes at once, whenever it did in its source (`Trace.offset_s`).
     `engine` is one that was started, or a `HTTPTarget`. `prompts` are the token ids of each request. A request
-    counts as arrived at its time in the trace: what the replay itself is late counts as waiting, and is reported
-    (`lateness`). An end of tokens by the model's wish is not asked for: outputs are as long as the trace says.
+    counts as arrived at its time in the trace: a delay of the replay itself counts as waiting, and is reported
+    (`lateness`). Ends of text are ignored: outputs are as long as the trace says.
     Ctrl-C ends the run: requests under way are cancelled, and the `ReplayRun` says `interrupted`.
     Raises `ConfigError` for prompts that do not fit the trace, `StateError` when a warm-up request fails.
     """
@@ -76,7 +76,7 @@ def replay(
 
 
 def warm_up(target: LoadTarget, trace: Trace, prompts: Sequence[tuple[int, ...]], options: ReplayOptions) -> None:
-    """Requests of the lengths of the first ones, with their prompts backwards, so that no cache knows the real ones."""
+    """Send requests of the lengths of the first ones, with prompts backwards, so that no cache knows the real ones."""
     for i, wanted in enumerate(trace.requests[: options.warmup]):
         over = threading.Semaphore(0)
         recorder = Recorder(f"warmup-{next(_replays)}-{i}", wanted, time.perf_counter() - wanted.arrival_s, over)
@@ -109,7 +109,8 @@ class _Replay:
         ]
 
     def run(self, slo: SLO | None, progress: Progress) -> ReplayRun:
-        sampler = StateSampler(self._target, self._options.sample_every_s)
+        """Submit, wait and measure."""
+        sampler = StateSampler(self._target.observe, self._target.actions, self._options.sample_every_s)
         interrupted = False
         sampler.start(self._start_s)
         with ThreadPoolExecutor(1, "elastic-bench-submitter") as submitter:
@@ -123,7 +124,10 @@ class _Replay:
             finally:
                 self._stop.set()
         end_s = time.perf_counter() - self._start_s
-        self._abandon()
+        for recorder in self._recorders:  # left over only after an interrupt: the engine need not go on
+            if recorder.submitted and not recorder.ended:
+                recorder.end("unfinished", time.perf_counter(), "the replay was interrupted")
+                self._target.cancel(recorder.name)
         timeline, actions = sampler.stop()
         records = tuple(r.record() for r in self._recorders if r.submitted)
         return ReplayRun(self._trace, records, end_s, slo, self._target.weights, timeline, actions, interrupted)
@@ -138,10 +142,10 @@ class _Replay:
             self._target.submit(recorder.request(prompt), recorder)
 
     def _wait(self, submitting: Future[None]) -> Iterator[int]:
-        """Until all have ended; yields how many have, every now and then."""
+        """Wait until all have ended; yield their number every now and then."""
         ended = 0
         while ended < len(self._recorders):
-            ended += self._over.acquire(timeout=LOOK_S)
+            ended += self._over.acquire(timeout=TIMEOUT_CHECK_S)
             while self._over.acquire(blocking=False):
                 ended += 1
             self._cancel_late()
@@ -159,11 +163,4 @@ class _Replay:
                 return
             if recorder.submitted and not recorder.ended:
                 recorder.end("timeout", now_s, f"not done after {self._options.timeout_s:g} s")
-                self._target.cancel(recorder.name)
-
-    def _abandon(self) -> None:
-        """Nothing is left to an engine that goes on after an interrupted run."""
-        for recorder in self._recorders:
-            if recorder.submitted and not recorder.ended:
-                recorder.end("unfinished", time.perf_counter(), "the replay was interrupted")
                 self._target.cancel(recorder.name)

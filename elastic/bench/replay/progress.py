@@ -1,4 +1,4 @@
-"""How far a replay is, on a terminal: a bar with rich, a line without it, nothing where there is no terminal."""
+"""The progress of a replay on a terminal: a bar with rich, a line without it, nothing where there is no terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Show = Callable[[int, int], None]
-"""Told how many requests have ended, and how many were submitted."""
+"""A function that is called with the numbers of requests that have ended and that were submitted."""
 Progress = Callable[[int], AbstractContextManager[Show]]
-"""Given how many requests there are."""
+"""A context manager around a replay, from its number of requests."""
 
 
 def choose_progress() -> Progress:
-    """What standard error allows."""
+    """Choose the progress that standard error allows."""
     if not sys.stderr.isatty():
         return no_progress
     return rich_progress if importlib.util.find_spec("rich") else plain_progress
@@ -22,12 +22,13 @@ def choose_progress() -> Progress:
 
 @contextmanager
 def no_progress(total: int) -> Iterator[Show]:
+    """Show nothing."""
     yield lambda ended, submitted: None
 
 
 @contextmanager
 def plain_progress(total: int) -> Iterator[Show]:
-    """One line, written over and over."""
+    """Write one line over and over."""
 
     def show(ended: int, submitted: int) -> None:
         print(f"\r{ended}/{total} requests, {submitted - ended} under way ", end="", file=sys.stderr, flush=True)
@@ -40,6 +41,7 @@ def plain_progress(total: int) -> Iterator[Show]:
 
 @contextmanager
 def rich_progress(total: int) -> Iterator[Show]:
+    """Draw a bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

@@ -1,4 +1,4 @@
-"""Taking down what is heard of a request, from whichever thread says it."""
+"""A recorder of one request, fed from any thread."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from elastic.engines.base import Output, Request
 
 
 class Recorder:
-    """Everything about one request until it ends; what comes later is ignored. Thread-safe."""
+    """The times and tokens of one request until it ends; what comes later is ignored. Thread-safe."""
 
     def __init__(self, name: str, wanted: TraceRequest, start_s: float, over: threading.Semaphore) -> None:
         self.name = name
-        self.submitted = False
+        self.submitted = self.ended = False
         self._wanted = wanted
         self._start_s = start_s
         self._over = over
@@ -31,23 +31,19 @@ class Recorder:
         self._ended_s: float | None = None
         self._error: str | None = None
 
-    @property
-    def ended(self) -> bool:
-        return self._finish is not None
-
     def request(self, prompt: tuple[int, ...]) -> Request:
-        """What is submitted: arrived when the trace says so."""
+        """Make the request to submit, which arrived at its time in the trace."""
         arrived_s = self._start_s + self._wanted.arrival_s
-        most = self._wanted.output_tokens
-        return Request(prompt, most, ignore_eos=True, arrived_s=arrived_s, id=self.name)
+        return Request(prompt, self._wanted.output_tokens, ignore_eos=True, arrived_s=arrived_s, id=self.name)
 
     def submitting(self, now_s: float) -> None:
+        """Record the submission."""
         with self._lock:
             self.submitted = True
             self._submitted_s = now_s - self._start_s
 
     def hear(self, output: Output) -> None:
-        """The listener of an engine."""
+        """Record an output of an engine, as its listener."""
         with self._lock:
             if self.ended:
                 return
@@ -64,24 +60,24 @@ class Recorder:
                 self._end(output.finish, at_s, output.error)
 
     def piece(self, now_s: float) -> None:
-        """A piece of a stream came: a token, usually."""
+        """Record a piece of a stream: a token, usually."""
         with self._lock:
             if not self.ended:
                 self._times.append(now_s - self._start_s)
 
     def counted(self, output_tokens: int) -> None:
-        """A server says how many tokens there were in all."""
+        """Record a server's count of all tokens."""
         with self._lock:
             self._reported = output_tokens
 
     def end(self, finish: Finish, now_s: float, error: str | None = None) -> None:
-        """It is over, unless it was already."""
+        """Record the end, unless there was one already."""
         with self._lock:
             if not self.ended:
                 self._end(finish, now_s - self._start_s, error)
 
     def record(self) -> Record:
-        """What there is; `unfinished` if it did not end."""
+        """Return the record so far; `unfinished` if the request did not end."""
         with self._lock:
             return Record(
                 self.name,
@@ -101,5 +97,5 @@ class Recorder:
             )
 
     def _end(self, finish: Finish, at_s: float, error: str | None) -> None:
-        self._finish, self._ended_s, self._error = finish, at_s, error
+        self._finish, self._ended_s, self._error, self.ended = finish, at_s, error, True
         self._over.release()

@@ -1,9 +1,9 @@
-"""What happened to each request, and the file that keeps it: one JSON object a line."""
+"""Records of requests, and the file that keeps them: one JSON object a line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -21,63 +21,63 @@ class Record:
 
     id: str
     arrival_s: float
-    """By the trace, whenever it was really submitted."""
+    """The time in the trace, whenever the request was really submitted."""
     prompt_tokens: int
     asked_tokens: int
     """The output length that the trace wants."""
     submitted_s: float | None
-    """When the replay handed it in; what it is later than `arrival_s` counts as waiting."""
+    """The time when the replay handed it in; its delay after `arrival_s` counts as waiting."""
     scheduled_s: float | None
-    """When it first went into a forward pass."""
+    """The time of its first forward pass."""
     waited_for_kv_s: float | None
-    """How long before that there was no KV block for it although the batch had room."""
+    """The time before that in which there was no KV block for it although the batch had room."""
     token_times_s: tuple[float, ...]
-    """When each token, or each piece of a stream, was there."""
+    """The time of each token, or of each piece of a stream."""
     output_tokens: int
-    """What was generated; more than there are `token_times_s` where a piece of a stream had several."""
+    """The number of generated tokens; more than of `token_times_s` where a piece of a stream had several."""
     finish: Finish
     ended_s: float | None
     error: str | None = None
     weights: tuple[int, ...] = ()
-    """For each token, which weights computed it; empty where that is not known."""
+    """For each token, the index of the weights that computed it; empty where that is not known."""
     tokens: tuple[int, ...] = ()
-    """What was generated; empty where that is not known."""
+    """The generated token ids; empty where they are not known."""
 
     @property
     def completed(self) -> bool:
+        """Whether it ended well, with a token at least."""
         return self.finish in COMPLETED and bool(self.token_times_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """First token - arrival, waiting included."""
+        """The time from arrival to first token, waiting included, in seconds."""
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
     @property
     def e2el_s(self) -> float | None:
-        """Last token - arrival."""
+        """The time from arrival to last token, in seconds."""
         return self.token_times_s[-1] - self.arrival_s if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """(E2EL - TTFT) / (tokens - 1), of two tokens or more."""
+        """(E2EL - TTFT) / (tokens - 1) in seconds, of two tokens or more."""
         if self.output_tokens < 2 or not self.token_times_s:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
 
     @property
     def itls_s(self) -> tuple[float, ...]:
-        """The gaps between one token, or piece, and the next."""
-        times = self.token_times_s
-        return tuple(later - earlier for earlier, later in pairwise(times))
+        """The gaps between one token, or piece, and the next, in seconds."""
+        return tuple(later - earlier for earlier, later in pairwise(self.token_times_s))
 
     @property
     def queued_s(self) -> float | None:
-        """First scheduling - arrival."""
+        """The time from arrival to first scheduling, in seconds."""
         return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
 
 
 def write_records(path: str | Path, records: Iterable[Record]) -> None:
-    """One line for each. Raises `ConfigError` where the file cannot be written."""
+    """Write one line for each record. Raises `ConfigError` where the file cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
@@ -86,24 +86,20 @@ def write_records(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """What `write_records` wrote. Raises `ConfigError` naming file and line."""
+    """Read a file of `write_records`. Raises `ConfigError` naming file and line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"records {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"records {path} are not UTF-8 text: {error}") from error
-    return list(_parsed(path, lines))
-
-
-def _parsed(path: str | Path, lines: Sequence[str]) -> Iterator[Record]:
+    records = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            yield Record(**{f.name: _value(row[f.name]) for f in fields(Record)})
+            values: dict[str, Any] = {f.name: row[f.name] for f in fields(Record)}
+            values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+            records.append(Record(**values))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}, line {number}: it is not a record of a replay: {error!r}") from error
-
-
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return records

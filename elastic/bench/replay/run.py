@@ -1,28 +1,28 @@
-"""What a replay came to."""
+"""The result of a replay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from elastic.bench.replay.records import Record
-from elastic.bench.replay.timeline import EngineState, FinishedRequest
+from elastic.bench.replay.timeline import EngineState, FinishedAction
 from elastic.bench.traces.trace import Trace
 from elastic.config import SLO
 
 
 @dataclass(frozen=True)
 class ReplayRun:
-    """Everything that was measured. Times are seconds since the replay began."""
+    """All measurements of a replay. Times are seconds since it began."""
 
     trace: Trace
     records: tuple[Record, ...]
-    """One for each request that was offered, in the trace's order."""
+    """One record for each request that was offered, in the trace's order."""
     end_s: float
-    """When the last request had ended, or the replay was interrupted."""
+    """The time when the last request had ended, or the replay was interrupted."""
     slo: SLO | None = None
     weights: tuple[tuple[str, ...], ...] = ()
-    """What `Record.weights` index: for each form that the model had, the variants of its layers."""
+    """The variants of all layers, for each form that the model had: `Record.weights` index them."""
     timeline: tuple[EngineState, ...] = ()
-    actions: tuple[FinishedRequest, ...] = ()
+    actions: tuple[FinishedAction, ...] = ()
     interrupted: bool = False
-    """Ctrl-C: requests that had not ended are `unfinished`, later ones were not offered."""
+    """Whether Ctrl-C ended it: requests under way are `unfinished`, later ones were not offered."""

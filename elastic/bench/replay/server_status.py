@@ -1,4 +1,4 @@
-"""What `GET /elastic/status` of `elastic serve` says, as states and actions; other servers do not have it."""
+"""States and actions from a document of `GET /elastic/status` of `elastic serve`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.bench.replay.timeline import EngineState, FinishedRequest
-
-TIMEOUT_S = 2.0
-
-
-class ServerStatus:
-    """Asks a server how it is; one that does not know when asked first is not asked again."""
-
-    def __init__(self, httpx: Any, url: str, headers: Mapping[str, str]) -> None:
-        self._errors = (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError)
-        self._client = httpx.Client(headers=dict(headers), timeout=TIMEOUT_S)
-        self._url = f"{url}/elastic/status"
-        self.actions: dict[int, FinishedRequest] = {}
-        """By their numbers, those of the last answer; `t_s` in seconds since the epoch by this machine's clock."""
-        self._knows = True
-        self._knows = self.observe(0.0) is not None
-
-    def observe(self, t_s: float) -> EngineState | None:
-        """The state now; None for a server that cannot say."""
-        if not self._knows:
-            return None
-        try:
-            document = self._client.get(self._url).raise_for_status().json()
-            self.actions = parse_actions(document)
-            return parse_state(document, t_s)
-        except self._errors:
-            return None
-
-    def close(self) -> None:
-        self._client.close()
+from elastic.bench.replay.timeline import EngineState, FinishedAction
 
 
 def parse_state(document: Mapping[str, Any], t_s: float) -> EngineState:
-    """The state in a status document."""
+    """Return the state in a status document; `t_s` is the time of the replay."""
     traffic, status, counted = document["traffic"], document["status"], document.get("token_layers")
     caches = [kv for kv in status["kv"] if kv.get("share", 1)] if status else None
     return EngineState(
@@ -56,15 +27,15 @@ def parse_state(document: Mapping[str, Any], t_s: float) -> EngineState:
     )
 
 
-def parse_actions(document: Mapping[str, Any]) -> dict[int, FinishedRequest]:
-    """The actions in a status document, on this machine's clock."""
+def parse_actions(document: Mapping[str, Any]) -> dict[int, FinishedAction]:
+    """Return the actions in a status document by their numbers; `t_s` in seconds since the epoch by this clock."""
     late_s = time.time() - document["at_s"]
-    return {event["id"]: _done(event, late_s) for event in document["events"]}
+    return {event["id"]: _finished(event, late_s) for event in document["events"]}
 
 
-def _done(event: Mapping[str, Any], late_s: float) -> FinishedRequest:
+def _finished(event: Mapping[str, Any], late_s: float) -> FinishedAction:
     action = event["action"]
-    return FinishedRequest(
+    return FinishedAction(
         event["when_s"] + late_s,
         action["kind"],
         event["why"],

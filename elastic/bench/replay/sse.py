@@ -14,15 +14,15 @@ class SSEEvent:
     """One line that begins with `data:`."""
 
     kind: Kind
-    """`piece`: text came, or tokens that are no text yet. `done`: the stream is complete."""
+    """`piece`: text, or tokens that are no text yet. `done`: the stream is complete."""
     finish: str | None = None
     output_tokens: int | None = None
-    """What the server counted, where it says so."""
+    """The server's count of tokens, if the event has one."""
     error: str | None = None
 
 
 def parse(line: str) -> SSEEvent | None:
-    """What a line says; None for comments, empty lines and other fields."""
+    """Parse a line; None for comments, empty lines and other fields."""
     if not line.startswith("data:"):
         return None
     data = line.removeprefix("data:").strip()
@@ -35,18 +35,25 @@ def parse(line: str) -> SSEEvent | None:
     if not isinstance(document, dict):
         return SSEEvent("error", error=f"the server sent what is no object: {data[:80]!r}")
     if document.get("error"):
-        return SSEEvent("error", error=error_text(document))
-    return _piece(document)
+        return SSEEvent("error", error=_message(document))
+    return _parse_piece(document)
 
 
-def error_text(document: Any) -> str:
-    """The message of an OpenAI error document, else all of it, shortened."""
+def error_message(text: str) -> str:
+    """Return the message in the text of an OpenAI error document, or else the text, shortened."""
+    try:
+        return _message(json.loads(text))
+    except ValueError:
+        return text[:500]
+
+
+def _message(document: Any) -> str:
     error = document.get("error", document) if isinstance(document, dict) else document
     message = error.get("message") if isinstance(error, dict) else None
     return str(message or error)[:500]
 
 
-def _piece(document: dict[str, Any]) -> SSEEvent:
+def _parse_piece(document: dict[str, Any]) -> SSEEvent:
     usage = document.get("usage")
     counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
     tokens = counted if isinstance(counted, int) else None

@@ -1,32 +1,42 @@
-"""Where requests are sent: an engine in this process, or (`http_target.py`) a server."""
+"""Targets of a replay: an engine in this process, or (`http_target`) a server."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from elastic.bench.replay.recorder import Recorder
-from elastic.bench.replay.timeline import EngineState, FinishedRequest, ObservedState, done, observe
+from elastic.bench.replay.timeline import EngineState, FinishedAction
 from elastic.engines.base import Engine, Request
 from elastic.errors import CapacityError, ElasticError, Overloaded
+from elastic.types import HOST, KINDS, Event, Release, ResizeKV, Swap
 
 
 @runtime_checkable
-class LoadTarget(ObservedState, Protocol):
-    """What a replay needs of whatever serves. Thread-safe."""
+class LoadTarget(Protocol):
+    """Anything that serves the requests of a replay. Thread-safe."""
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
-        """As of an engine; empty where it is not known."""
+        """The forms of `Engine.weights`; empty where they are not known."""
         ...
 
     def submit(self, request: Request, recorder: Recorder) -> None:
-        """Hand a request in, and return at once; all that comes of it, a refusal too, goes to the recorder."""
+        """Hand a request in and return at once; its tokens and its end, a refusal too, go to the recorder."""
         ...
 
     def cancel(self, request: str) -> None:
-        """Nobody waits for it any more."""
+        """Stop a request that nobody waits for any more."""
+        ...
+
+    def observe(self, t_s: float) -> EngineState | None:
+        """Return the present state, if it can be known; `t_s` is the time of the replay."""
+        ...
+
+    def actions(self) -> Mapping[int, FinishedAction]:
+        """Return the last finished actions by their numbers; `t_s` in seconds since the epoch."""
         ...
 
 
@@ -38,9 +48,11 @@ class InProcessTarget:
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
+        """The forms that the engine's model has had."""
         return self._engine.weights
 
     def submit(self, request: Request, recorder: Recorder) -> None:
+        """Submit a request to the engine; a refusal is recorded, not raised."""
         try:
             self._engine.submit(request, recorder.hear)
         except (Overloaded, CapacityError) as error:
@@ -49,11 +61,51 @@ class InProcessTarget:
             recorder.end("failed", time.perf_counter(), str(error))
 
     def cancel(self, request: str) -> None:
+        """Cancel a request of the engine."""
         self._engine.cancel(request)
 
     def observe(self, t_s: float) -> EngineState | None:
-        return observe(self._engine, t_s)
-
-    def actions(self) -> Mapping[int, FinishedRequest]:
+        """Return the present state of the engine and its runtime."""
+        traffic = self._engine.counters.read()
         runtime = self._engine.runtime
-        return {event.id: done(event) for event in runtime.events()} if runtime else {}
+        if runtime is None:
+            weights = self._engine.weights
+            layers = Counter(weights[-1] if weights else ())
+        else:
+            variants = (
+                [r.variant for r in copies if r.place != HOST] for copies in runtime.status().residencies.values()
+            )
+            layers = Counter(on_devices[0] if on_devices else "absent" for on_devices in variants)
+        return EngineState(
+            t_s,
+            traffic.waiting,
+            traffic.running,
+            runtime.kv.used_bytes if runtime else None,
+            runtime.kv.capacity_bytes if runtime else None,
+            dict(layers),
+            traffic.preemptions,
+            traffic.stalls,
+        )
+
+    def actions(self) -> Mapping[int, FinishedAction]:
+        """Return the runtime's last events by their numbers; `t_s` in seconds since the epoch."""
+        runtime = self._engine.runtime
+        return {event.id: _finished(event) for event in runtime.events()} if runtime else {}
+
+
+def _finished(event: Event) -> FinishedAction:
+    action = event.action
+    return FinishedAction(
+        event.when_s,
+        KINDS[type(action)],
+        event.why,
+        () if isinstance(action, ResizeKV) else action.layers,
+        action.variant if isinstance(action, Swap) else "absent" if isinstance(action, Release) else None,
+        event.moved_bytes,
+        event.released_bytes,
+        event.prepare_ms,
+        event.wait_ms,
+        event.pause_ms,
+        event.ok,
+        event.outcome,
+    )

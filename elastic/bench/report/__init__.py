@@ -1,4 +1,4 @@
-"""What a replay came to, in figures and pictures. Way in: `summary.summarize`, `compare`, `plots.draw`.
+"""Figures and pictures of replays. Way in: `summary.summarize`, `compare`, `plots.draw`.
 
 It imports `elastic.bench.replay`.
 """

@@ -1,4 +1,4 @@
-"""Result files side by side, with ratios against the first."""
+"""A table of result files, with ratios to the first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Figure:
 
     label: str
     path: tuple[str, ...]
-    """Keys that lead to it in a result file."""
+    """The keys that lead to it in a result file."""
     factor: float = 1.0
 
 
@@ -44,60 +44,66 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Result:
-    """A result file, and what it is called in a table."""
+    """A result file, and its name in a table."""
 
     name: str
     summary: dict[str, Any]
 
-    def value(self, figure: Figure) -> float | None:
-        found: Any = self.summary
-        for key in figure.path:
-            found = found.get(key) if isinstance(found, dict) else None
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        return found * figure.factor if is_number else None
-
     @property
     def elastic(self) -> dict[str, Any]:
-        found = self.summary["elastic"]
-        return found if isinstance(found, dict) else {}
+        """The figures that are Elastic's own."""
+        figures: dict[str, Any] = self.summary["elastic"]
+        return figures
+
+    def value(self, figure: Figure) -> float | None:
+        """Return a figure; None if the file lacks it."""
+        value: Any = self.summary
+        for key in figure.path:
+            value = value.get(key) if isinstance(value, dict) else None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value * figure.factor if is_number else None
 
 
 def read_results(paths: Sequence[str | Path]) -> list[Result]:
-    """Result files of `elastic bench run`. Raises `ConfigError` naming the one that is none."""
-    names = _names([Path(path) for path in paths])
+    """Read result files of `elastic bench run`; they are named by their stems, or by their paths where those agree.
+
+    Raises `ConfigError` naming the file that is none.
+    """
+    stems = [Path(path).stem for path in paths]
+    names = [stem if stems.count(stem) == 1 else str(Path(path)) for stem, path in zip(stems, paths, strict=True)]
     return [Result(name, _read(Path(path))) for name, path in zip(names, paths, strict=True)]
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
-    """A header, then a row for each figure that any of the files has: values, each with its ratio to the first."""
+    """Return a header, then a row for each figure that any file has: values, each with its ratio to the first."""
     table = [["", *(result.name for result in results)]]
     for figure in FIGURES:
         values = [result.value(figure) for result in results]
         if any(value is not None for value in values):
             table.append([figure.label, *(_cell(value, values[0], i) for i, value in enumerate(values))])
-    known = [result.elastic.get("token_share_by_variant") or {} for result in results]
-    for variant in sorted({v for shares in known for v in shares}):
-        shares = [shares.get(variant) for shares in known]
-        table.append([f"tokens in {variant} %", *("-" if s is None else f"{100 * s:.1f}" for s in shares)])
+    by_file = [result.elastic.get("token_share_by_variant") or {} for result in results]
+    for variant in sorted({v for shares in by_file for v in shares}):
+        row = [shares.get(variant) for shares in by_file]
+        table.append([f"tokens in {variant} %", *("-" if s is None else f"{100 * s:.1f}" for s in row)])
     return table
 
 
 def warnings(results: Sequence[Result]) -> list[str]:
-    """What a reader of the table must know."""
-    found = []
+    """Return what a reader of the table must know."""
+    notes = []
     workloads = {result.elastic.get("trace", {}).get("workload_sha256") for result in results}
     if len(workloads) > 1:
-        found.append("the files were not offered the same requests: ratios compare workloads too")
+        notes.append("the files were not offered the same requests: ratios compare workloads too")
     for result in results:
         if result.elastic.get("over_saturated"):
-            found.append(f"{result.name} is over-saturated: its latencies measure the length of the run")
+            notes.append(f"{result.name} is over-saturated: its latencies measure the length of the run")
         if result.elastic.get("interrupted"):
-            found.append(f"{result.name} was interrupted")
+            notes.append(f"{result.name} was interrupted")
         if result.summary.get("failed"):
-            found.append(
+            notes.append(
                 f"{result.name}: {result.summary['failed']} requests were not completed; latencies leave them out"
             )
-    return found
+    return notes
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -112,13 +118,8 @@ def _read(path: Path) -> dict[str, Any]:
     return summary
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """File names without suffix; the whole path where two are alike."""
-    stems = [path.stem for path in paths]
-    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
-
-
 def _cell(value: float | None, first: float | None, column: int) -> str:
+    """Format a value, with its ratio to the first column's."""
     if value is None:
         return "-"
     text = f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Did the queue grow for as long as requests came? Then the figures measure the length of the run, not the system.
+"""A test for over-saturation: of a queue that grows for as long as requests come, figures measure the run's length.
 
 The time in which requests are offered is divided into ten equal parts: averages over a part depend little on each
 other, single requests in a queue very much. In each part: the mean number of requests that had arrived and not ended,
@@ -9,13 +9,13 @@ stops on the same two slopes.) A trace whose load itself grows, such as a ramp, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from elastic.bench.replay.records import Record
-from elastic.bench.report.statistics import Slope, slope
+from elastic.bench.report.statistics import slope
 
 PARTS = 10
 FEWEST_REQUESTS = 20
@@ -25,16 +25,13 @@ _STUDENT_1_PERCENT = {4: 3.747, 5: 3.365, 6: 3.143, 7: 2.998, 8: 2.896}
 
 @dataclass(frozen=True)
 class Saturation:
-    """What the test found; slopes are None where there was too little to test."""
+    """The result of the test; slopes are None where there was too little to test."""
 
     over_saturated: bool
     concurrency_slope_per_s: float | None = None
     concurrency_t: float | None = None
     ttft_slope_s_per_s: float | None = None
     ttft_t: float | None = None
-
-    def described(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def saturation(records: Sequence[Record], offered_s: float, end_s: float) -> Saturation:
@@ -48,32 +45,24 @@ def saturation(records: Sequence[Record], offered_s: float, end_s: float) -> Sat
     if len(ttfts) - 2 not in _STUDENT_1_PERCENT:
         return Saturation(False)
     concurrency, ttft = slope(middles, busy), slope(*zip(*ttfts, strict=True))
-    flagged = _rises(concurrency, PARTS) and _rises(ttft, len(ttfts))
-    return Saturation(flagged, concurrency.per_s, _finite(concurrency.t), ttft.per_s, _finite(ttft.t))
+    critical = _STUDENT_1_PERCENT[PARTS - 2], _STUDENT_1_PERCENT[len(ttfts) - 2]
+    t_values = [t if math.isfinite(t) else None for t in (concurrency.t, ttft.t)]
+    flagged = concurrency.t > critical[0] and ttft.t > critical[1]
+    return Saturation(flagged, concurrency.per_s, t_values[0], ttft.per_s, t_values[1])
 
 
 def mean_concurrency(records: Sequence[Record], start_s: float, stop_s: float, end_s: float) -> float:
-    """Requests that had arrived and not ended, averaged over [start, stop); one that never ended lasts to `end_s`."""
-    overlaps = (
-        min(stop_s, end_s if r.ended_s is None else r.ended_s) - max(start_s, r.arrival_s)
-        for r in records
-    )  # fmt: skip
+    """Average the requests under way over [start, stop); one that never ended lasts to `end_s`."""
+    ends = (end_s if r.ended_s is None else r.ended_s for r in records)
+    overlaps = (min(stop_s, end) - max(start_s, r.arrival_s) for r, end in zip(records, ends, strict=True))
     return sum(max(0.0, overlap) for overlap in overlaps) / (stop_s - start_s)
 
 
 def _mean_ttft(records: Sequence[Record], start_s: float, part: float, end_s: float) -> float | None:
-    """One that got no token waited at least until it ended: to leave it out would hide the worst."""
+    """Average the TTFT of the requests of an interval; one without a token waited at least until it ended."""
     waits = [
         (r.ended_s or end_s) - r.arrival_s if r.ttft_s is None else r.ttft_s
         for r in records
         if start_s <= r.arrival_s < start_s + part and r.finish != "rejected"
     ]
     return fmean(waits) if waits else None
-
-
-def _rises(line: Slope, points: int) -> bool:
-    return line.t > _STUDENT_1_PERCENT[points - 2]
-
-
-def _finite(t: float) -> float | None:
-    return t if abs(t) < float("inf") else None

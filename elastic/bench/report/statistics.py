@@ -1,4 +1,4 @@
-"""Means, spreads and quantiles of samples, and slopes over time."""
+"""Statistics: means, spreads and quantiles of samples, and slopes over time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import fmean, pstdev
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of an ascending sample lies, linear between neighbours, as numpy's default."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    """Return the value below which `share` of an ascending sample lies, linear between neighbours, as in numpy."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def described(name: str, unit: str, sample: Sequence[float], factor: float = 1.0) -> dict[str, float | None]:
-    """`mean_NAME_UNIT`, `median_`, `std_` (of the population), `p95_`, `p99_`, `max_`; None without a sample."""
+    """Return `mean_NAME_UNIT`, `median_`, `std_` (of the population), `p95_`, `p99_`, `max_`; None without a sample."""
     ordered = sorted(value * factor for value in sample)
     values: dict[str, float | None] = dict.fromkeys(("mean", "median", "std", "p95", "p99", "max"))
     if ordered:
@@ -42,7 +42,7 @@ class Slope:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> Slope:
-    """Of three points or more at different times."""
+    """Fit a line to three points or more at different times."""
     n, middle, level = len(times), fmean(times), fmean(values)
     spread = sum((t - middle) ** 2 for t in times)
     rise = sum((t - middle) * (v - level) for t, v in zip(times, values, strict=True)) / spread

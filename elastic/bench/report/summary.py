@@ -1,4 +1,4 @@
-"""One run in figures, under the keys of `vllm bench serve`, and what is ours under `elastic` (docs/benchmarking.md)."""
+"""The figures of one run, under the keys of `vllm bench serve`, and ours under `elastic` (docs/benchmarking.md)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ ALMOST_FULL = 0.95
 
 
 def summarize(run: ReplayRun, *, detailed: bool = False) -> dict[str, Any]:
-    """The result file of a run: vLLM's keys, and the object `elastic` (docs/benchmarking.md). JSON without NaN.
+    """Summarize a run for its result file: vLLM's keys, and the object `elastic`. JSON without NaN.
 
     With `detailed`, also vLLM's arrays: one entry for each request, or each token.
     """
     records = run.records
     completed = [r for r in records if r.completed]
-    duration = _duration(run)
+    first = min((r.arrival_s for r in records), default=0.0)
+    duration = max(0.0, max((r.token_times_s[-1] for r in completed), default=run.end_s) - first)
     good = sum(meets(r, run.slo) for r in records) if run.slo else None
     summary: dict[str, Any] = {
         "duration": duration,
@@ -52,7 +53,7 @@ def summarize(run: ReplayRun, *, detailed: bool = False) -> dict[str, Any]:
 
 
 def meets(record: Record, slo: SLO) -> bool:
-    """Whether a request was completed within every bound; one of a single token meets any bound on TPOT."""
+    """Return whether a request was completed within every bound; one of a single token meets any bound on TPOT."""
     if not record.completed or record.ttft_s is None:
         return False
     bounds = ((record.ttft_s, slo.ttft_s), (record.tpot_s, slo.tpot_s), (record.e2el_s, slo.e2e_s))
@@ -60,14 +61,14 @@ def meets(record: Record, slo: SLO) -> bool:
 
 
 def busiest_second(completed: Sequence[Record]) -> float:
-    """The most tokens in one second, seconds counted from the first arrival, as vLLM counts them."""
+    """Return the most tokens in one second, seconds counted from the first arrival, as vLLM counts them."""
     zero = min((r.arrival_s for r in completed), default=0.0)
     seconds = Counter(int(t - zero) for r in completed for t in r.token_times_s)
     return float(max(seconds.values(), default=0))
 
 
 def most_at_once(completed: Sequence[Record]) -> int:
-    """The most requests that were under way within one second, seconds counted as above, as vLLM counts them."""
+    """Return the most requests under way within one second, seconds counted from the first arrival, as in vLLM."""
     zero = min((r.arrival_s for r in completed), default=0.0)
     changes: Counter[int] = Counter()
     for record in completed:
@@ -81,16 +82,19 @@ def most_at_once(completed: Sequence[Record]) -> int:
 
 
 def shares(run: ReplayRun) -> dict[str, float] | None:
-    """Variant -> share of the work: of all pairs of a generated token and a layer. None where it is not known.
+    """Return the share of each variant in all pairs of a generated token and a layer; None where it is not known.
 
     A server counts them over all that it does meanwhile.
     """
-    pairs = _pairs(run) or _counted_pairs(run.timeline)
+    pairs = _pairs(run)
+    if not pairs:
+        counted = [Counter(state.token_layers) for state in run.timeline if state.token_layers is not None]
+        pairs = counted[-1] - counted[0] if counted else pairs
     return {variant: count / pairs.total() for variant, count in pairs.items()} or None
 
 
 def _pairs(run: ReplayRun) -> Counter[str]:
-    """By what the records say of each token."""
+    """Count pairs of a token and a layer by variant, from the records."""
     tokens = Counter(index for record in run.records for index in record.weights)
     pairs: Counter[str] = Counter()
     for index, count in tokens.items():
@@ -99,14 +103,8 @@ def _pairs(run: ReplayRun) -> Counter[str]:
     return pairs
 
 
-def _counted_pairs(timeline: Sequence[EngineState]) -> Counter[str]:
-    """By what a server counted from the first look to the last."""
-    counted = [Counter(state.token_layers) for state in timeline if state.token_layers is not None]
-    return counted[-1] - counted[0] if counted else Counter()
-
-
 def kv_use(timeline: Sequence[EngineState], offered_s: float) -> dict[str, float | None]:
-    """Used over capacity while requests were offered: mean, highest, and the share of samples that was almost full."""
+    """Return used over capacity while requests were offered: mean, highest, and the share of almost full samples."""
     use = [
         s.kv_used_bytes / s.kv_capacity_bytes
         for s in timeline
@@ -115,13 +113,6 @@ def kv_use(timeline: Sequence[EngineState], offered_s: float) -> dict[str, float
     if not use:
         return {"mean": None, "max": None, "almost_full_share": None}
     return {"mean": fmean(use), "max": max(use), "almost_full_share": fmean(u > ALMOST_FULL for u in use)}
-
-
-def _duration(run: ReplayRun) -> float:
-    """First arrival to last completion; without one, to the end."""
-    first = min((r.arrival_s for r in run.records), default=0.0)
-    last = max((r.token_times_s[-1] for r in run.records if r.completed), default=run.end_s)
-    return max(0.0, last - first)
 
 
 def _rate(count: float, duration: float) -> float:
@@ -135,14 +126,14 @@ def _latencies(completed: Sequence[Record]) -> dict[str, float | None]:
         "itl": [gap for r in completed for gap in r.itls_s],
         "e2el": [r.e2el_s for r in completed if r.e2el_s is not None],
     }
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     for name, sample in samples.items():
-        found |= described(name, "ms", sample, 1000.0)
-    return found
+        figures |= described(name, "ms", sample, 1000.0)
+    return figures
 
 
 def _arrays(records: Sequence[Record]) -> dict[str, Any]:
-    """vLLM's arrays, in the order of the trace; 0.0 and [] for what a failed request never had, as there."""
+    """Return vLLM's arrays, in the order of the trace; 0.0 and [] for what a failed request never had, as there."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -157,7 +148,8 @@ def _arrays(records: Sequence[Record]) -> dict[str, Any]:
 
 def _elastic(run: ReplayRun, good: int | None) -> dict[str, Any]:
     records = run.records
-    found = saturation(records, run.trace.duration_s, run.end_s)
+    test = saturation(records, run.trace.duration_s, run.end_s)
+    tokens = Counter(index for record in records for index in record.weights)
     finishes = Counter(r.finish for r in records)
     last_arrival = max((r.arrival_s for r in records), default=0.0)
     return {
@@ -167,15 +159,15 @@ def _elastic(run: ReplayRun, good: int | None) -> dict[str, Any]:
         "interrupted": run.interrupted,
         "slo": asdict(run.slo) if run.slo else None,
         "slo_attainment": None if good is None or not records else good / len(records),
-        "over_saturated": found.over_saturated,
-        "saturation": found.described(),
+        "over_saturated": test.over_saturated,
+        "saturation": asdict(test),
         "tail_s": max(0.0, run.end_s - last_arrival),
         **_waiting(records),
         **described("lateness", "ms", [r.submitted_s - r.arrival_s for r in records if r.submitted_s is not None], 1e3),
         **_disturbances(run.timeline),
         "kv_use": kv_use(run.timeline, run.trace.duration_s),
         "token_share_by_variant": shares(run),
-        "tokens_by_weights": _tokens_by_weights(run),
+        "tokens_by_weights": [tokens[index] for index in range(len(run.weights))],
         "weights": [list(form) for form in run.weights],
         "actions": [asdict(action) for action in run.actions],
         "state_timeline": [asdict(state) for state in run.timeline],
@@ -184,22 +176,17 @@ def _elastic(run: ReplayRun, good: int | None) -> dict[str, Any]:
 
 
 def _waiting(records: Sequence[Record]) -> dict[str, float | None]:
-    """Queueing delay, and the share of it all in which no KV block was to be had; the rest is for want of compute."""
-    known = [(r.queued_s, r.waited_for_kv_s) for r in records if r.queued_s is not None]
-    split = [(queued, kv) for queued, kv in known if kv is not None]
+    """Return queueing delays, and the share of them for want of KV blocks; the rest is for want of compute."""
+    delays = [(r.queued_s, r.waited_for_kv_s) for r in records if r.queued_s is not None]
+    split = [(queued, kv) for queued, kv in delays if kv is not None]
     total = math.fsum(queued for queued, _ in split)
     share = math.fsum(kv for _, kv in split) / total if total > 0 else None
-    return described("queueing", "ms", [queued for queued, _ in known], 1000.0) | {"queueing_kv_share": share}
+    return described("queueing", "ms", [queued for queued, _ in delays], 1000.0) | {"queueing_kv_share": share}
 
 
 def _disturbances(timeline: Sequence[EngineState]) -> dict[str, int | None]:
-    """What was counted during the run; the engine counts since it began."""
+    """Return the counts of the run; the engine counts since it began."""
     names = ("preemptions", "stalls")
     if not timeline:
         return dict.fromkeys(names)
     return {name: getattr(timeline[-1], name) - getattr(timeline[0], name) for name in names}
-
-
-def _tokens_by_weights(run: ReplayRun) -> list[int]:
-    counts = Counter(index for record in run.records for index in record.weights)
-    return [counts[index] for index in range(len(run.weights))]

@@ -1,4 +1,4 @@
-"""What is in the prompts: token ids, as many as the trace says, seeded, another text for each request.
+"""Prompts for a trace: token ids, seeded, as many as the trace says, another text for each request.
 
 Traces have no prompts, only lengths. An engine that keeps caches of prefixes would find a replay of alike prompts easy,
 so no two requests begin at the same place of the text; `shared_prefix` is the case where they share on purpose.
@@ -16,7 +16,7 @@ Prompt = tuple[int, ...]
 
 
 def text_prompts(trace: Trace, tokens: Sequence[int], *, seed: int = 0, shared_prefix: int = 0) -> list[Prompt]:
-    """Prompts that are passages of a tokenized text, each from a place of its own; after the end it begins again.
+    """Cut prompts from a tokenized text, each from a position of its own; after the end it begins again.
 
     With `shared_prefix`, the first so many tokens of every prompt (all but one of a shorter one) are the text's first.
     Raises `ConfigError` for a text with fewer tokens than the trace has requests.
@@ -36,7 +36,7 @@ def text_prompts(trace: Trace, tokens: Sequence[int], *, seed: int = 0, shared_p
 
 
 def random_prompts(trace: Trace, vocabulary: int, *, seed: int = 0, shared_prefix: int = 0) -> list[Prompt]:
-    """Prompts of token ids drawn evenly from [0, `vocabulary`)."""
+    """Draw prompts of token ids evenly from [0, `vocabulary`). Raises `ConfigError` for a vocabulary below 2."""
     if vocabulary < 2:
         raise ConfigError(f"a vocabulary of {vocabulary} tokens makes no prompts that differ; at least 2 are needed")
     rng = random.Random(seed)

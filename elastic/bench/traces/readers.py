@@ -1,4 +1,4 @@
-"""Traces from files: Azure 2023 CSV, BurstGPT CSV, Mooncake JSONL. Their first line tells which."""
+"""Readers of trace files: Azure 2023 CSV, BurstGPT CSV, Mooncake JSONL, known by their first line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Columns:
-    """How one format writes a request."""
+    """The columns of one format, and its reading of times."""
 
     time: str
     prompt: str
@@ -41,7 +41,10 @@ def read_trace(path: str | Path, *, seed: int = 0) -> Trace:
     Raises `ConfigError` naming file, line and what is wrong.
     """
     path = Path(path)
-    data = _read(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
     lines = data.decode("utf-8-sig", errors="replace").splitlines()
     columns, rows = _sniff(path, lines)
     read = [_request(path, number, row, columns) for number, row in rows]
@@ -49,17 +52,11 @@ def read_trace(path: str | Path, *, seed: int = 0) -> Trace:
         raise ConfigError(f"{path}: there is no request in it")
     good = sorted((r for r in read if r.prompt_tokens and r.output_tokens), key=lambda r: r.arrival_s)
     if columns is _AZURE:
-        good = _from_zero(good, min(r.arrival_s for r in read))
+        zero_s = min(r.arrival_s for r in read)
+        good = [replace(r, arrival_s=round(r.arrival_s - zero_s, 6)) for r in good]
     if columns is _BURSTGPT and all(r.arrival_s.is_integer() for r in good):
         good = _spread(good, seed)
     return Trace(tuple(good), path.name, hashlib.sha256(data).hexdigest(), None, len(read) - len(good), seed)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
 
 
 def _sniff(path: Path, lines: list[str]) -> tuple[_Columns, Iterable[tuple[int, Row]]]:
@@ -126,24 +123,17 @@ def _count(path: Path, number: int, row: Row, name: str) -> int:
 
 
 def _wall_clock(text: str) -> float:
-    """Seconds since 1970, zone left out: only differences are used, and they are exact to a microsecond."""
+    """Return seconds since 1970, without the zone: only differences are used, and they are exact to a microsecond."""
     return (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
 
 
-def _from_zero(requests: list[TraceRequest], zero_s: float) -> list[TraceRequest]:
-    return [replace(r, arrival_s=round(r.arrival_s - zero_s, 6)) for r in requests]
-
-
 def _spread(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Whole seconds would arrive as batches; in equal parts of the second they come one by one."""
+    """Spread requests of whole seconds over equal parts of the second: they would arrive as batches otherwise."""
     rng = random.Random(seed)
     spread: list[TraceRequest] = []
-    for second, same in groupby(requests, key=lambda r: r.arrival_s):
-        together = list(same)
-        spread += [
-            replace(request, arrival_s=second + (i + rng.random()) / len(together))
-            for i, request in enumerate(together)
-        ]
+    for second, group in groupby(requests, key=lambda r: r.arrival_s):
+        same = list(group)
+        spread += [replace(r, arrival_s=second + (i + rng.random()) / len(same)) for i, r in enumerate(same)]
     return spread
 
 

@@ -1,4 +1,4 @@
-"""What is replayed: when requests arrive and how long they are, and how a trace is cut and scaled to a machine."""
+"""Traces: arrival times and lengths of requests, cut and scaled to a machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATE_METHODS: tuple[RateMethod, ...] = ("thin", "stretch")
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request: when it arrives, in seconds since the trace began, and how many tokens it has and wants."""
+    """One request: its arrival, in seconds since the trace began, its prompt and its output in tokens."""
 
     arrival_s: float
     prompt_tokens: int
@@ -24,50 +24,50 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What was done to a trace after it was read."""
+    """The changes to a trace after it was read."""
 
     kept: float = 1.0
     """The share of the requests that thinning kept."""
     pace: float = 1.0
-    """How many seconds of the source go by in one."""
+    """Seconds of the source that go by in one."""
     tokens: float = 1.0
     """Prompt and output lengths, relative to the source's."""
     most_tokens: int | None = None
     """The most that prompt and output have together."""
     clipped: int = 0
-    """Requests that were longer than that, and were shortened."""
+    """The number of requests that were longer, and were shortened."""
     seed: int = 0
-    """Of the choice that thinning made."""
+    """The seed of the choice that thinning made."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their arrival, and where they come from."""
+    """Requests in the order of their arrival, and their source."""
 
     requests: tuple[TraceRequest, ...]
     source: str
     """The name of a file, or the words of a generator."""
     sha256: str | None = None
-    """Of the whole file; None for what a generator made."""
+    """The digest of the whole file; None for a generated trace."""
     window: tuple[float, float] | None = None
     """[start, stop) in seconds of the source; None: all of it."""
     dropped: int = 0
-    """Rows of the whole file without prompt or output tokens: requests that had failed."""
+    """The number of rows of the file without prompt or output tokens: requests that had failed."""
     seed: int = 0
-    """Of what the reader or the generator chose."""
+    """The seed of the reader's or the generator's choices."""
     scaling: Scaling = Scaling()
     offset_s: float = 0.0
-    """Seconds of the source before the first request that were left out."""
+    """Seconds of the source before the first request, which were left out."""
 
     @property
     def duration_s(self) -> float:
-        """How long requests are offered: the window, as it is replayed; without one, until the last arrival."""
+        """The seconds in which requests are offered: the window as replayed; without one, until the last arrival."""
         if self.window is None:
             return self.requests[-1].arrival_s if self.requests else 0.0
         return (self.window[1] - self.window[0]) / self.scaling.pace
 
     def cut(self, start_s: float, stop_s: float) -> Trace:
-        """The requests that arrive in [start, stop), with `start` as their new zero."""
+        """Keep the requests that arrive in [start, stop), with `start` as their new zero. Raises `ConfigError`."""
         if self.window is not None or self.scaling != Scaling():
             raise ConfigError("a trace is cut once, before it is scaled")
         if not 0 <= start_s < stop_s:
@@ -82,7 +82,7 @@ class Trace:
         return replace(self, requests=moved, window=(start_s, stop_s))
 
     def from_first_arrival(self) -> Trace:
-        """The same trace with its first request at zero; one with a window begins where that does."""
+        """Move the first request to zero; a trace with a window begins where that does."""
         first_s = self.requests[0].arrival_s if self.requests and self.window is None else 0.0
         if first_s == 0:
             return self
@@ -90,13 +90,13 @@ class Trace:
         return replace(self, requests=moved, offset_s=self.offset_s + first_s * self.scaling.pace)
 
     def with_rate(self, scale: float, method: RateMethod = "thin", *, seed: int = 0) -> Trace:
-        """The same trace with `scale` times as many requests a second.
+        """Scale the requests per second.
 
         `thin` keeps `scale` of the requests, a seeded choice without replacement, at their times: bursts stay as steep
         as they were. `stretch` keeps all and divides the times by `scale`: everything gets slower or faster. One
         may follow the other.
         """
-        _require_positive("rate scale", scale)
+        require_positive("rate scale", scale)
         if method not in RATE_METHODS:
             raise ConfigError(f"rate method {method!r} is not known; choose one of {RATE_METHODS}")
         if method == "stretch":
@@ -108,15 +108,18 @@ class Trace:
         return replace(self, requests=_thin(self.requests, scale, seed), scaling=scaling)
 
     def with_tokens(self, scale: float = 1.0, *, most: int | None = None) -> Trace:
-        """The same trace with `scale` times as many tokens in prompts and outputs, at least one of each.
+        """Scale the tokens of prompts and outputs, to at least one of each.
 
         With `most`, a request that has more than that in prompt and output together is shortened in both, in
         proportion, so that it fits a context.
         """
-        _require_positive("token scale", scale)
+        require_positive("token scale", scale)
         if most is not None and most < 2:
             raise ConfigError(f"most tokens {most} leaves no room for a prompt and an output; at least 2 are needed")
-        scaled = [_scale_tokens(r, scale) for r in self.requests]
+        scaled = [
+            TraceRequest(r.arrival_s, max(1, round(r.prompt_tokens * scale)), max(1, round(r.output_tokens * scale)))
+            for r in self.requests
+        ]
         fitted = tuple(_fit(r, most) for r in scaled)
         clipped = sum(a != b for a, b in zip(scaled, fitted, strict=True))
         before = self.scaling
@@ -124,8 +127,8 @@ class Trace:
         return replace(self, requests=fitted, scaling=changed)
 
     def densest(self, length_s: float) -> tuple[float, float]:
-        """The window of this length, beginning at an arrival, in which most requests arrive; the first of several."""
-        _require_positive("window length", length_s)
+        """Return the window of this length, beginning at an arrival, with the most requests; the first of several."""
+        require_positive("window length", length_s)
         times = [r.arrival_s for r in self.requests]
         best, most, last = 0.0, 0, 0
         for first, start in enumerate(times):
@@ -136,7 +139,7 @@ class Trace:
         return best, best + length_s
 
     def described(self) -> dict[str, Any]:
-        """What result files say of it: JSON."""
+        """Describe the trace for result files, as JSON."""
         return {
             "file": self.source,
             "sha256": self.sha256,
@@ -157,9 +160,15 @@ class Trace:
         }
 
     def digest(self) -> str:
-        """SHA-256 of arrivals and lengths: two runs with the same one were offered the same."""
+        """Return the SHA-256 of arrivals and lengths: two runs with the same one were offered the same."""
         rows = "\n".join(f"{r.arrival_s!r} {r.prompt_tokens} {r.output_tokens}" for r in self.requests)
         return hashlib.sha256(rows.encode()).hexdigest()
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise `ConfigError` for a number that is not above zero and finite."""
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} {value} must be above 0 and finite")
 
 
 def _thin(requests: tuple[TraceRequest, ...], scale: float, seed: int) -> tuple[TraceRequest, ...]:
@@ -170,19 +179,9 @@ def _thin(requests: tuple[TraceRequest, ...], scale: float, seed: int) -> tuple[
     return tuple(requests[i] for i in chosen)
 
 
-def _scale_tokens(request: TraceRequest, scale: float) -> TraceRequest:
-    prompt, output = (max(1, round(n * scale)) for n in (request.prompt_tokens, request.output_tokens))
-    return replace(request, prompt_tokens=prompt, output_tokens=output)
-
-
 def _fit(request: TraceRequest, most: int | None) -> TraceRequest:
     total = request.prompt_tokens + request.output_tokens
     if most is None or total <= most:
         return request
     output = min(most - 1, max(1, request.output_tokens * most // total))
     return replace(request, prompt_tokens=most - output, output_tokens=output)
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} {value} must be above 0 and finite")

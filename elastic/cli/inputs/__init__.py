@@ -1,1 +1,1 @@
-"""What the commands take: checked arguments, signals, and a model from its files. The commands import it."""
+"""Inputs of the commands: checked arguments, signals, and a model from its files. The commands import it."""

@@ -1,4 +1,4 @@
-"""What the caller gives on the command line, checked before a model is loaded."""
+"""Checks of what is given on the command line, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
 _SEEDS = range(-(2**63), 2**64)
-"""What torch takes."""
+"""The seeds that torch takes."""
 
 
 def require_characters(text: str, option: str) -> str:
-    """The text, if it is some. Bytes that were no UTF-8 arrive as halves of surrogate pairs. Raises `ConfigError`."""
+    """Return a text that is not blank. Raises `ConfigError`, also for bytes that were no UTF-8: they are surrogates."""
     if not text.strip():
         raise ConfigError(f"{option} {text!r} is empty; give some text")
     try:
@@ -25,27 +25,27 @@ def require_characters(text: str, option: str) -> str:
 
 
 def require_seed(seed: int) -> None:
-    """Raises `ConfigError` for a seed that torch does not take."""
+    """Raise `ConfigError` for a seed that torch does not take."""
     if seed not in _SEEDS:
         raise ConfigError(f"--seed {seed} is out of range; use {_SEEDS.start} to {_SEEDS.stop - 1}")
 
 
 def parse_place(text: str | None, default: str = "cpu") -> Place:
-    """The place of `--place`; None: the option was not given. Raises `ConfigError` for more than its device has."""
+    """Read `--place`; None: the option was not given. Raises `ConfigError` for more memory than its device has."""
     place = Place.parse(default if text is None else text)
     require_memory([place])
     return place
 
 
 def require_at_least(least: float, value: float | None, option: str, unit: str = "") -> None:
-    """Raises `ConfigError` for a number that is below, infinite or none; None was not given."""
+    """Raise `ConfigError` for a number that is below, infinite or NaN; None was not given."""
     if value is not None and not least <= value < math.inf:
         finite = " and finite" if value == math.inf else ""
         raise ConfigError(f"{option} {value:g} must be at least {least:g}{unit}{finite}")
 
 
 def require_file_to_write(path: str | None, option: str) -> None:
-    """Raises `ConfigError` where no file can be written; None was not given."""
+    """Raise `ConfigError` where no file can be written; None was not given."""
     if path is None:
         return
     if not path or Path(path).is_dir():
@@ -55,7 +55,7 @@ def require_file_to_write(path: str | None, option: str) -> None:
 
 
 def read_text(path: str, option: str) -> str:
-    """The text of a file. Raises `ConfigError`."""
+    """Read a text file. Raises `ConfigError`."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -10,24 +10,21 @@ from types import FrameType
 
 
 class Interrupts:
-    """Which signal ended the command."""
+    """The signal that ended the command."""
 
     def __init__(self) -> None:
-        self._signal: int = signal.SIGINT
-
-    @property
-    def code(self) -> int:
+        self.code: int = 128 + signal.SIGINT
         """The exit code, as shells have it."""
-        return 128 + self._signal
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        """Keep the exit code of a signal, and raise `KeyboardInterrupt`."""
+        self.code = 128 + number
         raise KeyboardInterrupt
 
 
 @contextmanager
 def terminable() -> Iterator[Interrupts]:
-    """Within, SIGTERM is a `KeyboardInterrupt` too. Signals go to the main thread: in another, nothing changes."""
+    """Have SIGTERM raise `KeyboardInterrupt` too. Signals go to the main thread: in another, nothing changes."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

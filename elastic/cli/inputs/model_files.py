@@ -1,11 +1,11 @@
-"""Reading a model directory: whatever is wrong with its files is one `ConfigError` that says which, and what to do."""
+"""A reader of model directories: any fault of a file is a `ConfigError` that names it, and the remedy."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _SHOWN = 3
 
 
 def read_config(path: str, *, option: str) -> Any:
-    """The configuration. Raises `ConfigError`."""
+    """Read the configuration. Raises `ConfigError`."""
     from transformers import AutoConfig
 
     if not path or not (Path(path) / "config.json").is_file():
@@ -35,7 +35,7 @@ def read_config(path: str, *, option: str) -> Any:
 
 
 def read_tokenizer(path: str, *, option: str) -> Any:
-    """The tokenizer. Raises `ConfigError`."""
+    """Read the tokenizer. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
     if not path or not Path(path).is_dir():
@@ -45,13 +45,13 @@ def read_tokenizer(path: str, *, option: str) -> Any:
 
 
 def read_model(path: str, dtype: torch.dtype | str, *, option: str) -> Any:
-    """The model with all of its weights, on the CPU. Raises `ConfigError`, also where some are not in the files."""
+    """Read the model with all of its weights, on the CPU. Raises `ConfigError`, also where the files lack some."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(path, option=option)
     _require_weights(Path(path), option)
     with _quiet(), reading(f"{option} {path}", "see that its files are whole, and that config.json is theirs"):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -59,13 +59,13 @@ def read_model(path: str, dtype: torch.dtype | str, *, option: str) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    _require_all(model, found, f"{option} {path}")
+    _require_all(model, report, f"{option} {path}")
     return model
 
 
 @contextmanager
 def reading(what: str, remedy: str) -> Iterator[None]:
-    """Around a reader of somebody else's files: what it raises is a `ConfigError` of one line."""
+    """Turn any error of a reader of somebody else's files into a `ConfigError` of one line."""
     try:
         yield
     except ElasticError:
@@ -75,7 +75,7 @@ def reading(what: str, remedy: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first sentences of an error; with its kind, unless that says no more than that a value or a file is wrong."""
+    """Return the first sentences of an error; with its kind, unless that only says that a value or a file is wrong."""
     first, *others = _SENTENCE_END.split(" ".join(str(error).split()))
     for other in others:
         if len(first) + len(other) > _LONGEST:
@@ -86,22 +86,22 @@ def one_line(error: BaseException) -> str:
 
 
 def _require_object(path: Path, option: str) -> None:
-    """A file of names and values, if it is there."""
+    """Raise `ConfigError` for a file that holds no JSON object; it may be absent."""
     if not path.is_file():
         return
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        content = json.loads(text)
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} {path} is no JSON: {one_line(error)}; copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{option} {path} must be a JSON object, as {{...}}; it begins with {text[:20]!r}")
 
 
 def _require_weights(directory: Path, option: str) -> None:
-    """The safetensors files that are to be read are there, and whole. Others (`*.bin`) are left to their reader."""
+    """Raise `ConfigError` unless all safetensors files are there, and whole. `*.bin` are left to their reader."""
     from safetensors import SafetensorError, safe_open
 
     names = [WEIGHTS] if (directory / WEIGHTS).is_file() else _shards(directory / INDEX, option)
@@ -121,6 +121,7 @@ def _require_weights(directory: Path, option: str) -> None:
 
 
 def _shards(index: Path, option: str) -> list[str]:
+    """Return the files that an index names; none without an index. Raises `ConfigError` for a damaged one."""
     if not index.is_file():
         return []
     shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
@@ -129,39 +130,39 @@ def _shards(index: Path, option: str) -> list[str]:
     return sorted(set(shards.values()))
 
 
-def _require_all(model: torch.nn.Module, found: dict[str, Any], what: str) -> None:
-    """Every weight came from the files, in its shape: transformers draws the others at random."""
-    missing, wrong = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+def _require_all(model: torch.nn.Module, report: dict[str, Any], what: str) -> None:
+    """Raise `ConfigError` unless every weight came from the files: transformers draws the others at random."""
+    missing, wrong = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if missing:
         raise ConfigError(
             f"{what}: its files lack {len(missing)} of the model's {len(model.state_dict())} weights "
             f"({_some(missing)}); copy the checkpoint again, or correct config.json"
         )
     if wrong:
-        name, there, needed = wrong[0]
+        name, actual, needed = wrong[0]
         raise ConfigError(
             f"{what}: {len(wrong)} of the model's {len(model.state_dict())} weights have another shape in its files "
-            f"({name}: {list(there)}, not {list(needed)}); copy the checkpoint again, or correct config.json"
+            f"({name}: {list(actual)}, not {list(needed)}); copy the checkpoint again, or correct config.json"
         )
-    if found["unexpected_keys"]:
-        unused = sorted(found["unexpected_keys"])
+    if report["unexpected_keys"]:
+        unused = sorted(report["unexpected_keys"])
         logger.warning("%s: %d weights of its files are not used (%s)", what, len(unused), _some(unused))
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
+def _some(names: Sequence[str]) -> str:
+    """Return the first names as text."""
     return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own report of what was loaded, which `_require_all` says in a line."""
-    from transformers.utils import logging as theirs
+    """Silence transformers' own report of loading, which `_require_all` gives in a line."""
+    from transformers.utils import logging as transformers_logging
 
-    theirs.disable_progress_bar()
-    before = theirs.get_verbosity()
-    theirs.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        theirs.set_verbosity(before)
+        transformers_logging.set_verbosity(before)

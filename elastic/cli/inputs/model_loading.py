@@ -1,4 +1,4 @@
-"""Loading what the commands work on, with one clear line for what is wrong."""
+"""Loading of models, tokenizers and prompts, with one clear line for what is wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Loaded:
 
 
 def load(options: Namespace, device: torch.device) -> Loaded:
-    """What `--model`, `--prompt`, `--max-new-tokens` and `--seed` say, on a device.
+    """Load `--model` and `--prompt` to a device; check `--max-new-tokens` and `--seed`.
 
     Raises `ConfigError` naming what is missing or wrong.
     """
@@ -38,21 +38,20 @@ def load(options: Namespace, device: torch.device) -> Loaded:
 
 
 def load_model(path: str, device: torch.device, *, option: str) -> tuple[Any, Any]:
-    """A model in evaluation mode, for this device but not on it yet, and its tokenizer."""
+    """Load a model in evaluation mode, for this device but not to it yet, and its tokenizer.
+
+    Its dtype is the checkpoint's own on CUDA, and float32 on CPUs, where half precision is often slow.
+    """
     if device.type == "cuda":
         require_cuda(device)
     read_config(path, option=option)
     tokenizer = read_tokenizer(path, option=option)
-    model = read_model(path, _dtype(device), option=option)
+    model = read_model(path, torch.float32 if device.type == "cpu" else "auto", option=option)
     return model.eval().requires_grad_(False), tokenizer
 
 
-def _dtype(device: torch.device) -> torch.dtype | str:
-    """The checkpoint's own on CUDA; float32 on CPUs, where half precision is often slow."""
-    return torch.float32 if device.type == "cpu" else "auto"
-
-
 def _check_length(config: Any, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise `ConfigError` for more tokens than the model's context holds."""
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most and prompt_tokens + new_tokens > most:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""What terminals and pictures show: pure functions from statuses and profiles. The sub-commands import it."""
+"""Terminal views and pictures: pure functions from statuses and profiles. The sub-commands import it."""

@@ -1,4 +1,4 @@
-"""What `elastic top` shows of a server: pure functions from its status to what rich draws."""
+"""The frames of `elastic top`: pure functions from a server's status to what rich draws."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from rich.text import Text
 
 from elastic.cli.views.layer_grid import layers_at, of_status
 from elastic.cli.views.panels import actions, mib, pages_by_owner
-from elastic.cli.views.status_document import HealthReport, StatusDocument
-from elastic.controller.snapshot import MemoryStats, Quantiles, RequestStats
+from elastic.cli.views.status_document import StatusDocument
+from elastic.controller.loop import ControllerHealth
+from elastic.controller.snapshot import MemoryStats, RequestStats
 from elastic.types import Status
 
 SPAN_S = 60
@@ -30,42 +31,50 @@ MIXED = ("±", "magenta")
 
 @dataclass(frozen=True)
 class Sample:
-    """How full the KV cache was."""
+    """The use of the KV cache at one moment."""
 
     at_s: float
     use: float
-    """Used share of the capacity, from 0 to 1."""
+    """The used share of the capacity, from 0 to 1."""
 
 
-def sample(seen: StatusDocument) -> Sample:
-    return Sample(seen.at_s, memory(seen.status).use if seen.status else 0.0)
+def sample(document: StatusDocument) -> Sample:
+    """Return the use of the KV cache in a status document."""
+    return Sample(document.at_s, memory(document.status).use if document.status else 0.0)
 
 
-def frame(seen: StatusDocument, history: Sequence[Sample], url: str, problem: str = "") -> RenderableType:
-    """Everything, what matters most first; with a problem: that, above what was seen last."""
+def frame(document: StatusDocument, history: Sequence[Sample], url: str, problem: str = "") -> RenderableType:
+    """Draw everything, most important first; a problem stands above the last status that there was."""
     side_by_side = Table.grid(expand=True, padding=(0, 1))
-    side_by_side.add_row(requests(seen.traffic), latencies(seen.traffic))
-    parts: list[RenderableType] = [header(seen, url, problem), side_by_side]
-    if seen.status is not None:
-        parts += [kv_cache(memory(seen.status), history), layers(seen.layers)]
-        parts += [layers_at(*of_status(seen.status))] if len(seen.status.places) > 1 else []
-    parts.append(controller(seen.controller))
-    if seen.status is not None:
-        parts.append(actions(seen.events, last=EVENTS))
-        parts += [pages_by_owner(p, kv) for p, kv in zip(seen.status.places, seen.status.kv, strict=False)]
-    return Group(*parts)
+    side_by_side.add_row(requests(document.traffic), latencies(document.traffic))
+    panels: list[RenderableType] = [header(document, url, problem), side_by_side]
+    status = document.status
+    if status is not None:
+        panels += [kv_cache(memory(status), history), layers(document.layers)]
+        panels += [layers_at(*of_status(status))] if len(status.places) > 1 else []
+    panels.append(controller(document.controller))
+    if status is not None:
+        panels.append(actions(document.events, last=EVENTS))
+        panels += [pages_by_owner(p, kv) for p, kv in zip(status.places, status.kv, strict=False)]
+    return Group(*panels)
 
 
-def header(seen: StatusDocument, url: str, problem: str) -> Text:
-    """Who, where, since when; and what is wrong."""
-    hours, seconds = divmod(max(0, int(seen.uptime_s)), 3600)
+def header(document: StatusDocument, url: str, problem: str) -> Text:
+    """Draw name, address and time since the start; and a problem."""
+    hours, seconds = divmod(max(0, int(document.uptime_s)), 3600)
     up = f"up {hours}:{seconds // 60:02}:{seconds % 60:02}"
-    text = Text.assemble((seen.model, "bold"), f" at {url}: {seen.state}, {up}")
-    return text.append(f"\n{problem}; this was {_clock(seen.at_s)}", "bold red") if problem else text
+    text = Text.assemble((document.model, "bold"), f" at {url}: {document.state}, {up}")
+    if not problem:
+        return text
+    try:
+        clock = time.strftime("at %H:%M:%S", time.localtime(document.at_s))
+    except (OverflowError, OSError, ValueError):
+        clock = "at an unknown time"
+    return text.append(f"\n{problem}; this was {clock}", "bold red")
 
 
 def requests(traffic: RequestStats) -> Panel:
-    """How many there are, and what became of the others."""
+    """Draw the counts of requests by their state."""
     rows = (
         ("running", f"{traffic.running:,}"),
         ("waiting", f"{traffic.waiting:,}, for {milliseconds(traffic.queue_delay_s)} ms"),
@@ -83,18 +92,18 @@ def requests(traffic: RequestStats) -> Panel:
 
 
 def latencies(traffic: RequestStats) -> Panel:
-    """Quantiles of the last window, in milliseconds."""
+    """Draw quantiles of the last window, in milliseconds."""
     table = Table("ms", box=None, padding=(0, 1, 0, 0))
     for name in ("P50", "P95", "P99", "count"):
         table.add_column(name, justify="right")
     rows = {"queued": traffic.queued_s, "TTFT": traffic.ttft_s, "TPOT": traffic.tpot_s, "ITL": traffic.itl_s}
     for name, q in rows.items():
-        table.add_row(name, *_milliseconds_of(q), f"{q.count:,}")
+        table.add_row(name, *map(milliseconds, (q.p50, q.p95, q.p99)), f"{q.count:,}")
     return Panel(table, title="latency")
 
 
 def memory(status: Status) -> MemoryStats:
-    """The KV cache over all places that have any of it."""
+    """Sum the KV cache over all places that have a share of it."""
     caches = [kv for kv in status.kv if kv.share]
     used, capacity, maximum = (
         sum(getattr(kv, f"{name}_bytes") for kv in caches) for name in ("used", "capacity", "maximum")
@@ -103,7 +112,7 @@ def memory(status: Status) -> MemoryStats:
 
 
 def kv_cache(kv: MemoryStats, history: Sequence[Sample]) -> Panel:
-    """Bars of what is used and of the capacity, within the maximum; use over the last minute."""
+    """Draw bars of the used bytes and of the capacity, within the maximum, and the use over the last minute."""
     table = Table.grid(padding=(0, 1))
     for name, size in (("used", kv.used_bytes), ("capacity", kv.capacity_bytes)):
         bar = ProgressBar(total=max(1, kv.maximum_bytes), completed=max(0, size), width=SPARKS)
@@ -114,7 +123,7 @@ def kv_cache(kv: MemoryStats, history: Sequence[Sample]) -> Panel:
 
 
 def sparkline(history: Sequence[Sample], now_s: float, *, span_s: float = SPAN_S, width: int = SPARKS) -> str:
-    """Shares over time, the newest right: each cell has the most of its time, or what was before it."""
+    """Draw shares over time, the newest at the right: a cell has the most of its time, or else the cell before it."""
     most: dict[int, float] = {}
     for s in history:
         cell = width - 1 - int((now_s - s.at_s) / span_s * width)
@@ -128,7 +137,7 @@ def sparkline(history: Sequence[Sample], now_s: float, *, span_s: float = SPAN_S
 
 
 def layers(variants: Sequence[str]) -> Panel:
-    """One cell for each layer, and what the cells mean."""
+    """Draw one cell for each layer, and a legend."""
     strip = Text()
     for variant in variants:
         strip.append(*_cell(variant))
@@ -138,8 +147,8 @@ def layers(variants: Sequence[str]) -> Panel:
     return Panel(Group(strip, legend), title=f"{len(variants)} layers")
 
 
-def controller(health: HealthReport | None) -> Text:
-    """Whether it runs, what it decided last and why, and what went wrong."""
+def controller(health: ControllerHealth | None) -> Text:
+    """Draw whether the controller runs, its last decision with the reason, and its last fault."""
     if health is None:
         return Text("controller: none; actions are called by hand")
     if not health.running and not health.ticks:
@@ -156,22 +165,12 @@ def controller(health: HealthReport | None) -> Text:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as text in milliseconds; a dash for none."""
+    """Return seconds as text in milliseconds; a dash for none."""
     if seconds is None:
         return "-"
     return f"{1000 * seconds:,.1f}" if abs(seconds) < 0.1 else f"{1000 * seconds:,.0f}"
 
 
-def _milliseconds_of(q: Quantiles) -> list[str]:
-    return [milliseconds(value) for value in (q.p50, q.p95, q.p99)]
-
-
 def _cell(variant: str) -> tuple[str, str]:
+    """Return the character and the style of a layer in a variant."""
     return CELLS.get(variant) or (MIXED if "+" in variant else FULL)
-
-
-def _clock(at_s: float) -> str:
-    try:
-        return time.strftime("at %H:%M:%S", time.localtime(at_s))
-    except (OverflowError, OSError, ValueError):
-        return "at an unknown time"

@@ -1,4 +1,4 @@
-"""Layers by places, as a grid of one cell each, and what runs it has."""
+"""A grid of layers by places, with the spans of layers that each place has."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ OWN, REPLICA, PART, NOTHING = ("█", "blue"), ("▒", "green"), ("▖", "yellow
 
 
 def of_status(status: Status) -> tuple[list[str], list[tuple[str, ...]], dict[int, set[str]]]:
-    """Places, the places of each layer with its own first, and the places that have modules of a layer only."""
+    """Return the places, those of each layer with its home first, and those that have only modules of a layer."""
+    by_layer = list(status.residencies.values())
     names = [place.name for place in status.places]
-    names += [HOST] if any(r.place == HOST for found in status.residencies.values() for r in found) else []
-    layers = [tuple(dict.fromkeys(r.place for r in found if not r.part)) for found in status.residencies.values()]
-    parts = {i: {r.place for r in found if r.part} for i, found in enumerate(status.residencies.values())}
-    return names, layers, parts
+    names += [HOST] if any(r.place == HOST for residencies in by_layer for r in residencies) else []
+    layers = [tuple(dict.fromkeys(r.place for r in residencies if not r.part)) for residencies in by_layer]
+    modules = {i: {r.place for r in residencies if r.part} for i, residencies in enumerate(by_layer)}
+    return names, layers, modules
 
 
 def layers_at(
-    places: Sequence[str], layers: Sequence[tuple[str, ...]], parts: Mapping[int, set[str]] | None = None
+    places: Sequence[str], layers: Sequence[tuple[str, ...]], modules: Mapping[int, set[str]] | None = None
 ) -> Panel:
-    """One line for each place, and what the cells mean."""
+    """Draw one line for each place, and a legend."""
     table = Table.grid(padding=(0, 1))
     for place in places:
         cells = Text()
-        for index, here in enumerate(layers):
-            cells.append(*_cell(place, here, (parts or {}).get(index, set())))
+        for index, homes in enumerate(layers):
+            if place in homes:
+                cells.append(*(OWN if place == homes[0] else REPLICA))
+            else:
+                cells.append(*(PART if place in (modules or {}).get(index, ()) else NOTHING))
         table.add_row(Text(place), cells, Text(spans(place, layers)))
     legend = Text.assemble(OWN, " own   ", REPLICA, " replica   ", PART, " modules of it")
     return Panel(Group(table, legend), title=f"{len(layers)} layers at {len(places)} places")
 
 
 def spans(place: str, layers: Sequence[tuple[str, ...]]) -> str:
-    """The layers that a place has, such as `0-7, 12`."""
-    have = [index for index, here in enumerate(layers) if place in here]
-    return ", ".join(str(first) if n == 1 else f"{first}-{first + n - 1}" for first, n in runs(have))
+    """Return the layers that a place has as text, such as `0-7, 12`."""
+    return ranges([index for index, homes in enumerate(layers) if place in homes])
 
 
-def _cell(place: str, here: Sequence[str], parts: set[str]) -> tuple[str, str]:
-    if here[:1] == (place,):
-        return OWN
-    if place in here:
-        return REPLICA
-    return PART if place in parts else NOTHING
+def ranges(indices: Sequence[int]) -> str:
+    """Return ascending indices as text, such as `0-7, 12`."""
+    return ", ".join(str(first) if n == 1 else f"{first}-{first + n - 1}" for first, n in runs(indices))

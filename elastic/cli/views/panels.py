@@ -1,4 +1,4 @@
-"""What the terminal shows: text, pages by owner, actions."""
+"""Panels for text, pages by owner, and actions."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.views.layer_grid import layers_at, of_status
-from elastic.memory.backends.base import runs
+from elastic.cli.views.layer_grid import layers_at, of_status, ranges
 from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status, Swap
 
 _KINDS = {"migratekv": "migrate KV of"}
+_OTHERS = "KV of others"
 
 
 def _in_words(action: Any) -> str:
-    """Any action, also of a kind that only its server knows."""
+    """Describe any action, also of a kind that only its server knows."""
     if isinstance(action, ResizeKV):
         return "KV limit " + ("max" if action.limit_bytes is None else mib(action.limit_bytes))
-    spans = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in runs(sorted(action.layers)))
+    layers = ranges(sorted(action.layers))
     kind = getattr(action, "kind", type(action).__name__.lower())
     target = action.variant if isinstance(action, Swap) else getattr(action, "place", "")
     to = f" {'from' if isinstance(action, Evict) else 'to'} {target}" if target else ""
     parts = f" ({', '.join(action.parts)})" if getattr(action, "parts", ()) else ""
-    return f"{_KINDS.get(kind, kind)} layer{'s' * (len(action.layers) != 1)} {spans}{parts}{to}"
+    return f"{_KINDS.get(kind, kind)} layer{'s' * (len(action.layers) != 1)} {layers}{parts}{to}"
 
 
 def mib(nbytes: int) -> str:
-    """Bytes as text, in MiB."""
+    """Return bytes as text, in MiB."""
     return f"{nbytes / 2**20:.2f} MiB"
 
 
 def screen(text: str, status: Status, events: Sequence[Event], *, lines: int = 12) -> RenderableType:
-    """One frame: the text so far, the ledger of each place, the last actions."""
+    """Draw one frame: the text so far, the ledger of each place, the last actions."""
     tail = "\n".join(text.splitlines()[-lines:])
     pages = [pages_by_owner(place, kv) for place, kv in zip(status.places, status.kv, strict=True)]
     grid = [layers_at(*of_status(status))] if len(status.places) > 1 else []
@@ -44,9 +44,9 @@ def screen(text: str, status: Status, events: Sequence[Event], *, lines: int = 1
 
 
 def bytes_by_owner(place: PlaceStatus, kv: KVStatus) -> dict[str, int]:
-    """Bytes of weights, of KV in its parts, and of free memory; they sum to the budget.
+    """Return the bytes of weights, of the kinds of KV, and of free memory; they sum to the budget.
 
-    `kv` is read a moment after `place`, and of one model: what the place's caches have besides is of others.
+    `kv` is read a moment after `place`, and of one model: the rest of the place's caches belongs to others.
     """
     owners = dict(place.owners)
     caches, staging, retained = (owners.pop(owner, 0) for owner in ("kv", "staging", "retained"))
@@ -57,7 +57,7 @@ def bytes_by_owner(place: PlaceStatus, kv: KVStatus) -> dict[str, int]:
         "staging": staging,
         "KV used": used,
         "KV idle": idle,
-        "KV of others": caches - used - idle,
+        _OTHERS: caches - used - idle,
         "retained": retained,
         "free, from layers": place.idle_bytes,
         "free, created": place.parked_bytes,
@@ -66,8 +66,8 @@ def bytes_by_owner(place: PlaceStatus, kv: KVStatus) -> dict[str, int]:
 
 
 def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
-    """A bar for each owner, and for what is free."""
-    rows = {name: size for name, size in bytes_by_owner(place, kv).items() if size or name != "KV of others"}
+    """Draw a bar for each owner, and for free memory."""
+    rows = {name: size for name, size in bytes_by_owner(place, kv).items() if size or name != _OTHERS}
     table = Table.grid(padding=(0, 1))
     for name, size in rows.items():
         bar = ProgressBar(total=max(1, place.budget_bytes), completed=size, width=40)
@@ -78,7 +78,7 @@ def pages_by_owner(place: PlaceStatus, kv: KVStatus) -> Panel:
 
 
 def actions(events: Sequence[Event], *, last: int = 6) -> Table:
-    """The last events, with what they cost."""
+    """Tabulate the last events and their costs."""
     table = Table(title="actions", expand=True)
     for column in ("action", "why", "outcome", "freed", "wait ms", "pause ms"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""Asking a server for its status."""
+"""A client for the status of a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from elastic.cli.views.status_document import NotAStatus, StatusDocument, moment
+from elastic.cli.views.status_document import NotAStatus, StatusDocument, printable, read_status
 from elastic.errors import ConfigError, ElasticError
 
 PATH = "/elastic/status"
@@ -16,11 +16,11 @@ MOST_BYTES = 16 << 20
 
 
 class NoAnswer(ElasticError):
-    """The server does not say how it is: it cannot be reached, or is no server of Elastic."""
+    """The server has no status for us: it cannot be reached, or is no server of Elastic."""
 
 
 def base_url(text: str) -> str:
-    """A server's address from text such as `localhost:8000`. Raises `ConfigError`."""
+    """Return a server's address from text such as `localhost:8000`. Raises `ConfigError`."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -33,7 +33,7 @@ def base_url(text: str) -> str:
 
 
 def ask(url: str, timeout_s: float) -> StatusDocument:
-    """The server's status now. Raises `NoAnswer` with one line that says what is wrong."""
+    """Ask for the server's present status. Raises `NoAnswer` with one line that says what is wrong."""
     try:
         with urllib.request.urlopen(url + PATH, timeout=timeout_s) as answer:
             body = answer.read(MOST_BYTES + 1)
@@ -46,16 +46,12 @@ def ask(url: str, timeout_s: float) -> StatusDocument:
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         reason = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise NoAnswer(f"{url} cannot be reached: {_one_line(reason)}") from None
+        raise NoAnswer(f"{url} cannot be reached: {' '.join(printable(str(reason)).split())}") from None
     if len(body) > MOST_BYTES:
         raise NoAnswer(f"{url} answers more than {MOST_BYTES >> 20} MiB to {PATH}; is it a server of Elastic?")
     try:
-        return moment(json.loads(body))
+        return read_status(json.loads(body))
     except NotAStatus as error:
         raise NoAnswer(f"{url}{PATH} is not the status of a server of Elastic: {error}") from None
     except (ValueError, RecursionError):
         raise NoAnswer(f"{url}{PATH} is not JSON; is it a server of Elastic?") from None
-
-
-def _one_line(text: object) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())

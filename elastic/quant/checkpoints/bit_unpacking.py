@@ -1,4 +1,4 @@
-"""Words of small integers, as quantized checkpoints pack them, to one byte each."""
+"""Unpacking of small integers from the words of quantized checkpoints, to one byte each."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import math
 import torch
 
 _AWQ_COLUMNS = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Which nibble of a word, from the lowest, has each of its eight columns."""
+"""Column of a word -> the nibble that holds it, counted from the lowest."""
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, words] -> uint8 [rows, words * 32 / bits].
+    """Unpack int32 [rows, words] to uint8 [rows, words * 32 / bits].
 
     A row is one stream of bits, lowest bit of the lowest word first (GPTQ): codes of 3 bits straddle words.
     """
     unit = math.lcm(bits, 8) // 8
     stream = words.contiguous().view(torch.uint8).view(len(words), -1, unit)
-    units = stream[..., 0] if unit == 1 else _joined(stream)
+    units = stream[..., 0]
+    if unit > 1:
+        units = units.int()
+        for i in range(1, unit):
+            units |= stream[..., i].int() << (8 * i)
     codes = torch.empty((*units.shape, 8 * unit // bits), dtype=torch.uint8)
     for i in range(codes.shape[-1]):
         codes[..., i] = (units >> (bits * i)) & (2**bits - 1)
@@ -25,14 +29,6 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, words] -> uint8 [rows, words * 8]: 4 bits each, the columns of a word interleaved (AWQ, "gemm")."""
+    """Unpack int32 [rows, words] to uint8 [rows, words * 8]: 4 bits each, the columns of a word interleaved (AWQ)."""
     nibbles = unpack(words, 4).view(len(words), -1, 8)
     return nibbles.index_select(2, _AWQ_COLUMNS).view(len(words), -1)
-
-
-def _joined(stream: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., bytes] -> int32 [...], the first byte lowest."""
-    joined = stream[..., 0].int()
-    for i in range(1, stream.shape[-1]):
-        joined |= stream[..., i].int() << (8 * i)
-    return joined

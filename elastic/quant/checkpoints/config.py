@@ -1,4 +1,4 @@
-"""What a quantized checkpoint says about itself in its config, checked."""
+"""The quantization config of a checkpoint, checked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from elastic.errors import ConfigError
 from elastic.quant.formats.integer import Integers
 
 _ADDED_TO_ZEROS = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
-"""The formats that are read, by method; the first version of GPTQ stores zero points less one."""
+"""Method -> format -> what is added to stored zero points: the first version of GPTQ stores them less one."""
 _FORMAT_KEYS = {"gptq": ("checkpoint_format", "format"), "awq": ("checkpoint_format", "format", "version")}
 _READ = "GPTQ (gptq, gptq_v2; 8, 4 or 3 bits) and AWQ (gemm; 4 bits) are read; convert it with GPTQModel"
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the matrices of a checkpoint are stored."""
+    """The way in which the matrices of a checkpoint are stored."""
 
     file: Path
     method: str
@@ -29,23 +29,25 @@ class QuantizationConfig:
 
 
 def read_declared(directory: Path) -> QuantizationConfig:
-    """From `config.json`, or from AutoGPTQ's `quantize_config.json`.
+    """Read `config.json`, or AutoGPTQ's `quantize_config.json`.
 
-    Raises `ConfigError` for a directory without either, and for what is not read.
+    Raises `ConfigError` for a directory without either, and for formats that are not read.
     """
     file, config = _find(directory)
     method = str(config.get("quant_method", "gptq" if file.name == "quantize_config.json" else None)).lower()
     if method not in _ADDED_TO_ZEROS:
         raise ConfigError(f"{file}: quant_method={config.get('quant_method')!r} is not supported; {_READ}")
-    added = _ADDED_TO_ZEROS[method].get(_format(file, config, method))
+    format_ = _format(file, config, method)
+    added = _ADDED_TO_ZEROS[method].get(format_)
     integers = _integers(file, config)
     if added is None or (method == "awq" and integers.bits != 4):
-        words = f"quant_method={method!r}, format={_format(file, config, method)!r}, bits={integers.bits}"
+        words = f"quant_method={method!r}, format={format_!r}, bits={integers.bits}"
         raise ConfigError(f"{file}: {words} are not supported together; {_READ}")
     return QuantizationConfig(file, method, integers, added, config.get("desc_act") is True)
 
 
 def _find(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that has the quantization config, and the config."""
     file = directory / "config.json"
     config = _json(file).get("quantization_config") if file.is_file() else None
     if config is None and (directory / "quantize_config.json").is_file():
@@ -70,6 +72,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _format(file: Path, config: dict[str, Any], method: str) -> str:
+    """Return the name of the format, which any of several keys may give. Raises `ConfigError` where they differ."""
     named = {str(config[key]).lower() for key in _FORMAT_KEYS[method] if config.get(key) is not None}
     named |= {"marlin"} if config.get("is_marlin_format") else set()
     named |= {"llm-awq"} if config.get("backend") == "llm-awq" else set()

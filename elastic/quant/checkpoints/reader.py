@@ -1,4 +1,4 @@
-"""Matrices from checkpoints that AutoGPTQ, GPTQModel or AutoAWQ made; none of these is needed to read them."""
+"""A reader of checkpoints made by AutoGPTQ, GPTQModel or AutoAWQ, which are not needed for it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,28 @@ class QuantizedCheckpoint:
                 f"checkpoint={str(path)!r} is no directory; a quantized checkpoint is one with its config"
             )
         self._declared = read_declared(self.path)
+        self.config: Integers = self._declared.integers
+        """The config that all matrices are quantized to."""
         self._tensors = Checkpoint(self.path)
-        self._check_names()
-
-    @property
-    def config(self) -> Integers:
-        """What all matrices are quantized to."""
-        return self._declared.integers
+        names = set(self._tensors.names)
+        for name in names:  # AutoAWQ scales some activations (of BLOOM, Falcon, MPT, …), for which models have no place
+            if name.endswith(".scales") and f"{name.removesuffix('scales')}qweight" not in names:
+                raise ConfigError(
+                    f"{self.path}: {name!r} scales an activation, not a matrix, which is not supported; "
+                    "quantize the model again with GPTQModel"
+                )
 
     def codes(self, parameter: str) -> QuantizedMatrix | None:
-        """The matrix of a parameter such as "model.layers.3.mlp.up_proj.weight"; None if it is not quantized here.
+        """Read the matrix of a parameter such as "model.layers.3.mlp.up_proj.weight"; None if it is not quantized.
 
         It is always [outputs, inputs]; the weight of a Conv1D (GPT-2) is the transpose of it. Scales and zeros are
         exactly those of the file. With act-order the columns come sorted by group, with their order.
         """
         module, _, name = parameter.rpartition(".")
-        found = self._tensors.locate(f"{module}.qweight") if name == "weight" else None
-        if found is None:
+        location = self._tensors.locate(f"{module}.qweight") if name == "weight" else None
+        if location is None:
             return None
-        reader = _Reader(self._tensors, found[1].removesuffix("qweight"), self.config)
+        reader = _MatrixReader(self._tensors, location[1].removesuffix("qweight"), self.config)
         if self._declared.method == "awq":
             codes = _read_awq(reader)
         else:
@@ -63,96 +66,94 @@ class QuantizedCheckpoint:
         return codes
 
     def plain(self, parameter: str) -> torch.Tensor | None:
-        """What is not quantized (norms, biases, embeddings), over the mapped file; None if the checkpoint lacks it."""
-        found = self._tensors.locate(parameter)
-        return None if found is None else _mapped(*found)
+        """Map a parameter that is not quantized (norm, bias, embedding), in its own shape `[...]` and dtype.
 
-    def _check_names(self) -> None:
-        """AutoAWQ scales some activations (of BLOOM, Falcon, MPT, …), for which models have no place."""
-        names = set(self._tensors.names)
-        for name in names:
-            if name.endswith(".scales") and f"{name.removesuffix('scales')}qweight" not in names:
-                raise ConfigError(
-                    f"{self.path}: {name!r} scales an activation, not a matrix, which is not supported; "
-                    "quantize the model again with GPTQModel"
-                )
+        Returns None if the checkpoint lacks it.
+        """
+        location = self._tensors.locate(parameter)
+        return None if location is None else _map(*location)
 
 
-class _Reader:
+class _MatrixReader:
     """The tensors that one quantized matrix consists of, each checked."""
 
     def __init__(self, tensors: Checkpoint, prefix: str, config: Integers) -> None:
         self._tensors = tensors
         self._prefix = prefix
+        self._config = config
         self.bits = config.bits
-        self._group_size = config.group_size
 
-    def has(self, part: str) -> bool:
-        return self._tensors.locate(self._prefix + part) is not None
+    def locate(self, suffix: str) -> tuple[CheckpointFile, str] | None:
+        """Return the file of a tensor and its name there; None if there is no such tensor."""
+        return self._tensors.locate(self._prefix + suffix)
 
-    def read(self, part: str, dtypes: tuple[torch.dtype, ...], *shape: int | None) -> torch.Tensor:
-        """A tensor of one of these dtypes and of this shape, None being any size above zero."""
-        found = self._tensors.locate(self._prefix + part)
-        if found is None:
-            raise self.error("qweight", f"comes without {self._prefix + part!r}")
-        tensor = _mapped(*found)
+    def read(self, suffix: str, dtypes: tuple[torch.dtype, ...], *shape: int | None) -> torch.Tensor:
+        """Map a tensor of one of these dtypes and of this shape, `[*shape]`, None being any size above zero."""
+        location = self.locate(suffix)
+        if location is None:
+            raise self.error("qweight", f"comes without {self._prefix + suffix!r}")
+        tensor = _map(*location)
         fits = tensor.dim() == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))
         if not fits or tensor.dtype not in dtypes:
-            expected = f"[{', '.join('any' if n is None else str(n) for n in shape)}] of {_words(dtypes)}"
-            raise self.error(part, f"is {list(tensor.shape)} of {_words((tensor.dtype,))}, expected {expected}")
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            actual, *expected = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *dtypes))
+            problem = f"is {list(tensor.shape)} of {actual}, expected [{sizes}] of {' or '.join(expected)}"
+            raise self.error(suffix, problem)
         return tensor
 
-    def size(self, inputs: int) -> int:
-        """How many inputs share a scale."""
-        size = inputs if self._group_size == -1 else self._group_size
+    def groups(self, inputs: int) -> int:
+        """Return the number of groups that so many inputs are divided into."""
+        size = self._config.inputs_per_group(inputs)
         if inputs % size:
             raise self.error("qweight", f"has {inputs} inputs, which groups of {size} do not divide")
-        return size
+        return inputs // size
 
     def scales(self, groups: int, outputs: int) -> torch.Tensor:
-        """float32 [outputs, groups]."""
+        """Read the scales, float32 [outputs, groups]."""
         scales = self.read("scales", _FLOATS, groups, outputs).t().float().contiguous()
         if not bool(scales.isfinite().all()):
             raise self.error("scales", "holds values that are not finite")
         return scales
 
-    def error(self, part: str, what: str) -> ConfigError:
-        found = self._tensors.locate(self._prefix + part)
-        where = f"{found[0].path}: " if found else ""
+    def error(self, suffix: str, problem: str) -> ConfigError:
+        """Return an error about one of the tensors."""
+        location = self.locate(suffix)
+        file = f"{location[0].path}: " if location else ""
         return ConfigError(
-            f"{where}{self._prefix + part!r} {what}, at {self.bits} bits in groups of {self._group_size}; "
+            f"{file}{self._prefix + suffix!r} {problem}, at {self.bits} bits in groups of {self._config.group_size}; "
             "the checkpoint is damaged or differs from its config (settings of single modules, 'dynamic', are not read)"
         )
 
 
-def _read_gptq(reader: _Reader, added_to_zeros: int, act_order: bool) -> QuantizedMatrix:
+def _read_gptq(reader: _MatrixReader, added_to_zeros: int, act_order: bool) -> QuantizedMatrix:
     qweight = reader.read("qweight", _WORDS, None, None)
     rows, outputs = qweight.shape
-    if rows % _words_per_unit(reader.bits) or outputs * reader.bits % 32:
+    words_per_unit = 1 if 32 % reader.bits == 0 else reader.bits  # codes of 3 bits fill three words with 32 of them
+    if rows % words_per_unit or outputs * reader.bits % 32:
         raise reader.error("qweight", f"is {[rows, outputs]}, which are no whole numbers of packed codes")
     inputs = rows * 32 // reader.bits
-    groups = inputs // reader.size(inputs)
+    groups = reader.groups(inputs)
     zeros = unpack(reader.read("qzeros", _WORDS, groups, outputs * reader.bits // 32), reader.bits)
     scales = reader.scales(groups, outputs)
-    order = _order(reader, inputs, groups, act_order)
+    order = _act_order(reader, inputs, groups, act_order)
     codes = unpack(qweight.t(), reader.bits)
     if order is not None:
         codes = codes.index_select(1, order)
     return QuantizedMatrix(codes, scales, zeros.t().float().contiguous() + added_to_zeros, order)
 
 
-def _read_awq(reader: _Reader) -> QuantizedMatrix:
+def _read_awq(reader: _MatrixReader) -> QuantizedMatrix:
     qweight = reader.read("qweight", _WORDS, None, None)
     inputs, words = qweight.shape
-    groups = inputs // reader.size(inputs)
+    groups = reader.groups(inputs)
     zeros = unpack_awq(reader.read("qzeros", _WORDS, groups, words))
     scales = reader.scales(groups, words * 8)
     return QuantizedMatrix(unpack_awq(qweight).t().contiguous(), scales, zeros.t().float().contiguous())
 
 
-def _order(reader: _Reader, inputs: int, groups: int, act_order: bool) -> torch.Tensor | None:
-    """The inputs sorted by group; None if they are already."""
-    if not reader.has("g_idx"):
+def _act_order(reader: _MatrixReader, inputs: int, groups: int, act_order: bool) -> torch.Tensor | None:
+    """Return the inputs sorted by group, int64 [inputs]; None if they are already."""
+    if reader.locate("g_idx") is None:
         if act_order and groups > 1:
             raise reader.error("qweight", "comes without 'g_idx', which act-order (desc_act) needs")
         return None
@@ -165,12 +166,8 @@ def _order(reader: _Reader, inputs: int, groups: int, act_order: bool) -> torch.
     return None if bool((order == torch.arange(inputs)).all()) else order
 
 
-def _words_per_unit(bits: int) -> int:
-    """Codes of 3 bits fill three words with 32 of them; others fill one."""
-    return 1 if 32 % bits == 0 else bits
-
-
-def _mapped(file: CheckpointFile, name: str) -> torch.Tensor:
+def _map(file: CheckpointFile, name: str) -> torch.Tensor:
+    """Map a tensor of a file. Raises `ConfigError` for one that cannot be."""
     tensor = file.tensor(name)
     if tensor is None:
         raise ConfigError(
@@ -178,7 +175,3 @@ def _mapped(file: CheckpointFile, name: str) -> torch.Tensor:
             "write the file again with safetensors"
         )
     return tensor
-
-
-def _words(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

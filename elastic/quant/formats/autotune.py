@@ -1,4 +1,4 @@
-"""Timing the paths of a product, to fill the table."""
+"""Timing of the paths of a product, to fill the kernel table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, Packed
 from elastic.quant.formats.kernel_table import BUCKETS, KernelTable, MatmulSpec
 
 ROTATED_BYTES = 2**26
-"""Copies of a matrix are used in turn, so many bytes in total: in a model, weights come from memory, not from cache."""
+"""Bytes of all the copies of a matrix that are used in turn: in a model, weights come from memory, not from cache."""
 NEVER = ("reference", "dynamic")
-"""Not tried: only for comparison; and rounding activations to int8 is not weight-only, so it has to be asked for."""
+"""Paths that are not tried: one is only for comparison, the other rounds activations too and has to be asked for."""
 
 
 def measure(
@@ -29,11 +29,11 @@ def measure(
     buckets: Iterable[int] = BUCKETS,
     rounds: int = 3,
 ) -> dict[int, str]:
-    """Decide on the fastest path for every number of tokens that the table does not have yet.
+    """Decide on the fastest path for every number of tokens that the table does not have yet; return them by bucket.
 
-    With the current number of threads, on the device of the parts; nothing of theirs but shapes matters. A
-    config that is `dynamic` admits products with activations rounded to int8 (cpu.py states their error). Returns the
-    paths by bucket.
+    Activations are [bucket, inputs] of `dtype`, on the device of the parts, of which only the shapes matter; the number
+    of threads is the current one. A config that is `dynamic` admits products with activations rounded to int8 (cpu.py
+    states their error).
     """
     product = MatmulSpec.of(config, parts, matrix, target, dtype)
     paths = dict(format_of(config).paths(config, parts, matrix, target))
@@ -53,38 +53,34 @@ def _fastest(
     buckets: list[int],
     rounds: int,
 ) -> dict[int, str]:
-    """No path gets faster with more tokens, so one that took longer for fewer than the best does now is left out."""
-    copies = cycle(_copies(parts))
-    known = dict.fromkeys(paths, 0.0)
+    """Choose a path for each bucket, in ascending order.
+
+    No path gets faster with more tokens, so one that took longer for fewer than the best does now is left out.
+    """
+    count = min(math.ceil(ROTATED_BYTES / sum(part.nbytes for part in parts.values())), 64)
+    copies = cycle([parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))])
+    seconds = dict.fromkeys(paths, 0.0)
     chosen = {}
     for bucket in buckets:
         x = torch.randn(bucket, matrix.inputs, device=parts["packed"].device).to(dtype)
         best = math.inf
-        for name in sorted(paths, key=lambda name: known[name]):
-            if known[name] * 0.8 < best:
-                known[name] = min(_seconds(paths[name], x, next(copies)) for _ in range(2))
-                best = min(best, known[name])
-        close = [name for name in paths if known[name] < 1.5 * best]
+        for name in sorted(paths, key=lambda name: seconds[name]):
+            if seconds[name] * 0.8 < best:
+                seconds[name] = min(_seconds(paths[name], x, next(copies)) for _ in range(2))
+                best = min(best, seconds[name])
+        close = [name for name in paths if seconds[name] < 1.5 * best]
         for _ in range(rounds if len(close) > 1 else 0):
             for name in close:
-                known[name] = min(known[name], _seconds(paths[name], x, next(copies)))
-        chosen[bucket] = min(close, key=lambda name: known[name])
+                seconds[name] = min(seconds[name], _seconds(paths[name], x, next(copies)))
+        chosen[bucket] = min(close, key=lambda name: seconds[name])
     return chosen
 
 
 def _seconds(path: Kernel, x: torch.Tensor, parts: PackedTensors) -> float:
-    _wait(x.device)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
     start = time.perf_counter()
     path(x, parts)
-    _wait(x.device)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
     return time.perf_counter() - start
-
-
-def _copies(parts: PackedTensors) -> list[PackedTensors]:
-    count = min(math.ceil(ROTATED_BYTES / sum(part.nbytes for part in parts.values())), 64)
-    return [parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

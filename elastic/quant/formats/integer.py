@@ -1,4 +1,4 @@
-"""A matrix in small integers, before it is packed for a kernel: what quantizers make and checkpoints are read into."""
+"""Matrices in small integers, not packed for a kernel yet: made by quantizers, and read from checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Integers:
     symmetric: bool = False
     """The zero point is the middle of the codes, 2 ** (bits - 1), everywhere."""
     dynamic: bool = False
-    """Products may round activations too, to int8 with a scale for each token, where that is faster: prefill on CPUs.
+    """Products may also round activations, to int8 with one scale per token, where that is faster: prefill on CPUs.
     The error of a product is then about 1 %; outliers among the activations make it larger."""
 
     def __post_init__(self) -> None:
@@ -32,14 +32,18 @@ class Integers:
         if self.group_size != -1 and (self.group_size < 16 or self.group_size % 16):
             raise ConfigError(f"group_size={self.group_size!r} is not supported; use -1 or a multiple of 16")
 
+    def inputs_per_group(self, inputs: int) -> int:
+        """Return how many of a matrix's inputs share a scale."""
+        return inputs if self.group_size == -1 else self.group_size
+
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """One matrix, [outputs, inputs], in integers.
+    """One matrix in integers.
 
-    Column k of the codes belongs to input `order[k]`, or to input k without an order; columns of a group are side by
-    side: column k is in group `k // (inputs / groups)`. With an input scale, the matrix that the codes give has to be
-    used on inputs that were divided by it.
+    Column k of the codes belongs to input `order[k]`, or to input k without an order. The columns of a group are side
+    by side: column k is in group `k // (inputs / groups)`. With an input scale, the codes give the matrix for inputs
+    that were divided by it.
     """
 
     codes: torch.Tensor
@@ -55,15 +59,16 @@ class QuantizedMatrix:
 
     @property
     def groups(self) -> int:
+        """The number of groups that the inputs are divided into."""
         return self.scales.shape[1]
 
     def to(self, device: torch.device) -> QuantizedMatrix:
-        """The same on a device."""
-        order, input_scale = (part if part is None else part.to(device) for part in (self.order, self.input_scale))
+        """Copy all tensors to a device."""
+        order, input_scale = (t if t is None else t.to(device) for t in (self.order, self.input_scale))
         return QuantizedMatrix(self.codes.to(device), self.scales.to(device), self.zeros.to(device), order, input_scale)
 
     def value(self) -> torch.Tensor:
-        """The matrix that the codes stand for, float32 [outputs, inputs], to be used on the inputs as they are."""
+        """Return the matrix that the codes stand for, float32 [outputs, inputs], for the inputs as they are."""
         outputs, inputs = self.codes.shape
         grouped = self.codes.view(outputs, self.groups, -1).float()
         value = ((grouped - self.zeros.unsqueeze(2)) * self.scales.unsqueeze(2)).view(outputs, inputs)
@@ -73,29 +78,29 @@ class QuantizedMatrix:
 
 
 def round_to_nearest(weight: torch.Tensor, config: Integers) -> QuantizedMatrix:
-    """The codes nearest to a matrix, [outputs, inputs], with scales from the extremes of each group.
+    """Round a matrix to the nearest codes, with scales from the extremes of each group.
 
-    The scales are those that bfloat16 can hold, which is how kernels take them. Raises `ConfigError` where the groups
-    do not divide the inputs.
+    weight: [outputs, inputs], any float dtype. Scales are rounded to values of bfloat16, in which kernels take them.
+    Raises `ConfigError` where the groups do not divide the inputs.
     """
     outputs, inputs = weight.shape
-    size = inputs if config.group_size == -1 else config.group_size
+    size = config.inputs_per_group(inputs)
     if inputs % size:
         raise ConfigError(f"group_size={size} does not divide the {inputs} inputs of a matrix")
     grouped = weight.detach().float().view(outputs, inputs // size, size)
     last = 2**config.bits - 1
     if config.symmetric:
         middle = 2 ** (config.bits - 1)
-        scales = _rounded(grouped.abs().amax(2) / (middle - 1))
+        scales = _round_scales(grouped.abs().amax(2) / (middle - 1))
         zeros = torch.full_like(scales, middle)
     else:
         low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-        scales = _rounded((high - low) / last)
+        scales = _round_scales((high - low) / last)
         zeros = (-low / scales).round().clamp(0, last)
     codes = (grouped / scales.unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, last)
     return QuantizedMatrix(codes.to(torch.uint8).view(outputs, inputs), scales, zeros)
 
 
-def _rounded(scales: torch.Tensor) -> torch.Tensor:
-    """To bfloat16 and above zero: a group of zeros has any scale."""
+def _round_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Round scales of any shape to bfloat16, above zero: for a group of zeros any scale will do."""
     return scales.clamp(min=1e-10).to(torch.bfloat16).float()

@@ -1,4 +1,4 @@
-"""Scales and zero points as kernels take them."""
+"""Scales and zero points in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.quant.formats.integer import QuantizedMatrix
 
 @dataclass(frozen=True)
 class ScaleEncoding:
-    """How a kernel's numbers stand for a weight.
+    """The way in which a kernel's numbers stand for a weight.
 
     The kernel knows `step * code`, `scale / step`, and an offset in place of the zero point:
     weight = scale * (code - middle) + factor * offset. The nearer the middle is to the zero points, the smaller is the
@@ -22,14 +22,25 @@ class ScaleEncoding:
     factor: int = 1
     step: int = 1
 
-    def scales(self, codes: QuantizedMatrix) -> torch.Tensor:
-        return codes.scales / self.step
+    def encode(self, codes: QuantizedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the kernel's scales and offsets, each float32 [outputs, groups]."""
+        return codes.scales / self.step, (self.middle - codes.zeros) * codes.scales / self.factor
 
-    def offsets(self, codes: QuantizedMatrix) -> torch.Tensor:
-        return (self.middle - codes.zeros) * codes.scales / self.factor
+    def encode_pairs(self, codes: QuantizedMatrix, group: int) -> torch.Tensor:
+        """Return scale and offset side by side, bfloat16 [inputs / group, outputs, 2], contiguous.
 
-    def read(self, scales: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and zero points, float32; zero points are exact within 256 of the middle."""
+        `group` divides the inputs that share a scale in the codes: larger groups are repeated.
+        """
+        pairs = torch.stack(self.encode(codes), 2).transpose(0, 1).to(torch.bfloat16)
+        repeats = codes.codes.shape[1] // codes.groups // group
+        return pairs.repeat_interleave(repeats, 0).contiguous()
+
+    def decode(self, scales: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales and zero points of `QuantizedMatrix`, float32 [outputs, groups].
+
+        scales, offsets: [groups, outputs], bfloat16. Zero points are exact within 256 of the middle.
+        """
         scales = scales.float() * self.step
         zeros = (self.middle - self.factor * offsets.float() / scales).round()
-        return scales, torch.where(scales == 0, self.middle, zeros)
+        zeros = torch.where(scales == 0, self.middle, zeros)
+        return scales.t().contiguous(), zeros.t().contiguous()

@@ -1,4 +1,4 @@
-"""What the parts of all integer formats have in common: the optional ones, and how a path looks at what it is given."""
+"""Common ground of the integer kernels: optional parts, the checks before a product, and the plain reference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from elastic.quant.formats.base import BoundKernel, Kernel, MatrixShape, PackedT
 from elastic.quant.formats.integer import QuantizedMatrix
 
 Required = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Parts by name, with their shapes and dtypes."""
+"""Shapes and dtypes of parts by name."""
 
 
 def extras(codes: QuantizedMatrix) -> dict[str, torch.Tensor]:
-    """The parts `order`, int32 [inputs], and `input_scale`, float32 [inputs], where there is one."""
+    """Return the parts `order`, int32 [inputs], and `input_scale`, float32 [inputs], as far as the codes have them."""
     parts = {}
     if codes.order is not None:
         parts["order"] = codes.order.to(torch.int32)
@@ -26,21 +26,70 @@ def extras(codes: QuantizedMatrix) -> dict[str, torch.Tensor]:
 
 
 def read_extras(parts: PackedTensors) -> dict[str, torch.Tensor | None]:
-    """`order` and `input_scale` of `QuantizedMatrix`."""
+    """Return `order`, int64 [inputs], and `input_scale`, float32 [inputs], as fields of `QuantizedMatrix`."""
     order = parts.get("order")
     return {"order": None if order is None else order.long(), "input_scale": parts.get("input_scale")}
 
 
-def demand(parts: PackedTensors, required: Required) -> None:
-    """Refuse parts that a kernel might read beyond the end of. Raises `ConfigError`."""
-    for name, (shape, dtype) in required.items():
-        part = parts[name]
-        if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
-            raise ConfigError(f"part {name!r} is {part.dtype} {tuple(part.shape)}; use a contiguous {dtype} {shape}")
+def torch_int4_group(size: int) -> int:
+    """Return the largest group that torch's int4 kernels know and that divides `size` inputs, or else `size`."""
+    return next((group for group in (256, 128, 64, 32) if size % group == 0), size)
 
 
-def on_columns(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-    """What the packed columns are multiplied with: x divided by the input scale, in the order of the columns."""
+def reference_kernel(value: Callable[[PackedTensors], torch.Tensor]) -> Kernel:
+    """Return the slow kernel that all others are tested against, from a function that expands parts.
+
+    value: parts -> the matrix, float32 [outputs, inputs].
+    """
+    return lambda x, parts: (x.float().contiguous() @ value(parts).t()).to(x.dtype)
+
+
+BindKernel = Callable[[PackedTensors], BoundKernel]
+"""A kernel that is given its parts first, so that it can prepare them once."""
+
+
+def bindable(kernel: Kernel) -> BindKernel:
+    """Return a kernel that has nothing to prepare as one that is given its parts first."""
+    return lambda parts: lambda x: kernel(x, parts)
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """A path around a kernel, which gets at least one token, packed columns, and parts of the right shapes."""
+
+    matrix: MatrixShape
+    required: Required
+    bind_kernel: BindKernel
+
+    def __call__(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply x: [tokens, inputs]. Raises `ConfigError` where x or a part has a wrong shape or dtype."""
+        return self.bind(parts)(x)
+
+    def bind(self, parts: PackedTensors) -> BoundKernel:
+        """Check parts and prepare them, for x: [tokens, inputs] -> [tokens, outputs] in the dtype of x.
+
+        Raises `ConfigError` for parts that a kernel might read beyond the end of.
+        """
+        for name, (shape, dtype) in self.required.items():
+            part = parts[name]
+            if part.shape != shape or part.dtype != dtype or not part.is_contiguous():
+                problem = f"part {name!r} is {part.dtype} {tuple(part.shape)}"
+                raise ConfigError(f"{problem}; use a contiguous {dtype} {shape}")
+        kernel = self.bind_kernel(parts)
+        return lambda x: self._product(x, parts, kernel)
+
+    def _product(self, x: torch.Tensor, parts: PackedTensors, kernel: BoundKernel) -> torch.Tensor:
+        if x.dim() != 2 or x.shape[1] != self.matrix.inputs:
+            raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {self.matrix.inputs}]")
+        if not x.shape[0]:
+            return x.new_empty(0, self.matrix.outputs)
+        columns = _select_columns(x.detach(), parts)
+        rows = columns.flatten().view(columns.shape)  # contiguous() leaves one row odd strides, which _int_mm misreads
+        return kernel(rows).to(x.dtype)
+
+
+def _select_columns(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+    """Divide x by the input scale, and put its inputs in the order of the packed columns."""
     if "input_scale" in parts:
         x = (x.float() / parts["input_scale"]).to(x.dtype)
     order = parts.get("order")
@@ -49,32 +98,3 @@ def on_columns(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
     if order.shape != x.shape[1:]:
         raise ConfigError(f"part 'order' has the shape {tuple(order.shape)}, the matrix {x.shape[1]} inputs")
     return x.index_select(1, order)
-
-
-@dataclass(frozen=True)
-class CheckedKernel:
-    """A path from a kernel that is given at least one token, the columns of `on_columns`, and parts as they must be."""
-
-    matrix: MatrixShape
-    required: Required
-    kernel: Kernel
-    bind_kernel: Callable[[PackedTensors], BoundKernel] | None = None
-    """The kernel for parts that stay as they are, where that is faster."""
-
-    def __call__(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-        demand(parts, self.required)
-        return self._product(x, parts, lambda columns: self.kernel(columns, parts))
-
-    def bind(self, parts: PackedTensors) -> BoundKernel:
-        demand(parts, self.required)
-        bound = self.bind_kernel(parts) if self.bind_kernel else lambda columns: self.kernel(columns, parts)
-        return lambda x: self._product(x, parts, bound)
-
-    def _product(self, x: torch.Tensor, parts: PackedTensors, kernel: BoundKernel) -> torch.Tensor:
-        if x.dim() != 2 or x.shape[1] != self.matrix.inputs:
-            raise ConfigError(f"x has the shape {tuple(x.shape)}, the matrix takes [tokens, {self.matrix.inputs}]")
-        if not x.shape[0]:
-            return x.new_empty(0, self.matrix.outputs)
-        columns = on_columns(x.detach(), parts)
-        rows = columns.flatten().view(columns.shape)  # contiguous() leaves one row odd strides, which _int_mm misreads
-        return kernel(rows).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Products with matrices in integers on a CPU: torch's packed kernels, and others built from what is fast.
+"""Products with matrices in integers on a CPU: torch's packed kernels, and others built from fast operations.
 
     packed             torch's int4 and int8 kernels. They are vectorised for bfloat16 alone, so x is rounded to it
     expanded           weights to bfloat16, a cache-sized piece at a time, then a plain product in bfloat16
@@ -23,13 +23,12 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.integer import Integers
-from elastic.quant.kernels.checks import CheckedKernel
+from elastic.quant.kernels.checks import BindKernel, CheckedKernel, bindable
 from elastic.quant.kernels.cpu_dequant import bytes_and_steps, floats, nibbles
 from elastic.quant.kernels.cpu_layout import kernel_group, pack, required, unpack, whole_rows
 from elastic.quant.kernels.int4_layout import kernel_agrees
@@ -41,20 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
-    """The paths of this machine; "packed" where torch's kernel takes these groups."""
+    """Return the kernels of this machine for x: [tokens, inputs]; "packed" where torch's kernel takes these groups."""
     made = RowKernels(matrix) if whole_rows(config, matrix) else Int4Kernels(config, matrix, target)
-    kernels: dict[str, Kernel] = {
-        "expanded": functools.partial(made.expanded, dtype=torch.bfloat16),
-        "expanded_float32": functools.partial(made.expanded, dtype=torch.float32),
-        "dynamic": made.dynamic,
+    torchs_own = isinstance(made, RowKernels) or _int4_kernel_takes(kernel_group(config, matrix), target)
+    kernels: dict[str, BindKernel] = {
+        **({"packed": made.bind_packed} if torchs_own else {}),
+        "expanded": bindable(functools.partial(made.expanded, dtype=torch.bfloat16)),
+        "expanded_float32": bindable(functools.partial(made.expanded, dtype=torch.float32)),
+        "dynamic": bindable(made.dynamic),
     }
-    if isinstance(made, RowKernels) or _int4_kernel_takes(kernel_group(config, matrix), target):
-        kernels = {"packed": made.packed, **kernels}
     shapes = required(config, matrix)
-    return {
-        name: CheckedKernel(matrix, shapes, kernel, made.bind_packed if name == "packed" and made.binds else None)
-        for name, kernel in kernels.items()
-    }
+    return {name: CheckedKernel(matrix, shapes, kernel) for name, kernel in kernels.items()}
 
 
 def _int4_kernel_takes(group: int, target: KernelTarget) -> bool:
@@ -68,21 +64,20 @@ def _int4_kernel_takes(group: int, target: KernelTarget) -> bool:
 
 @dataclass(frozen=True)
 class RowKernels:
-    """int8 with one scale for each output."""
+    """Kernels of int8 with one scale for each output."""
 
     matrix: MatrixShape
-    binds: ClassVar[bool] = True
 
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
+        """Fix the parts of torch's int8 kernel, for x: [tokens, inputs] -> [tokens, outputs]."""
         kernel, packed, scales = torch.ops.aten._weight_int8pack_mm.default, parts["packed"], parts["scales"][0]
-        return lambda x: _with_offsets(kernel(x.to(torch.bfloat16), packed, scales), x, parts)
-
-    def packed(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-        y = torch.ops.aten._weight_int8pack_mm(x.to(torch.bfloat16), parts["packed"], parts["scales"][0])
-        return _with_offsets(y, x, parts)
+        return lambda x: _add_offsets(kernel(x.to(torch.bfloat16), packed, scales), x, parts)
 
     def expanded(self, x: torch.Tensor, parts: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
-        """The codes are exact in either dtype; the scales follow."""
+        """Multiply x: [tokens, inputs] with codes expanded to a dtype, exact in either; the scales follow.
+
+        Returns [tokens, outputs] in bfloat16 or float32.
+        """
         values, codes = x.to(dtype), parts["packed"]
         y = torch.empty(x.shape[0], self.matrix.outputs, dtype=dtype)
         step = max(2**18 // self.matrix.inputs, 1)
@@ -90,28 +85,27 @@ class RowKernels:
             piece = codes[start : start + step]
             weights = scratch("floats", tuple(piece.shape), dtype).copy_(piece)
             y[:, start : start + step] = values @ weights.t()
-        return _with_offsets(y * parts["scales"], x, parts)
+        return _add_offsets(y * parts["scales"], x, parts)
 
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""
         codes, steps = _to_int8(x)
         y = int_product(codes, parts["packed"].t()).float()
-        return _with_offsets(y.mul_(steps).mul_(parts["scales"]), x, parts)
+        return _add_offsets(y.mul_(steps).mul_(parts["scales"]), x, parts)
 
 
 @dataclass(frozen=True)
 class Int4Kernels:
-    """int4, int3, and int8 in groups."""
+    """Kernels of int4, int3, and int8 in groups."""
 
     config: Integers
     matrix: MatrixShape
     target: KernelTarget
 
-    @property
-    def binds(self) -> bool:
-        """The three bits of int3 are expanded in every product."""
-        return self.config.bits != 3
-
     def bind_packed(self, parts: PackedTensors) -> BoundKernel:
+        """Fix the parts of torch's int4 kernel, for x: [tokens, inputs] -> [tokens, outputs]; int8 are two products."""
+        if self.config.bits == 3:
+            return lambda x: self._packed_by_slabs(x, parts)
         kernel, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, kernel_group(self.config, self.matrix)
         scales = parts["scales"].contiguous()
         ((_, planes),) = nibbles(self.config, parts, self.matrix)
@@ -119,29 +113,25 @@ class Int4Kernels:
         if not lower:
             return lambda x: kernel(x.to(torch.bfloat16), upper, group, scales)
 
-        def product(x: torch.Tensor) -> torch.Tensor:
+        def two_products(x: torch.Tensor) -> torch.Tensor:
+            """Multiply x: [tokens, inputs] with the upper and the lower halves of int8 codes."""
             values = x.to(torch.bfloat16)
             return torch.add(kernel(values, lower[0], group, scales), kernel(values, upper, group, scales), alpha=16)
 
-        return product
+        return two_products
 
-    def packed(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+    def _packed_by_slabs(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply with int3, whose nibbles are expanded in every product, a slab at a time."""
         values, group = x.to(torch.bfloat16), kernel_group(self.config, self.matrix)
-        products = [
-            self._product(values, planes, group, parts["scales"][:, columns])
-            for columns, planes in nibbles(self.config, parts, self.matrix)
-        ]
+        products = []
+        for columns, (plane,) in nibbles(self.config, parts, self.matrix):
+            scales = parts["scales"][:, columns].contiguous()
+            packed = plane.view(scales.shape[1], self.matrix.inputs // 2)
+            products.append(torch.ops.aten._weight_int4pack_mm_for_cpu(values, packed, group, scales))
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
-    def _product(self, x: torch.Tensor, planes: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
-        scales = scales.contiguous()
-        shape = (scales.shape[1], self.matrix.inputs // 2)
-        upper, *lower = [
-            torch.ops.aten._weight_int4pack_mm_for_cpu(x, plane.view(shape), group, scales) for plane in planes
-        ]
-        return torch.add(lower[0], upper, alpha=16) if lower else upper
-
     def expanded(self, x: torch.Tensor, parts: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
+        """Multiply x: [tokens, inputs] with weights expanded to a dtype; returns [tokens, outputs] in that dtype."""
         values = x.to(dtype)
         y = torch.empty(x.shape[0], self.matrix.outputs, dtype=dtype)
         for columns, weights in floats(self.config, parts, self.matrix, self.target, dtype):
@@ -149,6 +139,7 @@ class Int4Kernels:
         return y
 
     def dynamic(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply x: [tokens, inputs], rounded to int8; returns float32 [tokens, outputs]."""
         codes, steps = _to_int8(x)
         y = torch.empty(x.shape[0], self.matrix.outputs)
         for columns, weights, step in bytes_and_steps(self.config, parts, self.matrix, self.target):
@@ -157,27 +148,28 @@ class Int4Kernels:
 
 
 def _to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as int8, and the step of each token, float32 [tokens, 1]."""
+    """Round x: [tokens, inputs] to int8; returns it with the step of each token, float32 [tokens, 1]."""
     steps = x.abs().amax(1, keepdim=True).float().clamp_(min=1e-30) / 127
     return (x / steps).round_().to(torch.int8), steps
 
 
 def int_product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The exact product of int8 [tokens, inputs] and [inputs, outputs], int32.
+    """Multiply int8 [tokens, inputs] and [inputs, outputs] exactly; returns int32 [tokens, outputs].
 
     Where a CPU has no VNNI, oneDNN adds two products in 16 bits, which overflow silently; of half the weights they fit.
     """
-    if _pairs_fit():
+    if _sums_of_two_fit():
         return torch._int_mm(x, weights)
     return torch._int_mm(x, weights >> 1).mul_(2).add_(torch._int_mm(x, weights & 1))
 
 
 @functools.cache
-def _pairs_fit() -> bool:
+def _sums_of_two_fit() -> bool:
+    """Return whether the largest int8 products are summed without overflow on this CPU."""
     largest = torch.full((64, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest) == 64 * 127**2).all())
 
 
-def _with_offsets(y: torch.Tensor, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-    """Zero points other than 128 add the same to every weight of an output."""
+def _add_offsets(y: torch.Tensor, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+    """Add the offsets, if there are any: zero points other than 128 add the same to every weight of an output."""
     return y + x.float().sum(1, keepdim=True) * parts["offsets"] if "offsets" in parts else y

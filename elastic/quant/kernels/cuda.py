@@ -20,8 +20,8 @@ import torch
 
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.integer import Integers
-from elastic.quant.kernels.checks import CheckedKernel
-from elastic.quant.kernels.cuda_layout import CODINGS, codes_of, group_of, pack, required, tiled, unpack
+from elastic.quant.kernels.checks import CheckedKernel, bindable
+from elastic.quant.kernels.cuda_layout import ENCODINGS, codes_of, group_of, pack, required, tiled, unpack
 
 __all__ = ["pack", "paths", "unpack"]
 
@@ -31,42 +31,48 @@ logger = logging.getLogger(__name__)
 
 
 def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
-    """The paths for this shape; without triton there are fewer."""
-    product = CudaKernels(config, matrix)
-    made: dict[str, Kernel] = {"expanded": product.expanded}
+    """Return the kernels of CUDA for x: [tokens, inputs]; without triton there are fewer."""
+    made = CudaKernels(config, matrix)
+    kernels: dict[str, Kernel] = {"expanded": made.expanded}
     if tiled(config, matrix):
-        made["packed"] = product.packed
+        kernels["packed"] = made.packed
     elif _has_triton():
-        made["triton"] = product.triton
+        kernels["triton"] = made.triton
     shapes = required(config, matrix)
-    return {name: CheckedKernel(matrix, shapes, kernel) for name, kernel in made.items()}
+    return {name: CheckedKernel(matrix, shapes, bindable(kernel)) for name, kernel in kernels.items()}
 
 
 @functools.cache
 def _has_triton() -> bool:
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
+    """Return whether triton is installed; warn once where it is not."""
+    installed = importlib.util.find_spec("triton") is not None
+    if not installed:
         logger.warning("triton is not installed: int8 and int3 products expand their weights; pip install triton")
-    return found
+    return installed
 
 
 @dataclass(frozen=True)
 class CudaKernels:
+    """Kernels of int8, int4 and int3."""
+
     config: Integers
     matrix: MatrixShape
 
     def packed(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply x: [tokens, inputs] by torch's int4 kernel; returns bfloat16 [tokens, outputs]."""
         group = group_of(self.config, self.matrix)
         values = x.to(torch.bfloat16)
         return cast(torch.Tensor, torch.ops.aten._weight_int4pack_mm(values, parts["packed"], group, parts["scales"]))
 
     def triton(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply x: [tokens, inputs] by the triton kernel; returns [tokens, outputs] in the dtype of x."""
         from elastic.quant.kernels.triton import product
 
         group = group_of(self.config, self.matrix)
         return product(x, parts["packed"], parts["scales"], self.config.bits, group)
 
     def expanded(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+        """Multiply x: [tokens, inputs] with expanded weights; returns [tokens, outputs] in the dtype of x."""
         y = x.new_empty(x.shape[0], self.matrix.outputs)
         step = max(PIECE // self.matrix.inputs // 8 * 8, 8)
         for start in range(0, self.matrix.outputs, step):
@@ -75,9 +81,9 @@ class CudaKernels:
         return y
 
     def _weights(self, parts: PackedTensors, start: int, stop: int) -> torch.Tensor:
-        """Those of some outputs, float32 [outputs, inputs]."""
+        """Expand the weights of some outputs, float32 [stop - start, inputs]."""
         rows = slice(start // 8, stop // 8) if tiled(self.config, self.matrix) else slice(start, stop)
         codes = codes_of(self.config, parts["packed"][rows], self.matrix)
         scales, offsets = parts["scales"][:, start:stop].float().permute(2, 1, 0).unsqueeze(3)
-        grouped = codes.view(*scales.shape[:2], -1).float() - CODINGS[self.config.bits].middle
+        grouped = codes.view(*scales.shape[:2], -1).float() - ENCODINGS[self.config.bits].middle
         return torch.addcmul(offsets, grouped, scales).flatten(1)

@@ -1,4 +1,4 @@
-"""The parts of a matrix in integers on CUDA. Everything here also runs on tensors in host memory.
+"""The layout of a matrix in integers on CUDA: its parts. All functions also run on tensors in host memory.
 
     int4   packed  int32 [outputs / 8, inputs / 16 t, 32, t / 2], as torch's int4 kernel wants it, where it takes the
                    shape: t = 8, 4 or 2 tiles of 16 inputs side by side
@@ -17,25 +17,24 @@ import torch
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.integer import Integers, QuantizedMatrix
 from elastic.quant.formats.scale_encoding import ScaleEncoding
-from elastic.quant.kernels.checks import Required, extras, read_extras
+from elastic.quant.kernels.checks import Required, extras, read_extras, torch_int4_group
 
-CODINGS = {8: ScaleEncoding(128), 4: ScaleEncoding(8), 3: ScaleEncoding(4)}
+ENCODINGS = {8: ScaleEncoding(128), 4: ScaleEncoding(8), 3: ScaleEncoding(4)}
 
 
 def tiled(config: Integers, matrix: MatrixShape) -> bool:
-    """Whether torch's int4 kernel takes this matrix."""
+    """Return whether torch's int4 kernel takes this matrix."""
     return config.bits == 4 and group_of(config, matrix) in (32, 64, 128, 256)
 
 
 def group_of(config: Integers, matrix: MatrixShape) -> int:
-    """Inputs that share a scale in the parts."""
-    size = matrix.inputs if config.group_size == -1 else config.group_size
-    known = (256, 128, 64, 32) if config.bits == 4 else ()
-    return next((group for group in known if size % group == 0), size)
+    """Return how many inputs share a scale in the parts."""
+    size = config.inputs_per_group(matrix.inputs)
+    return torch_int4_group(size) if config.bits == 4 else size
 
 
 def required(config: Integers, matrix: MatrixShape) -> Required:
-    """The shapes and dtypes of the parts that are always there."""
+    """Return the shapes and dtypes of the parts that every matrix of this shape has."""
     outputs, inputs = matrix.outputs, matrix.inputs
     scales = ((inputs // group_of(config, matrix), outputs, 2), torch.bfloat16)
     if tiled(config, matrix):
@@ -45,36 +44,38 @@ def required(config: Integers, matrix: MatrixShape) -> Required:
 
 
 def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict[str, torch.Tensor]:
+    """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
     matrix = MatrixShape(*codes.codes.shape)
-    coding = CODINGS[config.bits]
-    pairs = torch.stack((coding.scales(codes), coding.offsets(codes)), 2).transpose(0, 1).to(torch.bfloat16)
-    repeats = matrix.inputs // codes.groups // group_of(config, matrix)
+    pairs = ENCODINGS[config.bits].encode_pairs(codes, group_of(config, matrix))
     packed = to_tiles(codes.codes) if tiled(config, matrix) else to_rows(codes.codes, config.bits)
-    return {"packed": packed, "scales": pairs.repeat_interleave(repeats, 0).contiguous(), **extras(codes)}
+    return {"packed": packed, "scales": pairs, **extras(codes)}
 
 
 def unpack(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> QuantizedMatrix:
-    size = matrix.inputs if config.group_size == -1 else config.group_size
-    scales, offsets = parts["scales"][:: size // group_of(config, matrix)].unbind(2)
-    read, zeros = CODINGS[config.bits].read(scales, offsets)
+    """Read the codes, uint8 [outputs, inputs], with scales and zeros, float32 [outputs, groups], from parts."""
+    repeats = config.inputs_per_group(matrix.inputs) // group_of(config, matrix)
+    scales, offsets = parts["scales"][::repeats].unbind(2)
     codes = codes_of(config, parts["packed"], matrix)
-    return QuantizedMatrix(codes, read.t().contiguous(), zeros.t().contiguous(), **read_extras(parts))
+    scales, zeros = ENCODINGS[config.bits].decode(scales, offsets)
+    return QuantizedMatrix(codes, scales, zeros, **read_extras(parts))
 
 
 def codes_of(config: Integers, packed: torch.Tensor, matrix: MatrixShape) -> torch.Tensor:
-    """uint8 [outputs, inputs], of all outputs or of those whose packed bytes are given."""
+    """Read codes, uint8 [rows, inputs], from the packed bytes of some outputs, [rows / 8, ...] or [rows, n]."""
     return from_tiles(packed, matrix.inputs) if tiled(config, matrix) else from_rows(packed, config.bits)
 
 
 def to_tiles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 4 bits, uint8 [outputs, inputs], into int32 [outputs / 8, inputs / 16 t, 32, t / 2]."""
     outputs, inputs = codes.shape
     tiles = _tiles(inputs)
-    apart = codes.contiguous().view(outputs // 8, 8, inputs // 16 // tiles, tiles // 2, 4, 4, 2)
-    nibbles = apart.permute(0, 2, 1, 5, 3, 6, 4).reshape(outputs // 8, inputs // 16 // tiles, 32, tiles // 2, 4, 2)
+    split = codes.contiguous().view(outputs // 8, 8, inputs // 16 // tiles, tiles // 2, 4, 4, 2)
+    nibbles = split.permute(0, 2, 1, 5, 3, 6, 4).reshape(outputs // 8, inputs // 16 // tiles, 32, tiles // 2, 4, 2)
     return (nibbles[..., 0] | nibbles[..., 1] << 4).view(torch.int32).squeeze(-1)
 
 
 def from_tiles(packed: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Undo `to_tiles`: int32 [outputs / 8, inputs / 16 t, 32, t / 2] -> uint8 [outputs, inputs]."""
     eighths, blocks, _, half = packed.shape
     both = packed.unsqueeze(-1).view(torch.uint8)
     nibbles = torch.stack((both & 15, both >> 4), -1).view(eighths, blocks, 8, 4, half, 2, 4)
@@ -82,6 +83,7 @@ def from_tiles(packed: torch.Tensor, inputs: int) -> torch.Tensor:
 
 
 def to_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes, uint8 [outputs, inputs], row by row into uint8 [outputs, inputs * bits / 8]."""
     codes = codes.contiguous()
     if bits == 8:
         return codes
@@ -91,6 +93,7 @@ def to_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def from_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Undo `to_rows`: uint8 [outputs, inputs * bits / 8] -> uint8 [outputs, inputs]."""
     if bits == 8:
         return packed
     if bits == 4:
@@ -100,15 +103,17 @@ def from_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _gather(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values of so many bits, side by side in bytes, the first one lowest."""
+    """Put values of so many bits side by side into bytes, the first one lowest: uint8 [n, k] -> [n, k * bits / 8]."""
     pieces = [values[:, i :: 8 // bits] << (bits * i) for i in range(8 // bits)]
     return torch.stack(pieces).sum(0, dtype=torch.uint8)
 
 
 def _scatter(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Undo `_gather`: uint8 [n, k * bits / 8] -> [n, k]."""
     pieces = [packed >> (bits * i) & (1 << bits) - 1 for i in range(8 // bits)]
     return torch.stack(pieces, 2).flatten(1)
 
 
 def _tiles(inputs: int) -> int:
+    """Return how many tiles of 16 inputs lie side by side in torch's layout."""
     return next(tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0)

@@ -1,4 +1,4 @@
-"""Where the integers of a matrix lie in memory on a CPU, for each instruction set.
+"""The order of 4-bit codes in memory on a CPU, for each instruction set.
 
 Two codes of 4 bits share a byte. torch's kernel wants the columns of its output in blocks, and within a block all
 inputs of a few columns side by side; how, depends on the instructions that it was compiled for:
@@ -7,9 +7,9 @@ inputs of a few columns side by side; how, depends on the instructions that it w
     AVX2     blocks of 32 columns: byte [k, d] = column d | column d + 16 << 4
     others   blocks of 32 columns: byte [k, d] = column 2 d | column 2 d + 1 << 4
 
-and so is the last block, if it is narrower, everywhere. Codes of 3 bits are laid out in the same way, in the upper bits
-of a nibble, which leaves two bits of each byte free. The bytes of some columns are cut into four equal streams, and the
-last of them is put into the free bits of the other three.
+A narrower last block is laid out as under "others" for all instructions. Codes of 3 bits are laid out in the same way,
+in the upper bits of a nibble, which leaves two bits of each byte free. The bytes of some columns are cut into four
+equal streams, and the last of them is put into the free bits of the other three.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ColumnRun:
     halves: bool
     """A byte holds columns from the two halves of the block; otherwise, neighbours."""
 
-    def apart(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """A view of a tensor that has the columns of this run in dimension `dim`, as [2, blocks, ..., width / 2].
+    def split_nibbles(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """View a tensor with the columns of this run in dimension `dim` as [2, blocks, ..., width / 2].
 
-        First the columns in low nibbles, then those in high ones.
+        The first of the two are the columns in low nibbles, then those in high ones. Any dtype.
         """
         half = self.width // 2
         split = torch.unflatten(tensor, dim, (-1, 2, half) if self.halves else (-1, half, 2))
@@ -49,18 +49,18 @@ class ColumnRun:
         return split.permute(nibble, dim, *others, column)
 
     def bytes_of(self, packed: torch.Tensor, inputs: int) -> torch.Tensor:
-        """The bytes of these columns, a view [blocks, inputs, width / 2]."""
+        """View the bytes of these columns in a packed matrix, uint8 [n], as [blocks, inputs, width / 2]."""
         return packed[self.start * inputs // 2 : self.stop * inputs // 2].view(-1, inputs, self.width // 2)
 
     def cut(self, columns: int) -> Iterator[ColumnRun]:
-        """Shorter runs, of about so many columns."""
+        """Divide the run into shorter ones of about so many columns."""
         step = max(columns // self.width, 1) * self.width
         for start in range(self.start, self.stop, step):
             yield replace(self, start=start, stop=min(start + step, self.stop))
 
 
 def runs(outputs: int, instructions: str) -> Iterator[ColumnRun]:
-    """A packed matrix in order: its blocks, then the narrower one that is left."""
+    """Yield the blocks of a packed matrix in order, all of one width as one run, then the narrower last one."""
     width = 64 if instructions == "AVX512" else 32
     full = outputs // width * width
     if full:
@@ -70,20 +70,20 @@ def runs(outputs: int, instructions: str) -> Iterator[ColumnRun]:
 
 
 def pack_nibbles(codes: torch.Tensor, instructions: str) -> torch.Tensor:
-    """Codes of up to 4 bits, uint8 [outputs, inputs], as uint8 [outputs * inputs / 2]."""
+    """Pack codes of up to 4 bits, uint8 [outputs, inputs], into uint8 [outputs * inputs / 2]."""
     outputs, inputs = codes.shape
     packed = torch.empty(outputs * inputs // 2, dtype=torch.uint8)
     for run in runs(outputs, instructions):
-        low, high = run.apart(codes[run.start : run.stop], 0)
+        low, high = run.split_nibbles(codes[run.start : run.stop], 0)
         torch.bitwise_or(low, high << 4, out=run.bytes_of(packed, inputs))
     return packed
 
 
 def unpack_nibbles(packed: torch.Tensor, outputs: int, inputs: int, instructions: str) -> torch.Tensor:
-    """What `pack_nibbles` was given."""
+    """Undo `pack_nibbles`: uint8 [outputs * inputs / 2] -> uint8 [outputs, inputs]."""
     codes = torch.empty(outputs, inputs, dtype=torch.uint8)
     for run in runs(outputs, instructions):
-        low, high = run.apart(codes[run.start : run.stop], 0)
+        low, high = run.split_nibbles(codes[run.start : run.stop], 0)
         both = run.bytes_of(packed, inputs)
         low.copy_(both & 15)
         high.copy_(both >> 4)
@@ -92,7 +92,7 @@ def unpack_nibbles(packed: torch.Tensor, outputs: int, inputs: int, instructions
 
 @functools.cache
 def kernel_agrees(instructions: str) -> bool:
-    """Whether torch's own packer, here and now, lays nibbles out as described above for these instructions."""
+    """Return whether torch's packer in this process lays nibbles out as described above for these instructions."""
     codes = torch.arange(80 * 32, dtype=torch.int32).view(80, 32) * 7 % 16
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     return torch.equal(packed.view(-1), pack_nibbles(codes.to(torch.uint8), instructions))
@@ -103,14 +103,14 @@ SLAB = 2**22
 
 
 def slabs(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
-    """Columns of the output, start and stop, in slabs of about so many weights; part of the layout."""
+    """Yield start and stop of slabs, columns of the output with about `SLAB` weights; they are part of the layout."""
     width = max(SLAB // inputs // 64 * 64, 64)
     for start in range(0, outputs, width):
         yield start, min(start + width, outputs)
 
 
 def squeeze(packed: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """Nibbles whose lowest bit is free, uint8 [n], without the free bits, slab by slab, uint8 [3 n / 4]."""
+    """Take the free lowest bits out of nibbles, slab by slab: uint8 [n] -> uint8 [3 n / 4]."""
     squeezed = torch.empty(packed.numel() * 3 // 4, dtype=torch.uint8)
     for start, stop in slabs(outputs, inputs):
         streams = packed[start * inputs // 2 : stop * inputs // 2].view(4, -1)
@@ -120,12 +120,15 @@ def squeeze(packed: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
 
 
 def slab_of(squeezed: torch.Tensor, start: int, stop: int, inputs: int) -> torch.Tensor:
-    """The squeezed bytes of a slab, a view."""
+    """View the bytes of a slab in a squeezed matrix, uint8 [outputs * inputs * 3 / 8], as [n]."""
     return squeezed.view(-1)[start * inputs * 3 // 8 : stop * inputs * 3 // 8]
 
 
 def expand(squeezed: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """The nibbles of a slab from its squeezed bytes, written into `packed`; both start at a multiple of 8 bytes."""
+    """Write the nibbles of a slab into `packed`, uint8 [n], from its squeezed bytes, uint8 [3 n / 4]; return `packed`.
+
+    Both start at a multiple of 8 bytes.
+    """
     narrow, wide = squeezed.view(torch.int64).view(3, -1), packed.view(torch.int64).view(4, -1)
     last, bits = wide[3], scratch("bits", (wide.shape[1],), torch.int64)
     torch.bitwise_and(narrow[2], _FREE, out=last)
@@ -136,7 +139,7 @@ def expand(squeezed: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def unsqueeze(squeezed: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """All nibbles again, uint8 [outputs * inputs / 2]."""
+    """Undo `squeeze` for all slabs: uint8 [outputs * inputs * 3 / 8] -> uint8 [outputs * inputs / 2]."""
     packed = torch.empty(outputs * inputs // 2, dtype=torch.uint8)
     for start, stop in slabs(outputs, inputs):
         expand(slab_of(squeezed, start, stop, inputs), packed[start * inputs // 2 : stop * inputs // 2])

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
 
 from elastic.errors import ConfigError
+from elastic.quant.formats.awq_search import search_scales
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
+from elastic.quant.kernels.checks import reference_kernel
 
 
 class IntegerFormat:
-    """Packs matrices as the integer kernels of a device want them, and multiplies with them."""
+    """The format that the integer kernels of CPUs and of CUDA take."""
 
     def supports(self, config: Integers, matrix: MatrixShape) -> str | None:
-        """None, or in words why a matrix of this shape cannot be packed."""
-        size = matrix.inputs if config.group_size == -1 else config.group_size
+        """Return None, or in words why a matrix of this shape cannot be packed."""
         if matrix.outputs % 16 or matrix.inputs % 16:
             return f"{matrix.outputs} outputs and {matrix.inputs} inputs are not multiples of 16"
+        size = config.inputs_per_group(matrix.inputs)
         if matrix.inputs % size:
             return f"group_size={size} does not divide {matrix.inputs} inputs"
         return None
@@ -27,28 +29,26 @@ class IntegerFormat:
     def quantize(
         self, config: Integers, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
     ) -> PackedTensors:
-        """Pack a matrix, [outputs, inputs]: its nearest codes, or with scales searched for these inputs."""
-        _demand(self, config, _shape(weight))
-        if inputs is None:
-            return pack(config, round_to_nearest(weight, config), target)
-        from elastic.quant.formats.awq_search import search_scales
+        """Pack a matrix: its nearest codes, or codes with scales searched for its inputs (AWQ).
 
-        return pack(config, search_scales(weight, inputs, config), target)
+        weight: [outputs, inputs]. inputs: [tokens, inputs], samples; both of any float dtype. Raises `ConfigError` for
+        a shape that is not supported.
+        """
+        _check_shape(self, config, weight.shape)
+        codes = round_to_nearest(weight, config) if inputs is None else search_scales(weight, inputs, config)
+        return pack(config, codes, target)
 
     def value(self, config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
-        """The matrix that the parts stand for, float32 [outputs, inputs]."""
+        """Expand parts to the matrix that they stand for, float32 [outputs, inputs]."""
         return unpack(config, parts, matrix, target).value()
 
     def paths(
         self, config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
     ) -> Mapping[str, Kernel]:
-        """The ways to multiply with these parts, by name; "reference" is the slow one that all are tested against."""
-        _demand(self, config, matrix)
-
-        def reference(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-            return (x.float().contiguous() @ self.value(config, parts, matrix, target).t()).to(x.dtype)
-
-        return {**_device(target).paths(config, parts, matrix, target), "reference": reference}
+        """Return the kernels that multiply x: [tokens, inputs] with such parts, by name."""
+        _check_shape(self, config, (matrix.outputs, matrix.inputs))
+        reference = reference_kernel(lambda parts: self.value(config, parts, matrix, target))
+        return {**_kernels_for(target).paths(config, parts, matrix, target), "reference": reference}
 
     def repack(
         self,
@@ -58,33 +58,33 @@ class IntegerFormat:
         packed_for: KernelTarget,
         target: KernelTarget,
     ) -> PackedTensors:
-        """The same matrix for another target, with the very same codes."""
+        """Return the parts of the same [outputs, inputs] matrix for another target, with the very same codes."""
         return parts if packed_for == target else pack(config, unpack(config, parts, matrix, packed_for), target)
 
 
 def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> PackedTensors:
-    """Codes as the parts that the kernels of a target take.
+    """Lay codes, [outputs, inputs], out as the parts that the kernels of a target take (cpu_layout, cuda_layout).
 
     Raises `ConfigError` where the codes are not of this config, or their shape cannot be packed.
     """
-    matrix = _shape(codes.codes)
-    _demand(INTEGERS, config, matrix)
-    groups = 1 if config.group_size == -1 else matrix.inputs // config.group_size
+    _check_shape(INTEGERS, config, codes.codes.shape)
+    inputs = codes.codes.shape[1]
+    groups = inputs // config.inputs_per_group(inputs)
     if codes.groups != groups:
         raise ConfigError(f"the codes have {codes.groups} groups of inputs, {config} has {groups}")
     if codes.codes.numel() and int(codes.codes.max()) >= 2**config.bits:
         raise ConfigError(f"codes up to {int(codes.codes.max())} do not fit {config.bits} bits")
-    parts: PackedTensors = _device(target).pack(config, codes, target)
+    parts: PackedTensors = _kernels_for(target).pack(config, codes, target)
     return parts
 
 
 def unpack(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> QuantizedMatrix:
-    """The codes that were packed for a target; scales as rounded to bfloat16."""
-    codes: QuantizedMatrix = _device(target).unpack(config, parts, matrix, target)
+    """Read the codes, [outputs, inputs], that were packed for a target; scales are rounded to bfloat16."""
+    codes: QuantizedMatrix = _kernels_for(target).unpack(config, parts, matrix, target)
     return codes
 
 
-def _device(target: KernelTarget) -> ModuleType:
+def _kernels_for(target: KernelTarget) -> ModuleType:
     if target.device == "cpu":
         from elastic.quant.kernels import cpu
 
@@ -96,14 +96,11 @@ def _device(target: KernelTarget) -> ModuleType:
     raise ConfigError(f"no integer kernels for device {target.device!r}; use cpu or cuda")
 
 
-def _shape(matrix: torch.Tensor) -> MatrixShape:
-    if matrix.dim() != 2:
-        raise ConfigError(f"a matrix has two dimensions, not the shape {tuple(matrix.shape)}")
-    return MatrixShape(*matrix.shape)
-
-
-def _demand(format: IntegerFormat, config: Integers, matrix: MatrixShape) -> None:
-    problem = format.supports(config, matrix)
+def _check_shape(format: IntegerFormat, config: Integers, shape: Sequence[int]) -> None:
+    """Raise `ConfigError` for a shape that is not of a matrix, or cannot be packed."""
+    if len(shape) != 2:
+        raise ConfigError(f"a matrix has two dimensions, not the shape {tuple(shape)}")
+    problem = format.supports(config, MatrixShape(*shape))
     if problem:
         raise ConfigError(f"{config} cannot pack this matrix: {problem}")
 

@@ -1,4 +1,4 @@
-"""Matrices for the Marlin kernels of vLLM, an optional extra on CUDA (compute capability 8.0 and later).
+"""The format of the Marlin kernels of vLLM, an optional plug-in on CUDA (compute capability 8.0 and later).
 
 Only the product needs vLLM; packing does not. Of 16 inputs by 64 outputs, thread 4 c + q of a warp has, for each j
 below 4, outputs 16 j + 8 b + c and inputs 8 h + 2 q + p: one word in the order (p, b, h), or two words of 8-bit codes
@@ -6,7 +6,7 @@ in the order (b, p, h). Codes are symmetric, or of 4 bits with whole zero points
 
     packed  int32 [inputs / 16, outputs * bits / 2]
     scales  bfloat16 [groups, outputs], columns in the kernel's order
-    zeros   int32 [groups, outputs / 8], likewise; only with zero points
+    zeros   int32 [groups, outputs / 8], columns in an order of their own; only with zero points
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any, cast
 import torch
 
 from elastic.errors import BackendUnavailable, ConfigError
+from elastic.quant.formats.awq_search import search_scales
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
-from elastic.quant.kernels.checks import CheckedKernel, Required, extras, read_extras
+from elastic.quant.kernels.checks import CheckedKernel, Required, bindable, extras, read_extras, reference_kernel
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class Marlin(Integers):
 
 
 class MarlinFormat:
-    """Packs for, and multiplies with, vLLM's `marlin_gemm`."""
+    """The format that vLLM's `marlin_gemm` takes."""
 
     def supports(self, config: Marlin, matrix: MatrixShape) -> str | None:
-        """None, or in words why a matrix of this shape cannot be packed."""
+        """Return None, or in words why a matrix of this shape cannot be packed."""
         if matrix.outputs % 64 or matrix.inputs % 128:
             return f"{matrix.outputs} outputs are no multiple of 64, or {matrix.inputs} inputs none of 128"
         return None
@@ -48,24 +49,30 @@ class MarlinFormat:
     def quantize(
         self, config: Marlin, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
     ) -> PackedTensors:
-        """Pack a matrix, [outputs, inputs]: its nearest codes, or with scales searched for these inputs."""
-        if inputs is None:
-            return pack(config, round_to_nearest(weight, config))
-        from elastic.quant.formats.awq_search import search_scales
+        """Pack a matrix: its nearest codes, or codes with scales searched for its inputs (AWQ).
 
-        return pack(config, search_scales(weight, inputs, config))
+        weight: [outputs, inputs]. inputs: [tokens, inputs], samples; both of any float dtype. Raises `ConfigError` for
+        a shape that is not supported.
+        """
+        return pack(
+            config, round_to_nearest(weight, config) if inputs is None else search_scales(weight, inputs, config)
+        )
 
     def value(self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
-        """The matrix that the parts stand for, float32 [outputs, inputs]."""
+        """Expand parts to the matrix that they stand for, float32 [outputs, inputs]."""
         return unpack(config, parts, matrix).value()
 
     def paths(
         self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
     ) -> Mapping[str, Kernel]:
-        """Raises `BackendUnavailable` without a vLLM that has the kernel."""
-        gemm, kind = _kernel(config)
+        """Return the kernels that multiply x: [tokens, inputs] with such parts, by name.
+
+        Raises `BackendUnavailable` without a vLLM that has the kernel.
+        """
+        gemm, kind = _gemm(config)
 
         def marlin(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
+            """Multiply x: [tokens, inputs]; returns [tokens, outputs] in float16 or bfloat16."""
             values = x if x.dtype in (torch.float16, torch.bfloat16) else x.to(torch.bfloat16)
             return cast(
                 torch.Tensor,
@@ -80,7 +87,7 @@ class MarlinFormat:
                     b_zeros=parts.get("zeros"),
                     g_idx=None,
                     perm=None,
-                    workspace=_workspace(x.device),
+                    workspace=_locks(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0),
                     b_q_type=kind,
                     size_m=x.shape[0],
                     size_n=matrix.outputs,
@@ -89,20 +96,16 @@ class MarlinFormat:
                 ),
             )
 
-        def reference(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
-            return (x.float().contiguous() @ self.value(config, parts, matrix, target).t()).to(x.dtype)
-
-        return {"marlin": CheckedKernel(matrix, required(config, matrix), marlin), "reference": reference}
+        reference = reference_kernel(lambda parts: self.value(config, parts, matrix, target))
+        return {"marlin": CheckedKernel(matrix, required(config, matrix), bindable(marlin)), "reference": reference}
 
     def repack(
-        self,
-        config: Marlin,
-        parts: PackedTensors,
-        matrix: MatrixShape,
-        packed_for: KernelTarget,
-        target: KernelTarget,
+        self, config: Marlin, parts: PackedTensors, matrix: MatrixShape, packed_for: KernelTarget, target: KernelTarget
     ) -> PackedTensors:
-        """The layout is the same for all GPUs. Raises `ConfigError` for a CPU."""
+        """Return the parts of the [outputs, inputs] matrix as they are: the layout is the same for all GPUs.
+
+        Raises `ConfigError` for a CPU.
+        """
         if target.device != "cuda":
             raise ConfigError(
                 f"Marlin's kernels need CUDA: what is packed for them cannot go to {target.device}; use Integers for "
@@ -112,8 +115,8 @@ class MarlinFormat:
 
 
 def required(config: Marlin, matrix: MatrixShape) -> Required:
-    """The shapes and dtypes of the parts that are always there."""
-    groups = 1 if config.group_size == -1 else matrix.inputs // config.group_size
+    """Return the shapes and dtypes of the parts that every matrix of this shape has."""
+    groups = matrix.inputs // config.inputs_per_group(matrix.inputs)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "packed": ((matrix.inputs // 16, matrix.outputs * config.bits // 2), torch.int32),
         "scales": ((groups, matrix.outputs), torch.bfloat16),
@@ -122,7 +125,10 @@ def required(config: Marlin, matrix: MatrixShape) -> Required:
 
 
 def pack(config: Marlin, codes: QuantizedMatrix) -> PackedTensors:
-    """Codes in Marlin's layout. Raises `ConfigError` for shapes or zero points that it does not take."""
+    """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names.
+
+    Raises `ConfigError` for shapes or zero points that Marlin does not take.
+    """
     outputs, inputs = codes.codes.shape
     problem = MARLIN.supports(config, MatrixShape(outputs, inputs))
     if problem:
@@ -130,33 +136,30 @@ def pack(config: Marlin, codes: QuantizedMatrix) -> PackedTensors:
     low, high = (2 ** (config.bits - 1),) * 2 if config.symmetric else (0, 15)
     if ((codes.zeros < low) | (codes.zeros > high)).any():
         raise ConfigError(f"{config}: Marlin takes zero points from {low} to {high}; use Integers")
-    apart = codes.codes.contiguous().view(outputs // 64, 4, 2, 8, inputs // 16, 2, 4, 2)  # t j b c, r h q p
+    split = codes.codes.contiguous().view(outputs // 64, 4, 2, 8, inputs // 16, 2, 4, 2)  # t j b c, r h q p
     order = (4, 0, 3, 6, 1, 7, 2, 5) if config.bits == 4 else (4, 0, 3, 6, 1, 2, 7, 5)
-    values = apart.permute(order).reshape(inputs // 16, -1)
+    values = split.permute(order).reshape(inputs // 16, -1)
     packed = _words(values) if config.bits == 4 else values.view(torch.int32)
     parts = {"packed": packed, "scales": _scales_in_order(codes.scales.t()).to(torch.bfloat16), **extras(codes)}
     return parts if config.symmetric else {**parts, "zeros": _words(_zeros_in_order(codes.zeros.t()))}
 
 
 def unpack(config: Marlin, parts: PackedTensors, matrix: MatrixShape) -> QuantizedMatrix:
-    """What `pack` was given, with scales rounded to bfloat16."""
+    """Undo `pack`: codes, uint8 [outputs, inputs], with scales rounded to bfloat16."""
     outputs, inputs = matrix.outputs, matrix.inputs
     values = _nibbles(parts["packed"]) if config.bits == 4 else parts["packed"].view(torch.uint8)
-    if config.bits == 4:
-        apart = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(1, 4, 6, 2, 0, 7, 3, 5)
-    else:
-        apart = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(1, 4, 5, 2, 0, 7, 3, 6)
+    order = (1, 4, 6, 2, 0, 7, 3, 5) if config.bits == 4 else (1, 4, 5, 2, 0, 7, 3, 6)
+    codes = values.view(inputs // 16, outputs // 64, 8, 4, 4, 2, 2, 2).permute(order).reshape(outputs, inputs)
     scales = _from_order(parts["scales"], _scales_in_order).float()
     if config.symmetric:
         zeros = torch.full_like(scales, 2 ** (config.bits - 1))
     else:
         zeros = _from_order(_nibbles(parts["zeros"]), _zeros_in_order).float()
-    codes = apart.reshape(outputs, inputs)
     return QuantizedMatrix(codes, scales.t().contiguous(), zeros.t().contiguous(), **read_extras(parts))
 
 
 def _scales_in_order(scales: torch.Tensor) -> torch.Tensor:
-    """[groups, outputs], outputs in the order in which threads use them; another one where rows are whole."""
+    """Put the columns of [groups, outputs] in the order in which threads use scales; another one for a single group."""
     groups, outputs = scales.shape
     if groups == 1:
         return scales.reshape(1, -1, 4, 4, 2).transpose(2, 3).reshape(1, outputs)
@@ -164,30 +167,32 @@ def _scales_in_order(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros_in_order(zeros: torch.Tensor) -> torch.Tensor:
+    """Put the columns of [groups, outputs] in the order in which threads use zero points; returns uint8."""
     groups, outputs = zeros.shape
     ordered = zeros.to(torch.uint8).reshape(groups, -1, 8, 8).transpose(2, 3)
     return ordered.reshape(groups, -1, 4, 2).transpose(2, 3).reshape(groups, outputs)
 
 
 def _from_order(values: torch.Tensor, in_order: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The inverse of one of the two orders."""
+    """Undo one of the two orders of [groups, outputs]."""
     groups, outputs = values.shape
-    places = in_order(torch.arange(64, device=values.device).repeat(groups, 1))[0].argsort()
-    return values.view(groups, -1, 64)[:, :, places].reshape(groups, outputs)
+    inverse = in_order(torch.arange(64, device=values.device).repeat(groups, 1))[0].argsort()
+    return values.view(groups, -1, 64)[:, :, inverse].reshape(groups, outputs)
 
 
 def _words(nibbles: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, n] -> int32 [rows, n / 8], the first nibble lowest."""
+    """Pack uint8 [rows, n] into int32 [rows, n / 8], the first nibble lowest."""
     return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Undo `_words`: int32 [rows, n / 8] -> uint8 [rows, n]."""
     both = words.contiguous().view(torch.uint8)
     return torch.stack((both & 15, both >> 4), 2).flatten(1)
 
 
-def _kernel(config: Marlin) -> tuple[Any, Any]:
-    """vLLM's product, and its word for the type of the codes."""
+def _gemm(config: Marlin) -> tuple[Any, Any]:
+    """Return vLLM's product, and its name for the type of the codes. Raises `BackendUnavailable`."""
     try:
         from vllm import _custom_ops
         from vllm.scalar_type import scalar_types
@@ -201,14 +206,9 @@ def _kernel(config: Marlin) -> tuple[Any, Any]:
     return gemm, scalar_types.uint4b8 if config.bits == 4 else scalar_types.uint8b128
 
 
-def _workspace(device: torch.device) -> torch.Tensor:
-    """Locks, all zero before and after a product; one set for each stream, as products of a stream do not overlap."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _locks(device, stream)
-
-
 @functools.cache
 def _locks(device: torch.device, stream: int) -> torch.Tensor:
+    """Return locks, all zero before and after a product; one set per stream, whose products do not overlap."""
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     with torch.inference_mode(False):
         return torch.zeros(count, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
 """A product with a matrix in 8, 4 or 3 bits that expands weights in registers. Imports triton: import it where needed.
 
-The layout of the bytes is that of cuda_layout.py.
+The layout of the bytes is that of `cuda_layout`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def _product(
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
 ) -> None:
-    """y[m, n] = sum of x[m, k] * weight[n, k]; BLOCK_K divides the group, so that a block has one scale an output."""
+    """Write y[m, n] = sum of x[m, k] * weight[n, k].
+
+    BLOCK_K divides the group, so that a block has one scale for each output.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_m, in_n = m < tokens, n < outputs
@@ -49,17 +52,18 @@ def _product(
         offset = tl.load(pair + 1, mask=in_n, other=0.0).to(tl.float32)
         weights = (codes - (1 << (BITS - 1))).to(tl.float32) * scale[None, :] + offset[None, :]
         total = tl.dot(values, weights.to(values.dtype), total, input_precision="ieee")
-    place = y + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(place, total.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    target = y + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
 _kernel = triton.jit(_product)
 
 
 def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """x [tokens, inputs], float32, bfloat16 or float16 -> [tokens, outputs] in the same dtype, summed in float32.
+    """Multiply x: [tokens, inputs], float32, bfloat16 or float16; returns [tokens, outputs] in the same dtype.
 
-    Weights are rounded to the dtype of x, as in a plain product. Shapes are not checked here.
+    packed: uint8 [outputs, inputs * bits / 8]. scales: bfloat16 [inputs / group, outputs, 2]. Sums are in float32;
+    weights are rounded to the dtype of x, as in a plain product. Shapes are not checked.
     """
     tokens, inputs = x.shape
     outputs = packed.shape[0]

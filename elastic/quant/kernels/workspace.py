@@ -1,4 +1,4 @@
-"""Memory for pieces of matrices: kept and reused by each thread, so that pieces stay in its caches."""
+"""Scratch memory for pieces of matrices: reused by each thread, so that pieces stay in its caches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ _local = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU with undefined contents, valid until this thread asks for the same name again."""
-    kept: dict[str, torch.Tensor] = _local.__dict__
+    """Return a CPU tensor of any shape and dtype, `[*shape]`, with undefined contents.
+
+    It is valid until this thread asks for the same name again.
+    """
+    buffers: dict[str, torch.Tensor] = _local.__dict__
     nbytes = math.prod(shape) * dtype.itemsize
-    if name not in kept or kept[name].numel() < nbytes:
+    if name not in buffers or buffers[name].numel() < nbytes:
         with torch.inference_mode(False):
-            kept[name] = torch.empty(nbytes, dtype=torch.uint8)
-    return kept[name][:nbytes].view(dtype).view(shape)
+            buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+    return buffers[name][:nbytes].view(dtype).view(shape)

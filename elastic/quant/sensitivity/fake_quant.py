@@ -1,4 +1,4 @@
-"""A decoder layer whose matrices were rounded to integers and back: what a packed layer computes, without kernels."""
+"""Decoder layers whose matrices were rounded to integers and back: the values of packed layers, without kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, 
 
 @torch.no_grad()
 def dequantized_layer(layer: nn.Module, config: Any) -> nn.Module:
-    """A copy of a decoder layer with the values of its matrices rounded to the nearest code, in their own dtype.
+    """Copy a decoder layer and round the values of its matrices to the nearest code, in their own dtype.
 
-    Rounded is what `wrap` would pack for a variant of this config (`Integers`), with the same groups.
+    The same matrices are rounded that `wrap` packs for a variant of this config (`Integers`), with the same groups.
     """
     copied = copy.deepcopy(layer)
     for _, parameter, transposed in matrices(LayerParameters.of(copied)):

@@ -1,14 +1,13 @@
-"""f^(Q) and f^(Q + {p}) on one batch, for a set Q of quantized layers that grows and any candidate p.
+"""Logits f(Q + {p}) of one batch, for a set Q of quantized layers that grows and any candidate p.
 
-What a layer was given is kept, so that a pass with layer p replaced starts at p; and so is the way of every candidate
-from there on: when layer c is chosen, what a candidate before c went through up to c is still true, and its next pass
-starts at c. Nothing that is known is computed again.
+The input of each layer is kept, so that a pass with layer p replaced starts at p; and so are the states of every
+candidate from there on: when layer c is chosen, those of a candidate before c are still true up to c, and its next pass
+starts at c. Nothing is computed twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,121 +21,116 @@ _CHUNK = 1 << 18
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The cosine over the last dimension, in float64, summed over all others."""
+    """Return the cosine over the last dimension of two [..., hidden], in float64, summed over all others."""
     a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     chunks = -(-a.numel() // _CHUNK)
-    parts = [_cosines(x.double(), y.double()).sum() for x, y in zip(a.chunk(chunks), b.chunk(chunks), strict=True)]
-    return float(torch.stack(parts).sum())
+    sums = []
+    for x, y in zip(a.chunk(chunks), b.chunk(chunks), strict=True):
+        x, y = x.double(), y.double()
+        squares = torch.linalg.vecdot(x, x) * torch.linalg.vecdot(y, y)
+        cosines = torch.clamp(torch.linalg.vecdot(x, y) / squares.clamp(min=1e-300).sqrt(), -1, 1)
+        sums.append(cosines.sum())
+    return float(torch.stack(sums).sum())
 
 
-@dataclass
-class IncrementalForward:
-    """f^(Q) on one batch, layer by layer, and on its way f^(Q + {p}) for each candidate p, as far as it is known."""
-
-    trace: LayerTrace
-    layers: Sequence[nn.Module]
-    variants: Quantize
-    keeps: bool = True
-    """Whether ways are kept when their candidate was not chosen."""
-
-    chosen: set[int] = field(default_factory=set)
-    _ways: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.states = list(self.trace.states)
-        self.logits = self.trace.logits
-        self.tokens = self.trace.ids.numel()
-
-    def local(self, p: int) -> tuple[float, float]:
-        """LTS and LRS of layer p, each summed over the tokens. Nothing may be chosen yet."""
-        given, full = self.trace.states[p], self.trace.outputs[p]
-        scores = cosine(full, given), cosine(full, self._step(p)[0])
-        self.lost(p)
-        return scores
-
-    def attempt(self, p: int) -> torch.Tensor:
-        """The logits with layer p among the chosen ones. No layer before p is run."""
-        way = self._step(p)
-        for i in range(p + len(way), len(self.layers)):
-            layer = self.variants(i) if i in self.chosen else self.layers[i]
-            way.append(self.trace.run(i, layer, way[-1]))
-        return self.trace.head(way[-1])
-
-    def choose(self, p: int, logits: torch.Tensor) -> None:
-        """Layer p, which was attempted last with these logits, is quantized from now on."""
-        self.chosen.add(p)
-        self.states[p + 1 :] = self._ways.pop(p)
-        self.logits = logits
-        for candidate, way in self._ways.items():
-            del way[max(0, p - candidate) :]
-
-    def lost(self, p: int) -> None:
-        """Layer p is not the best of this round."""
-        if not self.keeps:
-            self._ways.pop(p, None)
-
-    def go_on_from(self, chosen: Sequence[int]) -> None:
-        """As after `choose` for each of these layers."""
-        self.chosen.update(chosen)
-        self._ways.clear()
-        for i in range(min(chosen, default=len(self.layers)), len(self.layers)):
-            layer = self.variants(i) if i in self.chosen else self.layers[i]
-            self.states[i + 1] = self.trace.run(i, layer, self.states[i])
-        self.logits = self.trace.head(self.states[-1])
-
-    def _step(self, p: int) -> list[torch.Tensor]:
-        """The way of a candidate, at least to what it returns itself."""
-        way = self._ways.setdefault(p, [])
-        if not way:
-            way.append(self.trace.run(p, self.variants(p), self.states[p]))
-        return way
-
-
-@dataclass
 class FullForward:
-    """The same for a model whose layers cannot run one by one: each candidate takes a pass through the whole model."""
+    """One batch with a growing set of quantized layers; each candidate takes a pass through the whole model."""
 
-    trace: LayerTrace
-    layers: Sequence[nn.Module]
-    variants: Quantize
-
-    chosen: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.logits = self.trace.logits
-        self.tokens = self.trace.ids.numel()
+    def __init__(self, trace: LayerTrace, layers: Sequence[nn.Module], variants: Quantize) -> None:
+        self.trace = trace
+        self.layers = layers
+        self.variants = variants
+        self.chosen: set[int] = set()
+        self.logits = trace.logits
+        """The logits with the chosen layers quantized, [sequences, tokens, vocabulary]."""
+        self.tokens = trace.ids.numel()
 
     def local(self, p: int) -> tuple[float, float]:
-        """LTS and LRS of layer p, each summed over the tokens, from a plain pass in which layer p is run twice."""
-        layer, quantized, found = self.layers[p], self.variants(p), []
+        """Return LTS and LRS of layer p, each summed over the tokens, from a plain pass in which layer p runs twice."""
+        layer, quantized, results = self.layers[p], self.variants(p), []
         full = layer.forward
 
         def both(*args: Any, **kwargs: Any) -> Any:
-            found.append(quantized(*args, **kwargs))
+            results.append(quantized(*args, **kwargs))
             return full(*args, **kwargs)
 
         with replaced_forwards({layer: both}):
             self.trace.whole({})
-        return cosine(self.trace.outputs[p], self.trace.states[p]), cosine(self.trace.outputs[p], first(found[0]))
+        return cosine(self.trace.outputs[p], self.trace.states[p]), cosine(self.trace.outputs[p], first(results[0]))
 
     def attempt(self, p: int) -> torch.Tensor:
-        """The logits with layer p among the chosen ones."""
+        """Return the logits with layer p quantized too, [sequences, tokens, vocabulary]."""
         return self.trace.whole({q: self.variants(q) for q in (*self.chosen, p)})
 
     def choose(self, p: int, logits: torch.Tensor) -> None:
-        """Layer p, which was attempted with these logits, is quantized from now on."""
+        """Keep layer p quantized from now on; `logits`, [sequences, tokens, vocabulary], are those of its attempt."""
         self.chosen.add(p)
         self.logits = logits
 
-    def lost(self, p: int) -> None:
-        """Layer p is not the best of this round."""
+    def discard(self, p: int) -> None:
+        """Give up what was kept of layer p, which was not the best of this round."""
 
-    def go_on_from(self, chosen: Sequence[int]) -> None:
-        """As after `choose` for each of these layers."""
+    def resume(self, chosen: Sequence[int]) -> None:
+        """Continue as if each of these layers had been chosen."""
         self.chosen.update(chosen)
         self.logits = self.trace.whole({q: self.variants(q) for q in chosen})
 
 
-def _cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    squares = torch.linalg.vecdot(a, a) * torch.linalg.vecdot(b, b)
-    return torch.clamp(torch.linalg.vecdot(a, b) / squares.clamp(min=1e-300).sqrt(), -1, 1)
+class IncrementalForward(FullForward):
+    """The same layer by layer, for models that allow it: no layer is run whose input has not changed."""
+
+    def __init__(
+        self, trace: LayerTrace, layers: Sequence[nn.Module], variants: Quantize, *, keeps: bool = True
+    ) -> None:
+        super().__init__(trace, layers, variants)
+        self.states = list(trace.states)
+        """The input of each layer and the output of the last, [sequences, tokens, hidden], with the chosen ones."""
+        self._keeps = keeps
+        """Whether states are kept of candidates that were not chosen."""
+        self._candidates: dict[int, list[torch.Tensor]] = {}
+        """Candidate -> what it and the layers after it return, as far as it is known."""
+
+    def local(self, p: int) -> tuple[float, float]:
+        """Return LTS and LRS of layer p, each summed over the tokens. Nothing may be chosen yet."""
+        full = self.trace.outputs[p]
+        scores = cosine(full, self.trace.states[p]), cosine(full, self._outputs(p)[0])
+        self.discard(p)
+        return scores
+
+    def attempt(self, p: int) -> torch.Tensor:
+        """Return the logits with layer p quantized too, [sequences, tokens, vocabulary]. No layer before p is run."""
+        outputs = self._outputs(p)
+        for i in range(p + len(outputs), len(self.layers)):
+            outputs.append(self._run(i, outputs[-1]))
+        return self.trace.head(outputs[-1])
+
+    def choose(self, p: int, logits: torch.Tensor) -> None:
+        """Keep layer p quantized from now on; `logits`, [sequences, tokens, vocabulary], are those of its attempt."""
+        super().choose(p, logits)
+        self.states[p + 1 :] = self._candidates.pop(p)
+        for candidate, outputs in self._candidates.items():
+            del outputs[max(0, p - candidate) :]
+
+    def discard(self, p: int) -> None:
+        """Give up what was kept of layer p, unless there is memory to keep it."""
+        if not self._keeps:
+            self._candidates.pop(p, None)
+
+    def resume(self, chosen: Sequence[int]) -> None:
+        """Continue as if each of these layers had been chosen."""
+        self.chosen.update(chosen)
+        self._candidates.clear()
+        for i in range(min(chosen, default=len(self.layers)), len(self.layers)):
+            self.states[i + 1] = self._run(i, self.states[i])
+        self.logits = self.trace.head(self.states[-1])
+
+    def _outputs(self, p: int) -> list[torch.Tensor]:
+        """Return what is known of a candidate's outputs, at least its own."""
+        outputs = self._candidates.setdefault(p, [])
+        if not outputs:
+            outputs.append(self.trace.run(p, self.variants(p), self.states[p]))
+        return outputs
+
+    def _run(self, i: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Run layer i, quantized if it is chosen."""
+        return self.trace.run(i, self.variants(i) if i in self.chosen else self.layers[i], hidden)

@@ -1,4 +1,4 @@
-"""In which order the layers of a model are swapped: measured, or by a rule."""
+"""Orders in which the layers of a model are swapped: measured, or by a rule."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from elastic.quant.sensitivity.profile_file import Profile
 
 
 def front_to_back(layers: int) -> tuple[int, ...]:
-    """From the first layer to the last."""
+    """Return the layers from the first to the last."""
     return tuple(range(layers))
 
 
 def last_first(layers: int) -> tuple[int, ...]:
-    """From the last layer to the first."""
+    """Return the layers from the last to the first."""
     return tuple(reversed(range(layers)))
 
 
 def contiguous(layers: int) -> tuple[int, ...]:
-    """One block that grows outward from the middle: at any time the swapped layers are neighbours."""
+    """Return an order that grows outward from the middle: at any time the swapped layers are neighbours."""
     middle = (layers - 1) / 2
     return tuple(sorted(range(layers), key=lambda i: (abs(i - middle), i)))
 
 
 def random_order(layers: int, seed: int) -> tuple[int, ...]:
-    """Any order, to compare with; the same for the same seed."""
+    """Return a random order, to compare with; the same for the same seed."""
     return tuple(random.Random(seed).sample(range(layers), layers))
 
 
@@ -38,7 +38,7 @@ RULES: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 
 def order(by: str | Profile, layers: int) -> tuple[int, ...]:
-    """The layers of a model of so many, the first to swap first: by a profile, or by the name of a rule.
+    """Return the layers of a model of so many, the first to swap first: by a profile, or by the name of a rule.
 
     Raises `ConfigError` for an unknown name, and for a profile of another number of layers.
     """

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,31 +24,31 @@ FILE_FORMAT = 1
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """All that scores depend on: profiles with equal settings are equal."""
+    """All that the scores depend on: profiles with equal settings are equal."""
 
     variant: str
-    """What layers were replaced by, such as "int4"."""
+    """The variant that replaced layers, such as "int4"."""
     config: Mapping[str, Any]
     """The config of the variant, in full."""
     alpha1: float
     alpha2: float
     beta: float
     lazy: bool
-    """Candidates that could not win a round were not measured in it."""
+    """Whether candidates that could not win a round were left out of it."""
     dtype: str
-    """That the activations had."""
+    """The dtype of the activations."""
     layers: tuple[str, ...]
-    """A fingerprint of each layer's weights, see `fingerprint`."""
+    """The `fingerprint` of each layer's weights."""
     text: str
-    """sha256 of the token ids."""
+    """The sha256 of the token ids."""
     sequences: int
     tokens: int
-    """Of one sequence."""
+    """Tokens of one sequence."""
 
 
 @dataclass(frozen=True)
 class SearchRound:
-    """One step of the greedy search: the scores of the layers still to choose from, and the layer that was chosen."""
+    """One round of the greedy search: the scores of the candidates, and the layer that was chosen."""
 
     chosen: int
     mds: Mapping[int, float]
@@ -59,7 +59,7 @@ class SearchRound:
 
 @dataclass(frozen=True)
 class Profile:
-    """In which order to swap the layers of a model, and why."""
+    """The order in which to swap the layers of a model, with the scores that it comes from."""
 
     setting: ProfileSettings
     lts: tuple[float, ...]
@@ -70,7 +70,7 @@ class Profile:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Layer indices, the first to swap first."""
+        """The layer indices, the first to swap first."""
         return tuple(round_.chosen for round_ in self.rounds)
 
     @property
@@ -86,11 +86,11 @@ class Profile:
         if len(layers) != len(self.lts):
             raise ConfigError(f"the profile is of a model with {len(self.lts)} layers, this one has {len(layers)}")
         pairs = zip(layers, self.setting.layers, strict=True)
-        others = [i for i, (layer, expected) in enumerate(pairs) if fingerprint(layer) != expected]
-        if others:
+        changed = [i for i, (layer, expected) in enumerate(pairs) if fingerprint(layer) != expected]
+        if changed:
             raise ConfigError(
-                f"the profile is of another model: the weights of {len(others)} of {len(layers)} layers differ "
-                f"(the first is layer {others[0]}); profile this model"
+                f"the profile is of another model: the weights of {len(changed)} of {len(layers)} layers differ "
+                f"(the first is layer {changed[0]}); profile this model"
             )
 
     def save(self, path: str | Path) -> None:
@@ -135,25 +135,21 @@ def read(path: Path) -> Profile:
 
 
 def fingerprint(layer: nn.Module) -> str:
-    """A checksum of the names, shapes and values of a layer's weights.
+    """Return a checksum of the names, shapes and values of a layer's weights.
 
     Values are compared as bfloat16, so that a model loaded in float32 is the same model in bfloat16.
     """
     text = hashlib.sha256()
-    for name, weight in _weights(layer):
+    for name, parameter in layer.named_parameters():
+        weight = parameter.detach()
         text.update(f"{name} {tuple(weight.shape)} {digest(weight.to(torch.bfloat16))}\n".encode())
     return text.hexdigest()
 
 
 def fingerprint_of_tokens(ids: torch.Tensor) -> str:
-    """The sha256 of token ids and their shape."""
+    """Return the sha256 of token ids, int64 [sequences, tokens], and their shape."""
     shaped = f"{tuple(ids.shape)}\n".encode() + ids.cpu().to(torch.int64).contiguous().numpy().tobytes()
     return hashlib.sha256(shaped).hexdigest()
-
-
-def _weights(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in layer.named_parameters():
-        yield name, parameter.detach()
 
 
 def _parse(content: Any) -> Profile:
@@ -175,7 +171,7 @@ def _score(score: float) -> float:
 
 
 def _check(profile: Profile, content: Mapping[str, Any]) -> None:
-    """That the parts agree with one another."""
+    """Raise `ValueError` unless the parts of a profile agree with one another."""
     layers = len(profile.setting.layers)
     if not len(profile.lts) == len(profile.lrs) == layers:
         raise ValueError(f"{len(profile.lts)} and {len(profile.lrs)} scores for {layers} layers")

@@ -21,7 +21,7 @@ from elastic.quant.sensitivity.layer_trace import LayerTrace
 from elastic.quant.sensitivity.profile_file import Profile, ProfileSettings, SearchRound
 
 Progress = Callable[[int, int], None]
-"""Called with candidates done and candidates in all."""
+"""A function that is called with the candidates done and the candidates in all."""
 Saver = Callable[[Profile], None]
 MOST_KEPT_BYTES = 2 << 30
 _ROUNDING = 1e-12
@@ -39,77 +39,81 @@ def measure(
     save: Saver = lambda profile: None,
     most_kept_bytes: int = MOST_KEPT_BYTES,
 ) -> Profile:
-    """The profile of a model, from one trace for each batch of calibration text.
+    """Profile a model, from one trace for each batch of calibration text.
 
     `quantize` is called once for each layer, and its layers are held to the end. `begun` is a profile with some rounds
-    done, to go on from; `save` is called with the profile after the local scores and after each round. Ways of
+    done, to go on from; `save` is called with the profile after the local scores and after each round. States of
     candidates are kept if they take no more than `most_kept_bytes` on the devices of the layers.
     """
-    walks = _walks(traces, layers, cache(quantize), most_kept_bytes)
+    forwards = _forwards(traces, layers, cache(quantize), most_kept_bytes)
     if begun is None:
-        begun = Profile(setting, *_local_scores(walks))
+        begun = Profile(setting, *_local_scores(forwards))
         save(begun)
     else:
-        for walk in walks:
-            walk.go_on_from(begun.order)
+        for forward in forwards:
+            forward.resume(begun.order)
     profile = begun
-    for round_ in _greedy(walks, begun, progress):
+    for round_ in _greedy(forwards, begun, progress):
         profile = replace(profile, rounds=(*profile.rounds, round_))
         save(profile)
     return profile
 
 
-def _walks(
+def _forwards(
     traces: Sequence[LayerTrace], layers: Sequence[nn.Module], variants: Quantize, most_kept_bytes: int
-) -> Sequence[IncrementalForward | FullForward]:
-    """One walk for each batch, layer by layer where the model allows it."""
-    keeps = sum(_way_bytes(trace) for trace in traces) <= most_kept_bytes
-    walks = [IncrementalForward(trace, layers, variants, keeps=keeps) for trace in traces]
-    why_not = traces[0].why_not_alone(variants(0), walks[0].attempt(0))
+) -> Sequence[FullForward]:
+    """Return a forward for each batch, layer by layer where the model allows it."""
+    keeps = sum(kept_bytes(trace) for trace in traces) <= most_kept_bytes
+    incremental = [IncrementalForward(trace, layers, variants, keeps=keeps) for trace in traces]
+    why_not = traces[0].shared_state_of(variants(0), incremental[0].attempt(0))
     if why_not is None:
-        return walks
+        return incremental
     _log.warning("each candidate takes a pass through the whole model, because its layers share state: %s", why_not)
     return [FullForward(trace, layers, variants) for trace in traces]
 
 
-def _local_scores(walks: Sequence[IncrementalForward | FullForward]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """LTS and LRS of each layer, on what it is given in the full-precision model."""
+def kept_bytes(trace: LayerTrace) -> int:
+    """Return how many bytes the states of all candidates of a batch take at most."""
+    layers = len(trace.outputs)
+    return trace.states[0].nbytes * layers * (layers + 1) // 2
+
+
+def _local_scores(forwards: Sequence[FullForward]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return LTS and LRS of each layer, on its input in the full-precision model."""
     lts, lrs = [], []
-    for p in range(len(walks[0].layers)):
-        scores = [walk.local(p) for walk in walks]
-        lts.append(_mean(walks, [score[0] for score in scores], p))
-        lrs.append(_mean(walks, [score[1] for score in scores], p))
+    for p in range(len(forwards[0].layers)):
+        scores = [forward.local(p) for forward in forwards]
+        lts.append(_mean(forwards, [score[0] for score in scores], p))
+        lrs.append(_mean(forwards, [score[1] for score in scores], p))
     return tuple(lts), tuple(lrs)
 
 
-def _greedy(
-    walks: Sequence[IncrementalForward | FullForward], begun: Profile, progress: Progress
-) -> Iterator[SearchRound]:
-    """The rounds that are left. A lazy search chooses the same layers: it only skips candidates that cannot win."""
+def _greedy(forwards: Sequence[FullForward], begun: Profile, progress: Progress) -> Iterator[SearchRound]:
+    """Yield the rounds still to do. A lazy search chooses the same layers: it only skips candidates that cannot win."""
     setting, layers = begun.setting, len(begun.lts)
     local = [setting.alpha1 * a + setting.alpha2 * b for a, b in zip(begun.lts, begun.lrs, strict=True)]
-    known = [1.0] * layers
+    last_mds = dict.fromkeys(range(layers), 1.0)
     for round_ in begun.rounds:
-        known = _updated(known, round_)
+        last_mds |= round_.mds
     total = layers * (layers + 1) // 2
-    while left := [p for p in range(layers) if p not in walks[0].chosen]:
-        done = total - len(left) * (len(left) + 1) // 2
+    while candidates := [p for p in range(layers) if p not in forwards[0].chosen]:
+        done = total - len(candidates) * (len(candidates) + 1) // 2
         if setting.lazy:
-            left.sort(key=lambda p: -(local[p] + setting.beta * known[p]))
-        search = _Search(walks, setting)
-        for p in left:
+            candidates.sort(key=lambda p: -(local[p] + setting.beta * last_mds[p]))
+        search = _RoundSearch(forwards, setting)
+        for p in candidates:
             search.attempt(p, local[p])
             progress(done := done + 1, total)
         round_ = search.finish()
-        known = _updated(known, round_)
+        last_mds |= round_.mds
         yield round_
 
 
-class _Search:
+class _RoundSearch:
     """One round: the scores so far, and the best candidate with its logits."""
 
-    def __init__(self, walks: Sequence[IncrementalForward | FullForward], setting: ProfileSettings) -> None:
-        self._walks = walks
+    def __init__(self, forwards: Sequence[FullForward], setting: ProfileSettings) -> None:
+        self._forwards = forwards
         self._beta = setting.beta
         self._lazy = setting.lazy
         self._mds: dict[int, float] = {}
@@ -122,51 +126,36 @@ class _Search:
         """Measure a candidate, unless it is clear before the last batch that it cannot win."""
         sums: list[float] = []
         logits: list[torch.Tensor] = []
-        for walk in self._walks:
-            if self._lazy and self._hopeless(sums, local):
+        for forward in self._forwards:
+            if self._lazy and self._cannot_win(sums, local):
                 break
-            logits.append(walk.attempt(p))
-            sums.append(cosine(walk.logits, logits[-1]))
+            logits.append(forward.attempt(p))
+            sums.append(cosine(forward.logits, logits[-1]))
         else:
-            self._mds[p] = _mean(self._walks, sums, p)
+            self._mds[p] = _mean(self._forwards, sums, p)
             self._lis[p] = local + self._beta * self._mds[p]
             if (self._lis[p], -p) > (self._highest, -self._best):
                 p, self._best, self._highest, self._logits = self._best, p, self._lis[p], logits
-        for walk in self._walks:
-            walk.lost(p)
+        for forward in self._forwards:
+            forward.discard(p)
 
     def finish(self) -> SearchRound:
-        """Choose the best."""
-        for walk, logits in zip(self._walks, self._logits, strict=True):
-            walk.choose(self._best, logits)
+        """Choose the best candidate."""
+        for forward, logits in zip(self._forwards, self._logits, strict=True):
+            forward.choose(self._best, logits)
         return SearchRound(self._best, dict(sorted(self._mds.items())), dict(sorted(self._lis.items())))
 
-    def _hopeless(self, sums: Sequence[float], local: float) -> bool:
-        """Whether the LIS would not be the highest even if all batches to come were unharmed: no cosine is above 1."""
-        unharmed = sum(walk.tokens for walk in self._walks[len(sums) :])
-        most = (sum(sums) + unharmed) / sum(walk.tokens for walk in self._walks)
+    def _cannot_win(self, sums: Sequence[float], local: float) -> bool:
+        """Return whether the LIS stays below the highest even if all batches to come have a cosine of 1."""
+        unharmed = sum(forward.tokens for forward in self._forwards[len(sums) :])
+        most = (sum(sums) + unharmed) / sum(forward.tokens for forward in self._forwards)
         return local + self._beta * most + _ROUNDING < self._highest
 
 
-def _updated(known: Sequence[float], round_: SearchRound) -> list[float]:
-    """The MDS that each layer had last."""
-    return [round_.mds.get(p, before) for p, before in enumerate(known)]
-
-
-def _mean(walks: Sequence[IncrementalForward | FullForward], sums: Sequence[float], p: int) -> float:
-    mean = sum(sums) / sum(walk.tokens for walk in walks)
+def _mean(forwards: Sequence[FullForward], sums: Sequence[float], p: int) -> float:
+    mean = sum(sums) / sum(forward.tokens for forward in forwards)
     if not math.isfinite(mean):
-        raise _not_finite(p)
+        raise ConfigError(
+            f"the scores of layer {p} are not finite: activations overflow; load the model in a dtype of wider range"
+        )
     return mean
-
-
-def _not_finite(p: int) -> ConfigError:
-    return ConfigError(
-        f"the scores of layer {p} are not finite: activations overflow; load the model in a dtype of wider range"
-    )
-
-
-def _way_bytes(trace: LayerTrace) -> int:
-    """What all the ways take at most."""
-    layers = len(trace.outputs)
-    return trace.states[0].nbytes * layers * (layers + 1) // 2

@@ -1,4 +1,4 @@
-"""Which parameters of a decoder layer are packed."""
+"""The parameters of a decoder layer that are packed, and the config that fits each."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ from elastic.quant.kernels import integer_format  # noqa: F401  (registers its f
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """One decoder layer, as far as packing cares."""
+    """The name and the parameters of one decoder layer."""
 
     name: str
-    """Of the layer in its model."""
+    """The name of the layer in its model."""
     parameters: Mapping[str, tuple[nn.Module, torch.Tensor]]
-    """By name in the layer: the module that has the parameter, and the parameter."""
+    """Name in the layer -> the module that has the parameter, and the parameter."""
 
     @classmethod
     def of(cls, layer: nn.Module, name: str = "") -> LayerParameters:
-        """All parameters of a module."""
-        modules = ((f"{path}." if path else "", module) for path, module in layer.named_modules())
-        own = ((prefix + key, module, p) for prefix, module in modules for key, p in module._parameters.items())
-        return cls(name, {key: (module, p) for key, module, p in own if p is not None})
+        """Return all parameters of a module, under the name that it has in its model."""
+        parameters: dict[str, tuple[nn.Module, torch.Tensor]] = {}
+        for path, module in layer.named_modules():
+            prefix = f"{path}." if path else ""
+            parameters |= {prefix + key: (module, p) for key, p in module._parameters.items() if p is not None}
+        return cls(name, parameters)
 
     @property
     def device(self) -> torch.device:
+        """The device of the parameters."""
         return next(iter(self.parameters.values()))[1].device
 
 
 def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The parameters to be packed: name, parameter, and whether it is [.., inputs, outputs].
+    """Yield the parameters to be packed: name, parameter, and whether it is transposed.
 
-    Those of linear modules and of experts; what has one output for each expert chooses them, and stays full.
+    A parameter is [outputs, inputs], transposed [inputs, outputs], with the experts in front if it has any. Packed are
+    those of linear modules and of experts; a matrix with one output for each expert chooses them, and stays full.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -53,15 +57,15 @@ def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def matrix_of(parameter: torch.Tensor, transposed: bool) -> MatrixShape:
-    """The shape of a parameter's matrices."""
+    """Return the shape of the matrices in a parameter, [..., outputs, inputs] or transposed."""
     rows, columns = parameter.shape[-2:]
     return MatrixShape(columns, rows) if transposed else MatrixShape(rows, columns)
 
 
 def fitting(config: Any, matrix: MatrixShape) -> Any | None:
-    """The config for a matrix: with smaller groups, or one for all, where its own do not divide the inputs.
+    """Return the config for a matrix: with smaller groups, or a single one, where its own do not divide the inputs.
 
-    None: it stays full.
+    None means that the matrix stays full.
     """
     sizes = [64, 32, -1] if isinstance(config, Integers) and config.group_size != -1 else []
     smaller = [replace(config, group_size=size) for size in sizes if size < config.group_size]

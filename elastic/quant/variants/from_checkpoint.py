@@ -1,4 +1,4 @@
-"""Variants read from quantized checkpoints: matrices as they are there, and the norms and biases that go with them."""
+"""Variants read from quantized checkpoints: their matrices, and the norms and biases that go with them."""
 
 from __future__ import annotations
 
@@ -10,65 +10,75 @@ import torch
 from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.quant.checkpoints.reader import QuantizedCheckpoint
-from elastic.quant.formats.base import KernelTarget, MatrixShape
-from elastic.quant.formats.integer import QuantizedMatrix
+from elastic.quant.formats.base import KernelTarget
 from elastic.quant.kernels.integer_format import pack
 from elastic.quant.variants.eligible import LayerParameters, matrices, matrix_of
 from elastic.quant.variants.packed_weight import PackedMatrix
-from elastic.quant.variants.variant import CheckpointParameter, Packing, ReplacedParameter
+from elastic.quant.variants.variant import MatrixParameter, Packing, ReplacedParameter
 
 
 def checkpoint_packer(path: str | Path) -> Callable[[LayerParameters], Mapping[str, Packing]]:
-    """What packs a layer as a checkpoint has it. Raises `ConfigError` for one that cannot be read."""
-    files = QuantizedCheckpoint(path)
+    """Return a function that packs a layer as a checkpoint has it. Raises `ConfigError` for one that cannot be read."""
+    checkpoint = QuantizedCheckpoint(path)
 
     @torch.no_grad()
-    def read(layer: LayerParameters) -> Mapping[str, Packing]:
+    def pack_layer(layer: LayerParameters) -> Mapping[str, Packing]:
         packings: dict[str, Packing] = {}
         for name, parameter, transposed in matrices(layer):
-            codes = files.codes(f"{layer.name}.{name}")
-            if codes is not None:
-                _check(files, layer, name, codes, matrix_of(parameter, transposed))
-                packings[name] = _packed(files, codes, parameter, transposed)
+            matrix = _read_matrix(checkpoint, layer, name, parameter, transposed)
+            if matrix is not None:
+                packings[name] = matrix
         if not packings:
             raise ConfigError(
-                f"{files.path} has no quantized matrix of {layer.name}: is it a checkpoint of this model?"
+                f"{checkpoint.path} has no quantized matrix of {layer.name}: is it a checkpoint of this model?"
             )
-        for name, (_, parameter) in layer.parameters.items():
-            value = files.plain(f"{layer.name}.{name}") if name not in packings else None
-            if value is not None and not _same(value, parameter):
-                _require_shape(files, f"{layer.name}.{name}", tuple(value.shape), tuple(parameter.shape))
-                packings[name] = ReplacedParameter(value.to(parameter.dtype), digest(parameter))
+        for name in layer.parameters:
+            replaced = _read_plain(checkpoint, layer, name) if name not in packings else None
+            if replaced is not None:
+                packings[name] = replaced
         return packings
 
-    return read
+    return pack_layer
 
 
-def _packed(
-    files: QuantizedCheckpoint, codes: QuantizedMatrix, parameter: torch.Tensor, transposed: bool
-) -> CheckpointParameter:
-    target, matrix = KernelTarget.of(parameter.device), MatrixShape(*codes.codes.shape)
-    parts = pack(files.config, codes.to(parameter.device), target)
-    return CheckpointParameter(
-        PackedMatrix(files.config, matrix, target, parts, parameter.dtype, transposed), digest(parameter)
-    )
+def _read_matrix(
+    checkpoint: QuantizedCheckpoint, layer: LayerParameters, name: str, parameter: torch.Tensor, transposed: bool
+) -> MatrixParameter | None:
+    """Read a matrix, None if it is not quantized there.
 
-
-def _check(
-    files: QuantizedCheckpoint, layer: LayerParameters, name: str, codes: QuantizedMatrix, matrix: MatrixShape
-) -> None:
-    """Raises `ConfigError` for a matrix of another shape, and for a bias that the model has no place for."""
-    _require_shape(files, f"{layer.name}.{name}", tuple(codes.codes.shape), (matrix.outputs, matrix.inputs))
+    Raises `ConfigError` for one of another shape, and for a bias that the model has no parameter for.
+    """
+    codes = checkpoint.codes(f"{layer.name}.{name}")
+    if codes is None:
+        return None
+    matrix = matrix_of(parameter, transposed)
+    _require_shape(checkpoint, f"{layer.name}.{name}", tuple(codes.codes.shape), (matrix.outputs, matrix.inputs))
     bias_name = f"{name.removesuffix('weight')}bias"
-    bias = files.plain(f"{layer.name}.{bias_name}") if bias_name not in layer.parameters else None
+    bias = checkpoint.plain(f"{layer.name}.{bias_name}") if bias_name not in layer.parameters else None
     if bias is not None and bool(bias.any()):
-        raise ConfigError(f"{files.path}: {layer.name}.{bias_name} is there, but the model has no such bias")
+        raise ConfigError(f"{checkpoint.path}: {layer.name}.{bias_name} is there, but the model has no such bias")
+    target = KernelTarget.of(parameter.device)
+    parts = pack(checkpoint.config, codes.to(parameter.device), target)
+    packed = PackedMatrix(checkpoint.config, matrix, target, parts, parameter.dtype, transposed)
+    return MatrixParameter(packed, digest(parameter), from_checkpoint=True)
 
 
-def _require_shape(files: QuantizedCheckpoint, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise ConfigError(f"{files.path}: {name} has shape {found}, the model's has {expected}; is it of this model?")
+def _read_plain(checkpoint: QuantizedCheckpoint, layer: LayerParameters, name: str) -> ReplacedParameter | None:
+    """Read a parameter that is not quantized; None if the checkpoint lacks it, or has the model's own value."""
+    parameter = layer.parameters[name][1]
+    value = checkpoint.plain(f"{layer.name}.{name}")
+    if value is None:
+        return None
+    if value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter.detach().cpu()):
+        return None
+    _require_shape(checkpoint, f"{layer.name}.{name}", tuple(value.shape), tuple(parameter.shape))
+    return ReplacedParameter({"value": value.to(parameter.dtype)}, digest(parameter))
 
 
-def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter.detach().cpu())
+def _require_shape(
+    checkpoint: QuantizedCheckpoint, name: str, actual: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    if actual != expected:
+        raise ConfigError(
+            f"{checkpoint.path}: {name} has shape {actual}, the model's has {expected}; is it of this model?"
+        )

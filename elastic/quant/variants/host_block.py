@@ -1,4 +1,4 @@
-"""The packed parameters of a layer side by side in one block of the host store."""
+"""Blocks of the host store that hold the packed parameters of a layer side by side."""
 
 from __future__ import annotations
 
@@ -14,34 +14,29 @@ from elastic.quant.variants.variant import PackedLayer, Packing
 
 
 def in_one_block(packings: Mapping[str, Packing], device: torch.device) -> PackedLayer:
-    """The packings with their parts side by side in one block of the host store, page-locked for CUDA."""
-    layout = block_layout(packings)
+    """Copy the parts of all packings into one block of the host store, page-locked for CUDA."""
+    layout = LayerLayout.pack(
+        {f"{name}/{part}": ParameterLayout.like(t) for name, p in packings.items() for part, t in p.parts.items()}
+    )
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for name, view in views(flat, layout).items():
-        parameter, part = name
-        copy(view, packings[parameter].parts[part].cpu())
+    for name, views in parts_in(flat, layout).items():
+        for part, view in views.items():
+            copy(view, packings[name].parts[part].cpu())
     block = host.keep(flat, digest(flat), lock=device.type == "cuda")
-    return over(packings, layout, block)
+    return over_block(packings, layout, block)
 
 
-def block_layout(packings: Mapping[str, Packing]) -> LayerLayout:
-    """Where the parts of all packings lie, by `parameter/part`."""
-    parts = {f"{name}/{part}": ParameterLayout.like(t) for name, p in packings.items() for part, t in p.parts.items()}
-    return LayerLayout.pack(parts)
-
-
-def views(flat: torch.Tensor, layout: LayerLayout) -> dict[tuple[str, str], torch.Tensor]:
-    """The parts in a block, by (parameter, part)."""
-    found = {}
+def parts_in(flat: torch.Tensor, layout: LayerLayout) -> dict[str, dict[str, torch.Tensor]]:
+    """View the parts in a block, uint8 [nbytes], by parameter and part, in the shapes and dtypes of the layout."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, part in layout.parameters.items():
         parameter, _, key = name.rpartition("/")
-        found[parameter, key] = part.show(flat[part.offset : part.offset + part.nbytes].view(part.dtype))
-    return found
+        view = part.show(flat[part.offset : part.offset + part.nbytes].view(part.dtype))
+        parts.setdefault(parameter, {})[key] = view
+    return parts
 
 
-def over(packings: Mapping[str, Packing], layout: LayerLayout, block: HostTensor) -> PackedLayer:
-    """The same packings over the bytes of a block."""
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    for (name, part), view in views(block.tensor, layout).items():
-        parts.setdefault(name, {})[part] = view
+def over_block(packings: Mapping[str, Packing], layout: LayerLayout, block: HostTensor) -> PackedLayer:
+    """Return the same packings over a block, uint8 [nbytes], with the layout of their parts."""
+    parts = parts_in(block.tensor, layout)
     return PackedLayer({name: packing.with_storage(parts[name]) for name, packing in packings.items()}, block)

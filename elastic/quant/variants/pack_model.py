@@ -1,4 +1,4 @@
-"""Packing every layer of a model for its variants, when it is wrapped."""
+"""Packing of all layers of a model for its variants, when it is wrapped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget
-from elastic.quant.formats.kernel_table import paths
+from elastic.quant.formats.kernel_table import MatmulSpec, paths
 from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, matrix_of
 from elastic.quant.variants.host_block import in_one_block
+from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, Variant, pack_parameter
 
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Layers packed side by side: torch uses several threads for each."""
+"""Layers packed at the same time: torch uses several threads for each."""
 
 
 def build(
@@ -31,10 +32,10 @@ def build(
     """Pack all layers, several at a time, each into one block of the host store."""
     from tqdm.auto import tqdm
 
-    hidden = None if progress else True  # None: where nobody looks
+    hidden = None if progress else True  # None hides the bar where there is no terminal
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="elastic-pack") as pool:
-        made = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
-        return list(tqdm(made, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
+        packed = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
+        return list(tqdm(packed, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
 
 
 def obtain(
@@ -43,21 +44,27 @@ def obtain(
     cache: str | Path | None,
     inputs: Callable[[], Mapping[str, torch.Tensor]],
 ) -> list[PackedLayer]:
-    """A variant of all layers: from its file in the cache, if there is one, else packed now, and written there."""
-    from elastic.quant.variants.variant_file import file_of, load, save
+    """Return a variant of all layers: read from its file in the cache, or else packed and written there.
 
-    path = file_of(cache, variant) if cache is not None else None
-    known = path is not None and path.exists()
-    packed = load(path, variant, layers) if path and known else build(layers, variant, packer(variant, inputs()))
+    `inputs` returns samples of the matrices' inputs, [rows, inputs], by their full names.
+    """
+    from elastic.quant.variants.variant_file import load, save
+
+    path = Path(cache) / f"elastic-{variant.name}.safetensors" if cache is not None else None
+    cached = path is not None and path.exists()
+    packed = load(path, variant, layers) if path and cached else build(layers, variant, packer(variant, inputs()))
     for device in {layer.device for layer in layers}:
         measure_paths([p for layer, p in zip(layers, packed, strict=True) if layer.device == device], device)
-    if path and not known:
+    if path and not cached:
         save(path, variant, layers, packed)
     return packed
 
 
 def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[LayerParameters], Mapping[str, Packing]]:
-    """What packs one layer for a variant. `inputs` has what matrices are used on, by their full names, if known."""
+    """Return a function that packs one layer for a variant.
+
+    `inputs` has samples of the matrices' inputs, [rows, inputs], by their full names, as far as they are known.
+    """
     if variant.checkpoint is not None:
         from elastic.quant.variants.from_checkpoint import checkpoint_packer
 
@@ -69,8 +76,8 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
         for name, parameter, transposed in matrices(layer):
             config = fitting(variant.config, matrix_of(parameter, transposed))
             if config is not None:
-                seen = inputs.get(f"{layer.name}.{name}")
-                packed = pack_parameter(parameter, config, KernelTarget.of(parameter.device), transposed, seen)
+                sample = inputs.get(f"{layer.name}.{name}")
+                packed = pack_parameter(parameter, config, KernelTarget.of(parameter.device), transposed, sample)
                 packings[name] = MatrixParameter(packed, digest(parameter))
         if not packings:
             raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}")
@@ -80,14 +87,14 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
 
 
 def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
-    """Decide how products with these matrices are computed on a device, for every kind of them, where that is not
-    decided yet."""
-    seen = set()
-    for packing in (p for layer in layers for p in layer.packings.values() if isinstance(p, MatrixParameter)):
-        packed = packing.packed if packing.packed.experts is None else packing.packed.expert(0)
-        product = packed.product_of(packed.dtype)
-        if product not in seen:
-            seen.add(product)
-            packed = packed.for_target(KernelTarget.of(device))
-            parts = {name: part.to(device) for name, part in packed.parts.items()}
-            measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype)
+    """Measure the paths of each kind of matrix on a device, as far as the kernel table lacks them."""
+    kinds: dict[MatmulSpec, PackedMatrix] = {}
+    for layer in layers:
+        for packing in layer.packings.values():
+            if isinstance(packing, MatrixParameter):
+                kinds.setdefault(packing.packed.spec(packing.packed.dtype), packing.packed)
+    for packed in kinds.values():
+        packed = packed if packed.experts is None else packed.expert(0)
+        packed = packed.for_target(KernelTarget.of(device))
+        parts = {name: part.to(device) for name, part in packed.parts.items()}
+        measure(paths, packed.config, parts, packed.matrix, packed.target, packed.dtype)

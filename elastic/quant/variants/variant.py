@@ -1,4 +1,4 @@
-"""Variants: what a layer can be swapped to, by name, and a layer's parameters packed for one."""
+"""Variants of layers, by name, and a layer's parameters packed for one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.memory.host_store import HostTensor
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
-from elastic.quant.variants.packed_weight import PackedMatrix, PackedSource, PlainSource
+from elastic.quant.variants.packed_weight import PackedMatrix, PackedSource, PlainSource, stack_parts
 from elastic.weights.proxy.tensor import WeightProxy, WeightSource
 
 DEFAULTS: Mapping[str, Any] = {
@@ -23,12 +23,12 @@ DEFAULTS: Mapping[str, Any] = {
     "int4": Integers(4, group_size=128),
     "int3": Integers(3, group_size=128),
 }
-"""What the plain names stand for."""
+"""Plain name -> the config that it stands for."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of every decoder layer, as `wrap` is asked for it.
+    """A variant of every decoder layer, as given to `wrap`.
 
     Its matrices are rounded to nearest from the model's own weights; with `calibration`, after a search for the scales
     that suit the inputs which that text gives them (AWQ). Or they are read from a quantized checkpoint of the same
@@ -37,15 +37,15 @@ class Variant:
 
     name: str
     config: Any = None
-    """Such as `elastic.Integers(bits=4, group_size=64)`. None: what the name stands for ("int8", "int4", "int3")."""
+    """A config such as `elastic.Integers(bits=4, group_size=64)`. None: that of the name ("int8", "int4", "int3")."""
     checkpoint: str | Path | None = None
     """The directory of an AutoGPTQ, GPTQModel or AutoAWQ checkpoint; its config then counts."""
     calibration: torch.Tensor | None = None
-    """Token ids, int64 [sequences, tokens]."""
+    """Token ids of calibration text, int64 [sequences, tokens]."""
 
     @classmethod
     def parse(cls, variant: str | Variant) -> Variant:
-        """A variant from its name. Raises `ConfigError`."""
+        """Complete a variant, or make one from its name. Raises `ConfigError` for an unknown name or config."""
         chosen = variant if isinstance(variant, cls) else cls(str(variant))
         if chosen.checkpoint is not None:
             return chosen
@@ -62,105 +62,97 @@ class Variant:
 class MatrixParameter:
     """A matrix, or those of all experts of a layer, packed, in host memory."""
 
-    def __init__(self, packed: PackedMatrix, origin: int) -> None:
+    def __init__(self, packed: PackedMatrix, source_digest: int, *, from_checkpoint: bool = False) -> None:
         self.packed = packed
-        self.source_digest = origin
-        self._elsewhere: dict[KernelTarget, MatrixParameter] = {}
-
-    @property
-    def parts(self) -> PackedTensors:
-        return self.packed.parts
+        self.parts = packed.parts
+        self.source_digest = source_digest
+        self.from_checkpoint = from_checkpoint
+        """Whether the codes were read from a quantized checkpoint, not rounded from the model's weights."""
+        self._by_target: dict[KernelTarget, MatrixParameter] = {}
 
     def for_device(self, device: torch.device) -> MatrixParameter:
-        """The very same codes, as the kernels of a device take them."""
+        """Return the very same codes for the kernels of a device; packed again once, where those are others."""
         target = KernelTarget.of(device)
         if target == self.packed.target:
             return self
-        if target not in self._elsewhere:
-            self._elsewhere[target] = type(self)(self.packed.for_target(target), self.source_digest)
-        return self._elsewhere[target]
+        if target not in self._by_target:
+            packed = self.packed.for_target(target)
+            self._by_target[target] = MatrixParameter(packed, self.source_digest, from_checkpoint=self.from_checkpoint)
+        return self._by_target[target]
 
     def content(self, like: torch.Tensor, parts: PackedTensors, full: WeightSource) -> nn.Parameter | WeightProxy:
-        return WeightProxy(like, PackedSource(replace(self.packed, parts=parts), full))
+        """Return the proxy for the parameter's slot, with the shape, `[...]`, and dtype of `like`."""
+        return WeightProxy(like, PackedSource(full, replace(self.packed, parts=parts)))
 
     def renewed(self, full: torch.Tensor, origin: int) -> MatrixParameter:
-        """Rounded to nearest from other weights."""
+        """Round new weights, of the parameter's shape `[...]` and any float dtype, to nearest.
+
+        Raises `StateError` for a matrix from a checkpoint.
+        """
+        if self.from_checkpoint:
+            raise StateError(_STALE_CHECKPOINT)
         old = self.packed
         return MatrixParameter(pack_parameter(full, old.config, old.target, old.transposed), origin)
 
     def with_storage(self, parts: PackedTensors) -> MatrixParameter:
-        """The same with its parts elsewhere."""
-        return type(self)(replace(self.packed, parts=parts), self.source_digest)
+        """Return the same packing over other parts of the same shapes and dtypes, `[...]` each."""
+        packed = replace(self.packed, parts=parts)
+        return MatrixParameter(packed, self.source_digest, from_checkpoint=self.from_checkpoint)
 
 
+@dataclass(frozen=True, eq=False)
 class ReplacedParameter:
-    """A parameter that a quantized checkpoint has changed: a norm, or a bias."""
+    """A parameter that a quantized checkpoint has changed: a norm, or a bias. Its only part is `value`."""
 
-    def __init__(self, value: torch.Tensor, origin: int) -> None:
-        self.parts: PackedTensors = {"value": value}
-        self.source_digest = origin
-
-    def content(self, like: torch.Tensor, parts: PackedTensors, full: WeightSource) -> nn.Parameter | WeightProxy:
-        return WeightProxy(like, PlainSource(parts["value"], full))
+    parts: PackedTensors
+    source_digest: int
 
     def for_device(self, device: torch.device) -> ReplacedParameter:
+        """Return the parameter itself: it has no layout of a device's."""
         return self
 
+    def content(self, like: torch.Tensor, parts: PackedTensors, full: WeightSource) -> nn.Parameter | WeightProxy:
+        """Return the proxy for the parameter's slot, with the shape, `[...]`, and dtype of `like`."""
+        return WeightProxy(like, PlainSource(full, parts["value"]))
+
     def renewed(self, full: torch.Tensor, origin: int) -> ReplacedParameter:
-        raise _read_before()
+        """Raise `StateError` for new weights of any shape: the value was read from a checkpoint."""
+        raise StateError(_STALE_CHECKPOINT)
 
     def with_storage(self, parts: PackedTensors) -> ReplacedParameter:
-        """The same with its value elsewhere."""
-        return ReplacedParameter(parts["value"], self.source_digest)
-
-
-class CheckpointParameter(MatrixParameter):
-    """A matrix as a quantized checkpoint has it."""
-
-    def renewed(self, full: torch.Tensor, origin: int) -> MatrixParameter:
-        raise _read_before()
-
-
-def _read_before() -> StateError:
-    return StateError(
-        "the model's weights were written since a quantized checkpoint of it was read: its layers cannot be swapped to "
-        "that variant any more; wrap the model again with a checkpoint of the present weights"
-    )
+        """Return the same with its value, of the same shape `[...]` and dtype, in another tensor."""
+        return ReplacedParameter(parts, self.source_digest)
 
 
 Packing = MatrixParameter | ReplacedParameter
+_STALE_CHECKPOINT = (
+    "the model's weights were written since a quantized checkpoint of it was read: its layers cannot be swapped to "
+    "that variant any more; wrap the model again with a checkpoint of the present weights"
+)
 
 
 class PackedLayer:
-    """A layer in a variant (the hooks' `LayerVariant`): one block of host memory, and the packings over it."""
+    """A layer in a variant (a `LayerVariant` of `elastic.weights`): packings over one block of host memory."""
 
     def __init__(self, packings: Mapping[str, Packing], block: HostTensor | None) -> None:
         self.packings = dict(packings)
         self.block = block
-
-    @property
-    def together(self) -> bool:
-        return any(isinstance(packing, ReplacedParameter) for packing in self.packings.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for packing in self.packings.values() for part in packing.parts.values())
+        self.together = any(isinstance(packing, ReplacedParameter) for packing in packings.values())
 
 
 def pack_parameter(
     weight: torch.Tensor, config: Any, target: KernelTarget, transposed: bool, inputs: torch.Tensor | None = None
 ) -> PackedMatrix:
-    """Pack a matrix, [outputs, inputs] (or transposed), or those of all experts, with one dimension more in front.
+    """Pack a parameter: one matrix, or those of all experts.
 
-    `inputs` [tokens, inputs] are what it is used on, if that is known.
+    weight: [outputs, inputs] or, `transposed`, [inputs, outputs], with the experts in front if it has any; any float
+    dtype. inputs: [tokens, inputs], samples of what one matrix is multiplied with, if they are known.
     """
-    found, format_ = weight.detach(), format_of(config)
-    found = found.transpose(-1, -2) if transposed else found
-    matrix = MatrixShape(*found.shape[-2:])
+    stack, format_ = weight.detach(), format_of(config)
+    stack = stack.transpose(-1, -2) if transposed else stack
+    matrix = MatrixShape(*stack.shape[-2:])
     if weight.ndim == 2:
-        return PackedMatrix(
-            config, matrix, target, format_.quantize(config, found, inputs, target), weight.dtype, transposed
-        )
-    each = [format_.quantize(config, one, None, target) for one in found]
-    parts = {name: torch.stack([one[name] for one in each]) for name in each[0]}
-    return PackedMatrix(config, matrix, target, parts, weight.dtype, transposed, len(each))
+        parts = format_.quantize(config, stack, inputs, target)
+        return PackedMatrix(config, matrix, target, parts, weight.dtype, transposed)
+    experts = [format_.quantize(config, expert, None, target) for expert in stack]
+    return PackedMatrix(config, matrix, target, stack_parts(experts), weight.dtype, transposed, len(experts))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,18 @@ def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(first) > len("import os\n")
     assert main(["generate", "--prompt", "import os\n", "--max-new-tokens", "12", "--seed", "3"]) == 0
     assert capsys.readouterr().out == first
+
+
+def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
+    """As in `elastic generate ... | head -c 1`."""
+    command = [sys.executable, "-m", "elastic.cli.main", "generate", "--prompt", "import os", "--max-new-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.read(1) == b"i"
+        child.stdout.close()
+        error = child.stderr.read().decode()
+    assert (child.returncode, error) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from elastic.cli import top
 from elastic.cli.main import main
 from elastic.cli.views.dashboard import LEVELS, Sample, frame, layers, sample, sparkline
 from elastic.cli.views.status_client import NoAnswer, ask, base_url
-from elastic.cli.views.status_document import NotAStatus, StatusDocument, moment
+from elastic.cli.views.status_document import NotAStatus, StatusDocument, read_status
 from elastic.errors import ConfigError
 from support.serving.status_documents import VARIANTS, document, events, serving, status, traffic
 
@@ -39,12 +39,12 @@ def drawn(picture: Any, width: int = 100) -> str:
 
 
 def shown(width: int = 100, **changes: Any) -> str:
-    seen = moment(document(**changes))
+    seen = read_status(document(**changes))
     return drawn(frame(seen, [sample(seen)], "http://here"), width)
 
 
 def test_a_document_is_read_into_the_records_that_it_was_made_of() -> None:
-    seen = moment(document())
+    seen = read_status(document())
     assert (seen.status, seen.events, seen.traffic, seen.layers) == (status(), events(), traffic(), VARIANTS)
     assert seen.controller is not None
     assert seen.controller.faults[0].text == "OSError: gone"
@@ -242,7 +242,7 @@ PLACES = places_of(document())[1:]
 
 def drawn_or_refused(said: Any, width: int) -> str:
     try:
-        seen = moment(said)
+        seen = read_status(said)
     except NotAStatus as error:
         return str(error)
     return drawn(frame(seen, [sample(seen)], "http://here"), width)
@@ -266,7 +266,7 @@ def test_whatever_a_server_says_is_drawn_or_refused(wrong: list[tuple[tuple[Any,
 def test_actions_of_later_versions_are_shown() -> None:
     action = {"kind": "reshard", "layers": [1, 2], "to": "cuda:1"}
     said = document(events=[asdict(events()[0]) | {"action": action}])
-    assert "reshard layers 1-2" in drawn(frame(moment(said), [], "x"))
+    assert "reshard layers 1-2" in drawn(frame(read_status(said), [], "x"))
 
 
 def test_what_the_server_of_this_version_says_is_read() -> None:
@@ -274,7 +274,7 @@ def test_what_the_server_of_this_version_says_is_read() -> None:
     from support.serving.fake_engine import FakeEngine
     from support.serving.live_server import app_for
 
-    seen = moment(json.loads(json.dumps(server.document(app_for(FakeEngine()).state.serving))))
+    seen = read_status(json.loads(json.dumps(server.document(app_for(FakeEngine()).state.serving))))
     assert isinstance(seen, StatusDocument)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic.bench.replay.records import Finish, Record, read_records, write_records
 from elastic.bench.replay.run import ReplayRun
-from elastic.bench.replay.timeline import EngineState, FinishedRequest
+from elastic.bench.replay.timeline import EngineState, FinishedAction
 from elastic.bench.report.statistics import described, quantile, slope
 from elastic.bench.report.summary import busiest_second, kv_use, meets, most_at_once, shares, summarize
 from elastic.bench.traces.trace import Trace, TraceRequest
@@ -125,7 +125,7 @@ def test_the_keys_are_vllms_and_arrays_come_when_asked_for() -> None:
 
 
 def test_actions_are_in_the_file() -> None:
-    action = FinishedRequest(1.5, "swap", "kv 0.97", (3,), "int4", 100, 300, 5.0, 0.1, 0.2, True, "applied")
+    action = FinishedAction(1.5, "swap", "kv 0.97", (3,), "int4", 100, 300, 5.0, 0.1, 0.2, True, "applied")
     written = summarize(run_of(*HAND, weights=WEIGHTS, actions=(action,)))["elastic"]["actions"]
     assert written[0]["kind"] == "swap"
     assert written[0]["reason"] == "kv 0.97"

@@ -166,7 +166,7 @@ def test_layers_run_as_often_as_the_bound_of_exact_reuse(
     deep: Any, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not keeps:
-        monkeypatch.setattr("elastic.quant.sensitivity.scores._way_bytes", lambda trace: scores.MOST_KEPT_BYTES + 1)
+        monkeypatch.setattr("elastic.quant.sensitivity.scores.kept_bytes", lambda trace: scores.MOST_KEPT_BYTES + 1)
     with calls_of_layers() as called:
         order = elastic.profile(deep, calibration(1), variant=CONFIG).order
     runs = len(called) - 3 * 7  # one pass is captured, two check that layers can run alone

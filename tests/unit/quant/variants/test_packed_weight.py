@@ -45,7 +45,7 @@ def weight(*shape: int, transposed: bool = False) -> tuple[Any, torch.Tensor]:
     full = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     packed = pack_parameter(full, Integers(4, 32), CPU, transposed)
     assert packed.shape == shape
-    return WeightProxy(full, PackedSource(packed, Full(full))), packed.value()
+    return WeightProxy(full, PackedSource(Full(full), packed)), packed.value()
 
 
 CALLS = {

@@ -12,8 +12,7 @@ import torch
 import transformers as t
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from elastic.bench.quality.evaluate import (
+from quality.evaluate import (
     Quality,
     QualityReplayer,
     ReplayedRequest,
@@ -21,6 +20,7 @@ from elastic.bench.quality.evaluate import (
     replay_quality,
     share_of_loss,
 )
+
 from elastic.errors import ConfigError, StateError
 from elastic.quant.formats.kernel_table import paths
 from support.architectures import build, prompt

@@ -16,31 +16,31 @@ from elastic.runtime.runtime import runtime
 from elastic.types import Action, Restore, Swap
 
 ReplayPrecision = tuple[str, ...]
-"""The variant of each layer; full precision by the name of its dtype."""
+"""The variant of each layer; full precision has the name of its dtype."""
 PAD = 0
 
 
 @dataclass(frozen=True)
 class PrefixToScore:
-    """A prompt, and the form that computes each token fed: those of the prompt, and all generated ones but the last."""
+    """A prompt, and the precision for each token fed: those of the prompt, and all generated ones but the last."""
 
     prompt: tuple[int, ...]
     forms: tuple[ReplayPrecision, ...]
 
     @property
     def new(self) -> int:
-        """How many tokens are generated."""
+        """The number of tokens that are generated."""
         return len(self.forms) - len(self.prompt) + 1
 
     @property
     def constant(self) -> bool:
-        """Whether one form computes all of it."""
+        """Whether one precision computes all of it."""
         return all(form is self.forms[0] or form == self.forms[0] for form in self.forms)
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What came of one row of a batch."""
+    """The tokens and likelihoods of one row of a batch."""
 
     tokens: tuple[int, ...]
     nats: float
@@ -50,7 +50,7 @@ class ScoredRow:
 
 
 def in_groups(jobs: Sequence[PrefixToScore], batch: int) -> Iterator[list[PrefixToScore]]:
-    """Jobs that can be played at once, in an order with few swaps and little padding."""
+    """Yield jobs that can be played as one batch, in an order with few swaps and little padding."""
     ordered = sorted(jobs, key=lambda job: (job.constant, job.forms[0], job.new, len(job.prompt)))
     for (constant, _), alike in groupby(ordered, key=lambda job: (job.constant, job.forms[0])):
         same, size = list(alike), batch if constant else 1
@@ -58,7 +58,7 @@ def in_groups(jobs: Sequence[PrefixToScore], batch: int) -> Iterator[list[Prefix
 
 
 class GreedyReplayer:
-    """A wrapped model with all layers full; as a context, they are full again after it."""
+    """A wrapped model whose layers are swapped between tokens; a context that begins and ends with all of them full."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -77,13 +77,16 @@ class GreedyReplayer:
         self._runtime.restore()
 
     def form(self, layers: Sequence[str]) -> ReplayPrecision:
-        """A recorded form, with released layers as the full ones that they compute as. Raises `ConfigError`."""
+        """Return a recorded precision, with released layers as the full ones that they compute as.
+
+        Raises `ConfigError` for another number of layers.
+        """
         if len(layers) != len(self.full):
             raise ConfigError(f"a form of {len(layers)} layers was recorded; the model has {len(self.full)}")
         return tuple(full if name == "absent" else name for name, full in zip(layers, self.full, strict=True))
 
     def set(self, form: ReplayPrecision) -> None:
-        """Swap and restore what differs."""
+        """Swap and restore the layers that differ."""
         wanted: dict[str, list[int]] = {}
         for index, (name, now) in enumerate(zip(form, self._now, strict=True)):
             if name != now:
@@ -97,7 +100,7 @@ class GreedyReplayer:
 
     @torch.no_grad()
     def play(self, jobs: Sequence[PrefixToScore], forced: Sequence[tuple[int, ...] | None]) -> list[ScoredRow]:
-        """Generate for jobs of the same forms, as one batch; a row goes on with its forced tokens if it has some."""
+        """Generate for jobs of the same precision, as one batch; a row with forced tokens goes on with those."""
         batch = _Batch(jobs, self._model.device)
         new = max(job.new for job in jobs)
         forms = jobs[0].forms + jobs[0].forms[-1:] * (batch.length + new)  # several jobs keep one form throughout
@@ -118,16 +121,16 @@ class GreedyReplayer:
 
     @torch.no_grad()
     def nats(self, prompt: tuple[int, ...], text: tuple[int, ...]) -> float:
-        """The mean negative log-likelihood of a text after a prompt, by the weights of now, in one forward pass."""
+        """Return the mean negative log-likelihood of a text after a prompt, by the present weights, in one pass."""
         ids = torch.tensor([[*prompt, *text]], device=self._model.device)
         logits = self._model(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
         return float(nn.functional.cross_entropy(logits.float(), ids[0, len(prompt) :]).double())
 
     def _prompt(self, batch: _Batch, forms: tuple[ReplayPrecision, ...]) -> tuple[torch.Tensor, Any]:
-        """The last logits of a prompt, computed a run of one form at a time, and its cache."""
+        """Return the last logits of the prompts, [rows, vocabulary], and their cache; each precision takes one pass."""
         cache, logits, begin = None, torch.empty(0), 0
-        for form, run in groupby(forms[: batch.length]):
-            end = begin + len(list(run))
+        for form, tokens in groupby(forms[: batch.length]):
+            end = begin + len(list(tokens))
             self.set(form)
             out = self._model(**batch.chunk(begin, end), past_key_values=cache, use_cache=True, **self._last_logits)
             cache, logits, begin = out.past_key_values, out.logits[:, -1], end
@@ -135,7 +138,7 @@ class GreedyReplayer:
 
 
 class _Batch:
-    """Prompts padded on the left, if their lengths differ, and where their next tokens are."""
+    """Prompts, padded on the left if their lengths differ, and the positions of their next tokens."""
 
     def __init__(self, jobs: Sequence[PrefixToScore], device: torch.device) -> None:
         self.device = device
@@ -148,7 +151,7 @@ class _Batch:
         self._padded = any(pads)
 
     def chunk(self, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """The arguments for some tokens of the prompts."""
+        """Return the model's arguments for some tokens of the prompts, each int64 [rows, tokens]."""
         ids = {"input_ids": self._ids[:, begin:end]}
         if not self._padded:
             return ids
@@ -156,7 +159,10 @@ class _Batch:
         return {**ids, "attention_mask": self._mask[:, :end], "position_ids": positions}
 
     def next(self) -> dict[str, torch.Tensor]:
-        """The arguments for one more token; a row that has all of its own stays at its last position."""
+        """Return the arguments for one more token: mask, [rows, tokens], and positions, [rows, 1], both int64.
+
+        A row that has all of its own stays at its last position.
+        """
         if not self._padded:
             return {}
         self._mask = nn.functional.pad(self._mask, (0, 1), value=1)

@@ -7,8 +7,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from elastic.bench.quality.rouge import longest_common_subsequence, rouge_l
+from quality.rouge import longest_common_subsequence, rouge_l
 
 TOKENS = st.lists(st.integers(0, 3), max_size=7)
 

@@ -1,4 +1,4 @@
-"""What a run's changes of precision cost in quality: its requests replayed under the weights that computed them.
+"""The cost in quality of a run's changes of precision: its requests replayed under the weights that computed them.
 
 A server records, for each token, which weights computed it (`Engine.weights`, `Output.weights`). Here the layers of a
 wrapped model are really swapped between the tokens, so that each is computed as it was, over a cache whose entries come
@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.bench.quality.greedy_replay import GreedyReplayer, PrefixToScore, in_groups
-from elastic.bench.quality.rouge import rouge_l
 from elastic.errors import ConfigError
+from quality.greedy_replay import GreedyReplayer, PrefixToScore, in_groups
+from quality.rouge import rouge_l
 
 Progress = Callable[[int, int], None]
 """Called with the number of requests done and their total."""
@@ -37,14 +37,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ReplayedRequest:
-    """A request, and which weights computed it: indices into the forms of the run (`Engine.weights`)."""
+    """A request, and the weights that computed it: indices into the forms of the run (`Engine.weights`)."""
 
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     weights: tuple[int, ...]
-    """For each generated token; at least one."""
+    """The index for each generated token; at least one."""
     prompt_weights: tuple[int, ...] = ()
-    """For each token of the prompt, if it was not computed as the first generated token was. The last token of the
+    """The index for each token of the prompt, if it differs from the first generated one's. The last token of the
     prompt gives the first generated one, so it has the weights of that."""
 
 
@@ -53,19 +53,19 @@ class RequestQuality:
     """One request. Likelihoods are means over its tokens, in nats (negative logarithms: lower is likelier)."""
 
     reference: tuple[int, ...]
-    """What full precision says greedily."""
+    """The greedy continuation in full precision."""
     text: tuple[int, ...]
-    """What the recorded weights say greedily."""
+    """The greedy continuation under the recorded weights."""
     full_nats: float
-    """Of the reference, in full precision."""
+    """Nats of the reference, in full precision."""
     nats: float
-    """Of the reference, forced under the recorded weights."""
+    """Nats of the reference, forced under the recorded weights."""
     text_nats: float
-    """Of the text, in full precision."""
+    """Nats of the text, in full precision."""
     agreement: float
     """The share of the reference's tokens that the recorded weights find the likeliest, when it is forced."""
     rouge_l: float
-    """Of the text against the reference, by token ids."""
+    """ROUGE-L of the text against the reference, by token ids."""
 
     @property
     def loss(self) -> float:
@@ -82,7 +82,7 @@ class Quality:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens of all requests."""
+        """The number of generated tokens of all requests."""
         return sum(len(request.reference) for request in self.requests)
 
     @property
@@ -112,7 +112,7 @@ class Quality:
         return sum(request.rouge_l for request in self.requests) / len(self.requests)
 
     def summary(self) -> dict[str, float]:
-        """The figures under their names, for a result file."""
+        """Return the figures by name, for a result file."""
         names = ("tokens", "full_nats", "text_nats", "loss", "lost_likelihood", "agreement", "rouge_l")
         return {name: getattr(self, name) for name in names}
 
@@ -121,7 +121,7 @@ class Quality:
 
 
 def share_of_loss(quality: Quality, static: Quality) -> float | None:
-    """What share of a static variant's loss a run has; 0 is full precision, 1 the static variant.
+    """Return the share of a static variant's loss that a run has; 0 is full precision, 1 the static variant.
 
     `static` are the same requests with all layers in the variant throughout. None where that loses nothing, so that
     there is nothing to have a share of. Raises `ConfigError` if the requests are not the same.
@@ -139,12 +139,12 @@ def replay_quality(
     batch: int = 8,
     progress: Progress | None = None,
 ) -> Quality:
-    """Replay the requests of one run; `QualityReplayer` keeps references for several, and says what is asked."""
+    """Replay the requests of one run; `QualityReplayer` keeps references for several."""
     return QualityReplayer(model, batch=batch).replay(requests, forms, progress=progress)
 
 
 class QualityReplayer:
-    """Replays runs with one wrapped model, and keeps what it found: a reference is generated once for all runs.
+    """A replayer of runs with one wrapped model, which generates each reference once for all runs.
 
     `model` is wrapped with the variants that the runs had, with pages for a cache of 2 `batch` rows, and used by nobody
     else meanwhile. All its layers are restored before and after. Up to `batch` requests that kept one and the same
@@ -158,12 +158,12 @@ class QualityReplayer:
         self._player = GreedyReplayer(model)
         self._batch = batch
         self._references: dict[PrefixToScore, tuple[tuple[int, ...], float]] = {}
-        self._found: dict[PrefixToScore, RequestQuality] = {}
+        self._scored: dict[PrefixToScore, RequestQuality] = {}
 
     def replay(
         self, requests: Sequence[ReplayedRequest], forms: Sequence[Sequence[str]], *, progress: Progress | None = None
     ) -> Quality:
-        """The quality of one run. `forms` are the layers' variants, by which requests say what computed them.
+        """Return the quality of one run. `forms` are the layers' variants, by which requests say what computed them.
 
         A released layer computes what a full one does, and counts as one. Raises `ConfigError` for a request that makes
         no sense and for variants that the model does not have, `CapacityError` or `StateError` if pages are short.
@@ -173,20 +173,20 @@ class QualityReplayer:
         with self._player:
             jobs = [self._job(request, forms) for request in requests]
             self._refer(dict.fromkeys(self._reference(job) for job in jobs))
-            new = list(dict.fromkeys(job for job in jobs if job not in self._found))
+            new = list(dict.fromkeys(job for job in jobs if job not in self._scored))
             done = len(jobs) - len(new)
             for group in in_groups(new, self._batch):
-                self._found.update(zip(group, self._measure(group), strict=True))
+                self._scored.update(zip(group, self._measure(group), strict=True))
                 done += len(group)
                 if progress is not None:
                     progress(done, len(jobs))
-        return Quality(tuple(self._found[job] for job in jobs))
+        return Quality(tuple(self._scored[job] for job in jobs))
 
     def _job(self, request: ReplayedRequest, forms: Sequence[Sequence[str]]) -> PrefixToScore:
         _check(request, len(forms))
         before = request.prompt_weights or request.weights[:1] * len(request.prompt)
-        own = {index: self._player.form(forms[index]) for index in {*before, *request.weights}}
-        return PrefixToScore(request.prompt, tuple(own[index] for index in (*before, *request.weights[1:])))
+        used = {index: self._player.form(forms[index]) for index in {*before, *request.weights}}
+        return PrefixToScore(request.prompt, tuple(used[index] for index in (*before, *request.weights[1:])))
 
     def _reference(self, job: PrefixToScore) -> PrefixToScore:
         return PrefixToScore(job.prompt, (self._player.full,) * len(job.forms))
@@ -196,7 +196,7 @@ class QualityReplayer:
         for group in in_groups([job for job in jobs if job not in self._references], self._batch):
             for job, row in zip(group, self._player.play(group, [None] * len(group)), strict=True):
                 self._references[job] = row.tokens, row.nats
-                self._found[job] = RequestQuality(row.tokens, row.tokens, row.nats, row.nats, row.nats, 1.0, 1.0)
+                self._scored[job] = RequestQuality(row.tokens, row.tokens, row.nats, row.nats, row.nats, 1.0, 1.0)
 
     def _measure(self, group: list[PrefixToScore]) -> list[RequestQuality]:
         """Text and forced reference of each job, side by side in one batch."""
