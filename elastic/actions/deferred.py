@@ -35,7 +35,7 @@ class SlotSwitch:
     absent_before: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.form_before, self.absent_before = self.layer.form, self.layer.absent
+        self.form_before, self.absent_before = self.layer.precision, self.layer.absent
 
     def undo(self) -> None:
         """Have the slots as they were; the bytes are still there."""

@@ -69,12 +69,12 @@ class LayerMove:
         return pairs(self.arriving, self.remains)
 
     def flip(self) -> None:
-        self.arriving.show(self.contents, self.arriving.form)
+        self.arriving.show(self.contents, self.arriving.precision)
 
     def undo(self) -> None:
         """Have the slots as they were; the bytes are still there."""
         for unit in self.remains:
-            reinstate(unit, unit.form, unit.absent)
+            reinstate(unit, unit.precision, unit.absent)
 
 
 @dataclass
@@ -107,7 +107,7 @@ class MigrateHandler:
         pages = sum(relocation.pages for relocation in planned)
         self._tenancy.require_room(action.place, pages)
         gained = sum(relocation.leaving_pages.total() for relocation in planned) - pages
-        moved = sum(relocation.arriving.form.nbytes for relocation in planned)
+        moved = sum(relocation.arriving.precision.nbytes for relocation in planned)
         return PlanStep(action, "applied", moved, gained, pages, 0.0)
 
     def prepare(self, action: Migrate) -> PreparedMigration:
@@ -153,7 +153,7 @@ class MigrateHandler:
         released = retained = moved = 0
         for relocation in prepared.relocations:
             relocation.contents = {}
-            moved += relocation.arriving.form.nbytes
+            moved += relocation.arriving.precision.nbytes
             self._tenancy.settle(relocation.arriving.pool.name, relocation.arriving.pages)
             released -= relocation.pages * relocation.arriving.pool.page_bytes
             for unit, rest in relocation.remains.items():
@@ -224,7 +224,7 @@ class MigrateHandler:
         """Begin to copy; meanwhile what sits in the slots is made."""
         unit = relocation.arriving
         copy = self._weights.streamer(unit).copier.copy_async(relocation.pairs(), self._pace)
-        relocation.contents = resident_contents(unit, unit.form)
+        relocation.contents = resident_contents(unit, unit.precision)
         return copy
 
     def _leave(self, unit: WeightUnit, rest: WeightUnit | None, relocation: LayerMove) -> int:

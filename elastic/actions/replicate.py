@@ -91,7 +91,7 @@ class ReplicateHandler:
         units = [self._copy_of(layer, action.place) for layer in self._coming(action)]
         pages = sum(unit.held_pages for unit in units)
         self._tenancy.require_room(action.place, pages)
-        return PlanStep(action, "applied", sum(unit.form.nbytes for unit in units), -pages, pages, 0.0)
+        return PlanStep(action, "applied", sum(unit.precision.nbytes for unit in units), -pages, pages, 0.0)
 
     def prepare(self, action: Replicate | Evict) -> PreparedReplication:
         """For replicas that come: pages, and the bytes copied into them."""
@@ -141,7 +141,7 @@ class ReplicateHandler:
             self._tenancy.settle(place, -pages)
             prepared.let_go()
             return Change("applied", done, (), 0, freed * size, (pages - freed) * size)
-        moved = sum(replica.unit.form.nbytes for replica in prepared.replicas.values())
+        moved = sum(replica.unit.precision.nbytes for replica in prepared.replicas.values())
         self._tenancy.settle(place, pages)
         prepared.let_go()
         return Change("applied", done, (), moved, -pages * size)
@@ -224,7 +224,7 @@ class ReplicateHandler:
             unit, copied, self._worker(unit.pool), dispatches(module), self._version(layer)
         )
         copy = self._weights.streamer(unit).copier.copy_async(pairs(unit, self._weights.units(layer)), self._pace)
-        copied.put(unit.slots, resident_contents(unit, unit.form))
+        copied.put(unit.slots, resident_contents(unit, unit.precision))
         copied.bring_buffers(unit.pool.backend.device)
         return copy
 

@@ -120,7 +120,7 @@ class SwapHandler:
         layers = []
         for layer in self._weights.units_of(action.layers):
             self._weights.parameters_under(layer.index, action.parts)
-            if layer.absent or form_after(layer, action).key != layer.form.key:
+            if layer.absent or form_after(layer, action).key != layer.precision.key:
                 require_no_gradients(layer)
                 self._weights.require_alone(layer.index)
                 layers.append(layer)

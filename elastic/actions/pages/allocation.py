@@ -49,9 +49,9 @@ class WeightPageAllocator:
             raise self._no_room(place, pages)
         left = self._resting.pop(_key(unit), None)
         if left is not None:
-            unit.blocks[unit.form.key] = left
+            unit.blocks[unit.precision.key] = left
         try:
-            unit.block_for(unit.form).allocate(unit.owner, pace)
+            unit.block_for(unit.precision).allocate(unit.owner, pace)
         except BaseException:
             self._broker.give_to_cache(place, pages)
             raise
@@ -63,15 +63,15 @@ class WeightPageAllocator:
     def narrow(self, unit: WeightUnit, rest: WeightUnit) -> int:
         """A unit has become `rest`, in the same block; returns the pages that are free now."""
         settle(unit)
-        block = unit.blocks.pop(unit.form.key)
+        block = unit.blocks.pop(unit.precision.key)
         _close(unit)
-        gone = [lies for name in unit.slots if name not in rest.slots for lies in unit.form.stored_names(name)]
+        gone = [lies for name in unit.slots if name not in rest.slots for lies in unit.precision.stored_names(name)]
         return block.shrink(gone, partial(self._broker.give_to_cache, unit.pool.name))
 
     def give_up(self, unit: WeightUnit) -> int:
         """A unit is no more; returns the pages that are free now."""
         settle(unit)
-        block = unit.blocks.pop(unit.form.key)
+        block = unit.blocks.pop(unit.precision.key)
         _close(unit)
         if not block.hide():
             return block.orphan(partial(self._broker.give_to_cache, unit.pool.name))
@@ -105,7 +105,7 @@ def settle(unit: WeightUnit) -> None:
 
 def _key(unit: WeightUnit) -> object:
     """What a block is good for."""
-    return unit.index, unit.pool.name, unit.form.key, tuple(unit.form.layout.parameters.items())
+    return unit.index, unit.pool.name, unit.precision.key, tuple(unit.precision.layout.parameters.items())
 
 
 def _close(unit: WeightUnit) -> None:

@@ -13,16 +13,16 @@ def pairs(arriving: WeightUnit, units: Iterable[WeightUnit]) -> list[Pair]:
 
     From the host comes what is in no pages, or is packed otherwise for the device to which it goes.
     """
-    form, found = arriving.form, []
+    form, found = arriving.precision, []
     targets = arriving.blocks[form.key].show(form.layout)
     for unit in units:
         names = [name for name in unit.slots if name in arriving.slots]
         if unit.absent:
-            found += [(targets[name], unit.host_tensor(name)) for name in names]
+            found += [(targets[name], unit.host_copies[name].tensor) for name in names]
             continue
-        shown = unit.blocks[unit.form.key].show(unit.form.layout) if names else {}
+        shown = unit.blocks[unit.precision.key].show(unit.precision.layout) if names else {}
         for name in names:
-            if unit.form.packings.get(name) is form.packings.get(name):
+            if unit.precision.packings.get(name) is form.packings.get(name):
                 found += [(targets[lies], shown[lies]) for lies in form.stored_names(name)]
             else:
                 there = form.tensors_of(name, targets)
