@@ -34,7 +34,7 @@ class SlotSwitch:
     absent_before: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.precision_before, self.absent_before = self.unit.form, self.unit.absent
+        self.precision_before, self.absent_before = self.unit.precision, self.unit.absent
 
     def undo(self) -> None:
         """Switch the slots back; the old bytes are still there."""

@@ -54,7 +54,7 @@ class LayerMove:
     def undo(self) -> None:
         """Switch the slots back; the old bytes are still there."""
         for unit in self.remains:
-            reinstate(unit, unit.form, unit.absent)
+            reinstate(unit, unit.precision, unit.absent)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class MigrateHandler(ActionHandler):
         pages = sum(move.arriving.held_pages for move in moves)
         self._allocator.require_room(action.place, pages)
         gained = sum(move.leaving_pages for move in moves) - pages
-        moved = sum(move.arriving.form.nbytes for move in moves)
+        moved = sum(move.arriving.precision.nbytes for move in moves)
         return PlanStep(action, "applied", moved, gained, pages, 0.0)
 
     def prepare(self, action: Migrate) -> PreparedMigration:
@@ -114,7 +114,7 @@ class MigrateHandler(ActionHandler):
         prepared.committed = True
         for move in prepared.moves:
             self._weights.set_units(move.arriving.index, move.after)
-            move.arriving.show(move.contents, move.arriving.form)
+            move.arriving.show(move.contents, move.arriving.precision)
         self._router.lay()
 
     def rollback(self, prepared: PreparedMigration) -> None:
@@ -133,7 +133,7 @@ class MigrateHandler(ActionHandler):
         released = retained = moved = 0
         for move in prepared.moves:
             move.contents = {}
-            moved += move.arriving.form.nbytes
+            moved += move.arriving.precision.nbytes
             self._allocator.record_resident(move.arriving.pool.name, move.arriving.pages)
             released -= move.arriving.held_pages * move.arriving.pool.page_bytes
             for unit, rest in move.remains.items():
@@ -197,7 +197,7 @@ class MigrateHandler(ActionHandler):
         """Begin to copy, and make the slots' contents meanwhile."""
         unit = move.arriving
         copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, move.remains), self._copy_rate)
-        move.contents = resident_contents(unit, unit.form)
+        move.contents = resident_contents(unit, unit.precision)
         return copy
 
     def _leave(self, unit: WeightUnit, rest: WeightUnit | None) -> int:

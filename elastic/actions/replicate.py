@@ -88,7 +88,7 @@ class ReplicateHandler(ActionHandler):
         units = [self._copied_unit(layer, action.place) for layer in self._check_replicate(action)]
         pages = sum(unit.held_pages for unit in units)
         self._allocator.require_room(action.place, pages)
-        return PlanStep(action, "applied", sum(unit.form.nbytes for unit in units), -pages, pages, 0.0)
+        return PlanStep(action, "applied", sum(unit.precision.nbytes for unit in units), -pages, pages, 0.0)
 
     def prepare(self, action: Replicate | Evict) -> PreparedReplication:
         """Take pages for replicas that come, and copy the bytes into them."""
@@ -140,7 +140,7 @@ class ReplicateHandler(ActionHandler):
             self._allocator.record_resident(place, -pages)
             prepared.replicas.clear()
             return Change("applied", done, (), 0, freed * size, (pages - freed) * size)
-        moved = sum(replica.unit.form.nbytes for replica in prepared.replicas.values())
+        moved = sum(replica.unit.precision.nbytes for replica in prepared.replicas.values())
         self._allocator.record_resident(place, pages)
         prepared.replicas.clear()
         return Change("applied", done, (), moved, -pages * size)
@@ -214,7 +214,7 @@ class ReplicateHandler(ActionHandler):
         )
         plan = copy_plan(unit, self._weights.units(layer))
         copy = self._weights.streamer(unit).copier.copy_async(plan, self._copy_rate)
-        copied.put(unit.slots, resident_contents(unit, unit.form))
+        copied.put(unit.slots, resident_contents(unit, unit.precision))
         copied.bring_buffers(unit.pool.backend.device)
         return copy
 

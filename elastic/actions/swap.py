@@ -123,7 +123,7 @@ class SwapHandler(ActionHandler):
         units = []
         for unit in self._weights.units_of(action.layers):
             self._weights.parameters_under(unit.index, action.parts)
-            if unit.absent or precision_after(unit, action).key != unit.form.key:
+            if unit.absent or precision_after(unit, action).key != unit.precision.key:
                 require_no_gradients(unit)
                 self._weights.require_alone(unit.index)
                 units.append(unit)

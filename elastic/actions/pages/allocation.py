@@ -48,9 +48,9 @@ class WeightPageAllocator:
             raise self._no_room(place, pages)
         kept = self._reclaimable.pop(_key(unit), None)
         if kept is not None:
-            unit.blocks[unit.form.key] = kept
+            unit.blocks[unit.precision.key] = kept
         try:
-            unit.block_for(unit.form).allocate(unit.owner, copy_rate)
+            unit.block_for(unit.precision).allocate(unit.owner, copy_rate)
         except BaseException:
             self._broker.give_to_cache(place, pages)
             raise
@@ -62,7 +62,7 @@ class WeightPageAllocator:
     def shrink(self, unit: WeightUnit, rest: WeightUnit) -> int:
         """Leave of a unit's buffer what `rest` has of it; return the pages that are free now."""
         buffer = _detach_buffer(unit)
-        gone = [stored for name in unit.slots if name not in rest.slots for stored in unit.form.stored_names(name)]
+        gone = [stored for name in unit.slots if name not in rest.slots for stored in unit.precision.stored_names(name)]
         return buffer.shrink(gone, partial(self._broker.give_to_cache, unit.pool.name))
 
     def give_up(self, unit: WeightUnit) -> int:
@@ -94,13 +94,13 @@ class WeightPageAllocator:
 
 def _key(unit: WeightUnit) -> object:
     """Tell buffers apart by what they can be used for again."""
-    return unit.index, unit.pool.name, unit.form.key, tuple(unit.form.layout.parameters.items())
+    return unit.index, unit.pool.name, unit.precision.key, tuple(unit.precision.layout.parameters.items())
 
 
 def _detach_buffer(unit: WeightUnit) -> WeightBuffer:
     """Take a unit's buffer from it, when nothing on the device reads it any more; close those of earlier precisions."""
     synchronize(unit.pool.backend.device)
-    buffer = unit.blocks.pop(unit.form.key)
+    buffer = unit.blocks.pop(unit.precision.key)
     while unit.blocks:
         unit.blocks.popitem()[1].close()
     return buffer

@@ -14,16 +14,16 @@ def copy_plan(arriving: WeightUnit, units: Iterable[WeightUnit]) -> list[Pair]:
     The sources are the pages where it is; or the host, for what is in no pages, or is packed otherwise for the device
     to which it goes.
     """
-    precision, copies = arriving.form, []
+    precision, copies = arriving.precision, []
     targets = arriving.blocks[precision.key].show(precision.layout)
     for unit in units:
         names = [name for name in unit.slots if name in arriving.slots]
         if unit.absent:
-            copies += [(targets[name], unit.host_tensor(name)) for name in names]
+            copies += [(targets[name], unit.host_copies[name].tensor) for name in names]
             continue
-        sources = unit.blocks[unit.form.key].show(unit.form.layout) if names else {}
+        sources = unit.blocks[unit.precision.key].show(unit.precision.layout) if names else {}
         for name in names:
-            if unit.form.packings.get(name) is precision.packings.get(name):
+            if unit.precision.packings.get(name) is precision.packings.get(name):
                 copies += [(targets[stored], sources[stored]) for stored in precision.stored_names(name)]
             else:
                 packed = precision.tensors_of(name, targets)
