@@ -39,7 +39,7 @@ def prompts(model: Any, batch: int, tokens: int) -> torch.Tensor:
 
 
 def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: int) -> dict[str, Any]:
-    """The caches of so many layers at once, with so many tokens in each."""
+    """Time the caches of so many layers at once, with so many tokens in each."""
     runtime, layers = wrap(model, device), range(count)
     here, there = (f"{device}#{name}" for name in NAMES)
     cache = model(prompts(model, batch, tokens)).past_key_values
@@ -143,7 +143,7 @@ def main() -> None:
     if options.quick:
         steps, generations = 40, 2
     model = small_model(*sizes, counts[-1], torch.float32 if on_cpu else torch.bfloat16, device)
-    found = [moves(model, device, batch, n, count, options.rounds) for n in contexts for count in counts]
+    measured = [moves(model, device, batch, n, count, options.rounds) for n in contexts for count in counts]
     felt = latency(model, device, batch, contexts[0], steps, generations)
     table(
         [
@@ -168,7 +168,7 @@ def main() -> None:
                 f"{m['pause_ms']['p50']:.3f}",
                 f"{m['pause_ms']['max']:.3f}",
             ]
-            for m in found
+            for m in measured
         ],
     )
     print(
@@ -176,7 +176,7 @@ def main() -> None:
         f"{felt['gaps']} gaps): P50 {show(felt['p50'])}, P99 {show(felt['p99'])}, "
         f"throughput {show(felt['throughput'])} of rest"
     )
-    finish("migrate_kv", device, {"moves": found, "latency": felt})
+    finish("migrate_kv", device, {"moves": measured, "latency": felt})
 
 
 if __name__ == "__main__":
