@@ -75,7 +75,7 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
         pool.free(held[::2])
         holder = VirtualRange(pool, PAGES)
         holder.map(0, held[1::2])
-    pages = sorted(pool._parked)[:PAGES]
+    pages = sorted(pool._cached)[:PAGES]
     range_ = VirtualRange(pool, PAGES)
     works = {"raw": raw(backend, range_.address, pages), "ledger": ledger(pool, range_)}
     times = paired(works, device, 3 * rounds, warmup=5)

@@ -15,6 +15,7 @@ from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
+from elastic.weights.slot_contents import reinstate
 from elastic.weights.streaming import MOST_STAGES
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,7 @@ class SlotSwitch:
 
     def undo(self) -> None:
         """Have the slots as they were; the bytes are still there."""
-        layer = self.layer
-        if self.absent_before:
-            layer.hide(layer.absent_contents())
-        else:
-            block = layer.blocks[self.form_before.key]
-            layer.show(layer.contents(self.form_before, block.show(self.form_before.layout)), self.form_before)
+        reinstate(self.layer, self.form_before, self.absent_before)
 
 
 @dataclass

@@ -24,7 +24,9 @@ from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, Migrate, PlanStep
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
+from elastic.weights.module_groups import merge_units, remainder
 from elastic.weights.parameter_slot import Content
+from elastic.weights.slot_contents import reinstate, resident_contents
 
 
 @dataclass
@@ -72,11 +74,7 @@ class LayerMove:
     def undo(self) -> None:
         """Have the slots as they were; the bytes are still there."""
         for unit in self.remains:
-            if unit.absent:
-                unit.hide(unit.absent_contents())
-            else:
-                block = unit.blocks[unit.form.key]
-                unit.show(unit.contents(unit.form, block.show(unit.form.layout)), unit.form)
+            reinstate(unit, unit.form, unit.absent)
 
 
 @dataclass
@@ -191,19 +189,17 @@ class MigrateHandler:
         if whole:
             names = {name for unit in units for name in unit.slots}
         own = not units[0].slots.keys() - names
-        arriving = WeightUnit.of(units, names, pool, "" if own else "+".join(parts))
+        arriving = merge_units(units, names, pool, "" if own else "+".join(parts))
         remains = {unit: _rest(unit, names) for unit in units if unit.slots.keys() & names}
         staying = tuple(unit for unit in (remains.get(u, u) for u in units) if unit is not None)
         after = (arriving, *staying) if own else (*staying, arriving)
         return LayerMove(units, after, arriving, remains, sum(unit.version() for unit in units))
 
     def _names(self, units: tuple[WeightUnit, ...], parts: tuple[str, ...]) -> set[str]:
-        for part in parts:
-            if not self._weights.has_part(units[0].index, part):
-                raise ConfigError(f"{units[0].name} has no weights of its own under {part!r}")
-        if not any(unit.slots for unit in units):
+        names = self._weights.parameters_under(units[0].index, parts)
+        if not names:
             raise ConfigError(f"{units[0].name} has no weights of its own: others use them too")
-        return {name for unit in units for name in unit.slots if not parts or unit.is_under(name, parts)}
+        return names
 
     def _require_movable(self, units: tuple[WeightUnit, ...], whole: bool) -> None:
         name = units[0].name
@@ -217,18 +213,18 @@ class MigrateHandler:
 
     def _require_device(self, units: tuple[WeightUnit, ...], pool: PagePool, whole: bool) -> None:
         """To another device go layers that share no parameter, and modules."""
-        first, device = units[0], pool.backend.device
-        if whole and first.shared() and any(unit.pool.backend.device != device for unit in units):
+        shared, device = units[0].layer.unpaged.parameters(), pool.backend.device
+        if whole and shared and any(unit.pool.backend.device != device for unit in units):
             raise ConfigError(
-                f"{first.name} has parameters that are used elsewhere too, or adapters ({first.shared()[0]}): it "
-                f"cannot go to another device ({device})"
+                f"{units[0].name} has parameters that are used elsewhere too, or adapters ({shared[0]}): it cannot go "
+                f"to another device ({device})"
             )
 
     def _fill(self, relocation: LayerMove) -> CopyHandle:
         """Begin to copy; meanwhile what sits in the slots is made."""
         unit = relocation.arriving
         copy = self._weights.streamer(unit).copier.copy_async(relocation.pairs(), self._pace)
-        relocation.contents = unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout))
+        relocation.contents = resident_contents(unit, unit.form)
         return copy
 
     def _leave(self, unit: WeightUnit, rest: WeightUnit | None, relocation: LayerMove) -> int:
@@ -242,7 +238,7 @@ class MigrateHandler:
 def _leaves_nothing(units: tuple[WeightUnit, ...], names: set[str], pool: PagePool) -> bool:
     """Whether only vectors would stay behind when these parameters go to another device: they go too, so that hidden
     states travel to the layer once."""
-    if pool.backend.device == units[0].pool.backend.device or units[0].shared():
+    if pool.backend.device == units[0].pool.backend.device or units[0].layer.unpaged.parameters():
         return False
     staying = {name: slot for unit in units if unit.pool is not pool for name, slot in unit.slots.items()}
     matrices = [name for name, slot in staying.items() if name not in names and slot.parameter.ndim > 1]
@@ -250,4 +246,4 @@ def _leaves_nothing(units: tuple[WeightUnit, ...], names: set[str], pool: PagePo
 
 
 def _rest(unit: WeightUnit, names: set[str]) -> WeightUnit | None:
-    return unit.without(names) if unit.slots.keys() - names else None
+    return remainder(unit, names) if unit.slots.keys() - names else None

@@ -130,7 +130,7 @@ class MigrateKVHandler:
         return prepared
 
     def _require_no_engine(self, layers: tuple[int, ...]) -> None:
-        if layers and any(pool.has_sectors for pool in self._memory.pools):
+        if layers and any(pool.usage.sectors for pool in self._memory.pools):
             raise StateError(
                 "a continuous batching engine has its KV cache in blocks, which stay at one place; stop it first, or "
                 "migrate only the weights: rt.migrate(…, kv=False)"
@@ -148,7 +148,7 @@ class MigrateKVHandler:
     def _pages(self, prepared: PreparedKVMigration) -> int:
         """That the caches which live now would take at the new place."""
         held = (layer.held() for layer in self._leaving(prepared))
-        return sum(self._memory.pages_like(one, prepared.pool) for one in held if one is not None)
+        return sum(self._memory.pages_at(prepared.pool, tokens) for tokens in held if tokens is not None)
 
     def _parcel(self, prepared: PreparedKVMigration, layer: ElasticLayer) -> KVTransfer:
         return prepared.parcels.setdefault(layer, KVTransfer(self._memory, prepared.pool))

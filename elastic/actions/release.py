@@ -11,6 +11,7 @@ from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.types import Change, PlanStep, Release
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
+from elastic.weights.slot_contents import absent_contents
 from elastic.weights.streaming import MOST_STAGES, WeightStreamer
 
 
@@ -43,7 +44,7 @@ class ReleaseHandler:
             for layer in layers:
                 version = layer.version()
                 prepared.moved_bytes += layer.keep()
-                prepared.flips.append(SlotSwitch(layer, layer.full, layer.absent_contents(), version))
+                prepared.flips.append(SlotSwitch(layer, layer.full, absent_contents(layer), version))
         except BaseException:
             self._give_stages_back(layers)
             raise

@@ -28,6 +28,8 @@ from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, Evict, PlanStep, Replicate
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
+from elastic.weights.module_groups import merge_units
+from elastic.weights.slot_contents import resident_contents
 
 Replicas = Mapping[int, Mapping[str, Replica]]
 
@@ -70,12 +72,12 @@ class ReplicateHandler:
         self._unsplittable = unsplittable
         self._on_copied = on_copied
         self._replicas: Replicas = {}
-        self._lanes: dict[str, ReplicaWorker] = {}
+        self._workers: dict[str, ReplicaWorker] = {}
 
     def close(self) -> None:
         """End the threads and give the pages of all replicas back. No forward may be in flight. Can be called twice."""
-        while self._lanes:
-            self._lanes.popitem()[1].close()
+        while self._workers:
+            self._workers.popitem()[1].close()
         gone = [replica for by_place in self._replicas.values() for replica in by_place.values()]
         self._have({})
         for replica in gone:
@@ -180,9 +182,10 @@ class ReplicateHandler:
             )
         if not any(unit.slots for unit in units):
             raise ConfigError(f"{name} has no weights of its own: others use them too")
-        if units[0].shared():
+        shared = units[0].layer.unpaged.parameters()
+        if shared:
             raise ConfigError(
-                f"{name} has parameters that are used elsewhere too, or adapters ({units[0].shared()[0]}): a copy "
+                f"{name} has parameters that are used elsewhere too, or adapters ({shared[0]}): a copy "
                 "would not follow what becomes of them; merge the adapters first"
             )
         if any(unit.pool is pool for unit in units):
@@ -206,23 +209,23 @@ class ReplicateHandler:
         """All of a layer, as a unit of a place; nothing is there yet."""
         units = self._weights.units(layer)
         names = {name for unit in units for name in unit.slots}
-        return WeightUnit.of(units, names, self._tenancy.pool(place))
+        return merge_units(units, names, self._tenancy.pool(place))
 
     def _replicate(self, layer: int, prepared: PreparedReplication) -> CopyHandle:
-        """Begin to copy; meanwhile the skeleton is put over the pages."""
+        """Begin to copy; meanwhile the copy of the module is put over the pages."""
         unit = self._copy_of(layer, prepared.action.place)
         module = self._modules[layer]()
         if module is None:
             raise StateError("the model is gone")
-        skeleton = LayerCopy(module)
-        self._on_copied(module, skeleton.module)
+        copied = LayerCopy(module)
+        self._on_copied(module, copied.module)
         self._tenancy.take(unit, self._pace)
         prepared.replicas[layer] = Replica(
-            unit, skeleton, self._lane(unit.pool), dispatches(module), self._version(layer)
+            unit, copied, self._worker(unit.pool), dispatches(module), self._version(layer)
         )
         copy = self._weights.streamer(unit).copier.copy_async(pairs(unit, self._weights.units(layer)), self._pace)
-        skeleton.put(unit.slots, unit.contents(unit.form, unit.blocks[unit.form.key].show(unit.form.layout)))
-        skeleton.bring_buffers(unit.pool.backend.device)
+        copied.put(unit.slots, resident_contents(unit, unit.form))
+        copied.bring_buffers(unit.pool.backend.device)
         return copy
 
     def _have(self, replicas: Replicas) -> None:
@@ -242,15 +245,15 @@ class ReplicateHandler:
         return freed
 
     def _lose(self, replica: Replica) -> int:
-        replica.skeleton.empty()
+        replica.copy.empty()
         pages = self._tenancy.give_up(replica.unit)
         self._tenancy.lend(replica.unit, pages)
         return pages
 
-    def _lane(self, pool: PagePool) -> ReplicaWorker:
-        if pool.name not in self._lanes:
-            self._lanes[pool.name] = ReplicaWorker(pool.name, pool.backend.device)
-        return self._lanes[pool.name]
+    def _worker(self, pool: PagePool) -> ReplicaWorker:
+        if pool.name not in self._workers:
+            self._workers[pool.name] = ReplicaWorker(pool.name, pool.backend.device)
+        return self._workers[pool.name]
 
     def _of(self, layer: int, place: str) -> Replica:
         return self._replicas[layer][place]

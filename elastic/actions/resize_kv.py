@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.errors import ConfigError
+from elastic.kvcache.layers.full import OffloadedTokens
 from elastic.kvcache.manager import KVMemory
-from elastic.kvcache.storage.lease import OffloadedTokens
 from elastic.kvcache.storage.pool import KVPool
 from elastic.types import PlanStep, Resize, ResizeKV
 

@@ -25,12 +25,13 @@ from elastic.actions.deferred import (
 )
 from elastic.actions.pages.broker import PageBroker
 from elastic.actions.release import require_no_gradients
-from elastic.errors import CapacityError, ConfigError
+from elastic.errors import CapacityError
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, PlanStep
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
-from elastic.weights.precision import LayerPrecision
+from elastic.weights.precision import LayerPrecision, outdated
+from elastic.weights.slot_contents import resident_contents
 
 
 @dataclass
@@ -118,9 +119,7 @@ class SwapHandler:
         """The layers that are not so yet. Raises `CapacityError` if a place could not hold them even with no cache."""
         layers = []
         for layer in self._weights.units_of(action.layers):
-            for part in action.parts:
-                if not self._weights.has_part(layer.index, part):
-                    raise ConfigError(f"{layer.name} has no weights of its own under {part!r}")
+            self._weights.parameters_under(layer.index, action.parts)
             if layer.absent or form_after(layer, action).key != layer.form.key:
                 require_no_gradients(layer)
                 self._weights.require_alone(layer.index)
@@ -168,8 +167,7 @@ class SwapHandler:
     def _prepare_flip(self, flip: SlotSwitch, prepared: PreparedSwap) -> None:
         layer, form = flip.layer, flip.form
         form = flip.form = self._fill(layer, form)
-        shown = layer.blocks[form.key].show(form.layout)
-        flip.contents = layer.contents(form, shown)
+        flip.contents = resident_contents(layer, form)
         prepared.moved_bytes += form.nbytes
 
     def _drop(self, flips: list[SlotSwitch]) -> None:
@@ -218,8 +216,8 @@ class SwapHandler:
             changed = 0 if layer.absent else layer.keep(self._pace)
         finally:
             copy.finish()
-        if changed or layer.outdated(form):
-            form = layer.renew(form)
+        if changed or outdated(form, layer.host_copies):
+            form = layer.precisions.renewed(form, layer.host_copies)
             copier.copy(layer.sources(block.show(form.layout), form), self._pace).finish()
         return form
 

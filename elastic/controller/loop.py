@@ -1,4 +1,4 @@
-"""The controller: looks, asks its policy, and has the answer done. On a thread of its own, or by hand."""
+"""The controller: senses, asks its policy, and has the answer done. On a thread of its own, or by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class ControllerFault:
-    """Something that went wrong in a tick, or in an action that it asked for. Only its text is kept."""
+    """An error in a tick, or in an action that it asked for. Only its text is kept."""
 
     when_s: float
     """Seconds since the epoch, of the last time."""
@@ -39,10 +39,10 @@ class ControllerFault:
 
 @dataclass(frozen=True)
 class ControllerHealth:
-    """How a controller is."""
+    """The condition of a controller."""
 
     running: bool = False
-    """Whether its thread is alive."""
+    """True while its thread is alive."""
     ticks: int = 0
     last_tick_s: float | None = None
     """Seconds since the epoch."""
@@ -57,11 +57,11 @@ class ControllerHealth:
 
 
 class Controller:
-    """`sense` gives a snapshot, or None when what it watched is gone: then the thread ends. Thread-safe.
+    """Senses, decides and acts at each tick. Thread-safe.
 
-    `act` is given the actions of a plan and its reason; it must not wait for them, and may return a future. Whatever
-    sense, policy or act raise is kept as text, logged and shown by `health()`, and the next tick comes. Controllers
-    that share a `lock` tick one at a time.
+    `sense` gives a snapshot, or None when the instance is gone: then the thread ends. `act` is given the actions of a
+    plan and its reason; it must not wait for them, and may return a future. Whatever sense, policy or act raise is kept
+    as text, logged and shown by `health()`; the next tick comes. Controllers that share a `lock` tick one at a time.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Controller:
         self._sense = sense
         self._act = act
         self._state: Any = None
-        self._one_at_a_time = lock or threading.Lock()
+        self._ticking = lock or threading.Lock()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stop = threading.Event()
@@ -90,11 +90,13 @@ class Controller:
         self._began_s = math.nan
 
     def start(self) -> None:
-        """Tick on a thread. Starting one that runs changes nothing; one that was stopped can be started again."""
-        if os.getpid() != self._pid:
-            raise StateError("this controller belongs to the process that forked; wrap the model again here")
+        """Tick on a thread. Starting one that runs changes nothing; one that was stopped can be started again.
+
+        Raises `StateError` in a process that was forked from the controller's.
+        """
+        self._require_own_process()
         with self._starting:
-            if self._alive and not self._stop.is_set():
+            if self._thread is not None and self._thread.is_alive() and not self._stop.is_set():
                 return
             self._stop = threading.Event()
             self._spent_s, self._began_s = 0.0, time.perf_counter()
@@ -115,63 +117,61 @@ class Controller:
             thread.join(timeout_s)
 
     def tick(self) -> Plan | None:
-        """Look, decide and act once; the plan, or None if there was a fault or nothing to look at any more.
+        """Sense, decide and act once; return the plan, or None after a fault or where the instance is gone.
 
         Raises `StateError` in a process that was forked from the controller's.
         """
-        if os.getpid() != self._pid:
-            raise StateError("this controller belongs to the process that forked; wrap the model again here")
-        with self._one_at_a_time:
+        self._require_own_process()
+        with self._ticking:
             start = time.thread_time()
             try:
                 return self._tick()
             except Exception as error:  # the thread must outlive whatever policies, sensors and actions do
-                self._keep(error)
+                self._record(error)
                 return None
             finally:
                 self._spent_s += time.thread_time() - start
                 self._health = replace(self._health, ticks=self._health.ticks + 1, last_tick_s=time.time())
 
     def health(self) -> ControllerHealth:
-        """How it is now."""
-        spent = self._spent_s / (time.perf_counter() - self._began_s) if self._thread else 0.0
-        return replace(self._health, running=self._alive, faults=tuple(self._faults), cost=spent)
+        """Return its condition now."""
+        thread = self._thread
+        cost = self._spent_s / (time.perf_counter() - self._began_s) if thread else 0.0
+        running = thread is not None and thread.is_alive() and os.getpid() == self._pid
+        return replace(self._health, running=running, faults=tuple(self._faults), cost=cost)
 
-    @property
-    def _alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError("this controller belongs to the process that forked; wrap the model again here")
 
     def _tick(self) -> Plan | None:
-        self._see_to_the_last_action()
+        if self._future is not None and self._future.done():
+            future, self._future = self._future, None
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                self._record(error)
         snapshot = self._sense()
         if snapshot is None:
             self._stop.set()
             return None
         plan = _checked(self.policy.decide(snapshot, self._state))
         self._state = plan.state
-        self._note(plan)
+        if plan.actions or plan.reason != self._health.last_reason:
+            words = "; ".join(map(str, plan.actions)) or "nothing to do"
+            logger.info("%s: %s (%s)", words, plan.reason, plan.figures)
+        self._health = replace(
+            self._health,
+            last_reason=plan.reason,
+            last_figures=plan.figures,
+            actions=self._health.actions + bool(plan.actions),
+        )
         if plan.actions:
-            self._health = replace(self._health, actions=self._health.actions + 1)
             why = f"{plan.reason} ({plan.figures})" if plan.figures else plan.reason
             self._future = _future(self._act(plan.actions, why))  # in no local: an error in it would know this frame
         return plan
 
-    def _note(self, plan: Plan) -> None:
-        """Log a decision when its reason changes, and every action."""
-        if plan.actions or plan.reason != self._health.last_reason:
-            logger.info("%s: %s (%s)", _in_words(plan.actions), plan.reason, plan.figures)
-        self._health = replace(self._health, last_reason=plan.reason, last_figures=plan.figures)
-
-    def _see_to_the_last_action(self) -> None:
-        if self._future is None or not self._future.done():
-            return
-        future, self._future = self._future, None
-        error = None if future.cancelled() else future.exception()
-        if error is not None:
-            self._keep(error)
-
-    def _keep(self, error: BaseException) -> None:
-        """Note a fault, as text: an error knows frames, and they know tensors."""
+    def _record(self, error: BaseException) -> None:
+        """Keep a fault as text: an error knows frames, and they know tensors."""
         text = f"{type(error).__name__}: {error}"
         last = self._faults[-1] if self._faults else None
         if last is not None and last.text == text:
@@ -181,25 +181,25 @@ class Controller:
         logger.warning("a fault in the controller; it goes on: %s", text)
 
 
-def _run(controller: weakref.ref[Controller], stop: threading.Event, tick_s: float) -> None:
-    """What the thread does: it holds nothing between two ticks."""
+def _run(reference: weakref.ref[Controller], stop: threading.Event, tick_s: float) -> None:
+    """Tick until stopped, on the controller's thread; between two ticks the controller may be collected."""
     wait_s = 0.0
     while not stop.wait(wait_s):
-        alive = controller()
-        if alive is None:
+        controller = reference()
+        if controller is None:
             return
         start = time.monotonic()
-        alive.tick()
-        del alive
+        controller.tick()
+        del controller
         wait_s = max(0.0, tick_s - (time.monotonic() - start))
 
 
-def _future(done: object) -> Future[Any] | None:
-    return done if isinstance(done, Future) else None
+def _future(result: object) -> Future[Any] | None:
+    return result if isinstance(result, Future) else None
 
 
 def _checked(plan: object) -> Plan:
-    """Raises `ConfigError` for what is no plan."""
+    """Return a plan as it is; raise `ConfigError` for anything else."""
     if not isinstance(plan, Plan) or not isinstance(plan.reason, str) or not isinstance(plan.actions, tuple):
         raise ConfigError(f"the policy returned {str(plan)[:200]!r}; it must be a Plan, with a tuple and a text")
     for action in plan.actions:
@@ -208,14 +208,8 @@ def _checked(plan: object) -> Plan:
     return plan
 
 
-def _in_words(actions: Sequence[Action]) -> str:
-    return "; ".join(map(str, actions)) or "nothing to do"
-
-
-def _finish() -> None:
-    """At exit: a thread that is in torch when the interpreter ends would abort it."""
-    for known in list(_controllers):
-        known.stop(timeout_s=10)
-
-
-atexit.register(_finish)
+@atexit.register
+def _stop_all() -> None:
+    """Stop all controllers at exit: a thread that is in torch when the interpreter ends would abort it."""
+    for controller in list(_controllers):
+        controller.stop(timeout_s=10)

@@ -1,4 +1,4 @@
-"""What a policy sees: one moment, in a frozen record. Seconds in `*_s`, bytes in `*_bytes`; None: not known."""
+"""One moment of an instance as a policy sees it, in frozen records. Seconds in `*_s`; None: not known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.types import Action, Event, Evict
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of the observations of a sliding window; all None while there are none."""
+    """Quantiles of the observations of a sliding window; all None while there are none."""
 
     count: int = 0
     mean: float | None = None
@@ -25,13 +25,13 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class RequestStats:
-    """What requests experience now."""
+    """The experience of requests at one moment."""
 
     waiting: int = 0
     """Requests that arrived and were not scheduled yet."""
     running: int = 0
     queue_delay_s: float = 0.0
-    """How long the oldest waiting request has waited; 0.0 when none waits."""
+    """Time that the oldest waiting request has waited; 0.0 when none waits."""
     arrived: int = 0
     """Totals since the start: requests offered."""
     completed: int = 0
@@ -39,9 +39,9 @@ class RequestStats:
     failed: int = 0
     rejected: int = 0
     preemptions: int = 0
-    """How often a running request lost its cache."""
+    """Times that a running request lost its cache."""
     stalls: int = 0
-    """How often a running request was left out of a step because no KV block was to be had."""
+    """Times that a running request was left out of a step because no KV block was to be had."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     tokens_per_s: float = 0.0
@@ -53,20 +53,25 @@ class RequestStats:
     tpot_s: Quantiles = Quantiles()
     itl_s: Quantiles = Quantiles()
 
+    @property
+    def kv_waits(self) -> int:
+        """Times that requests had found no KV block, since the start."""
+        return self.stalls + self.preemptions
+
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """The KV cache: of all layers together, before the first of several places is full."""
+    """The KV cache of all layers together, as far as the first of several places to be full allows."""
 
     used_bytes: int
-    """Of the capacity, the share that is used of the fullest place."""
+    """Bytes of the capacity, in the share that is used of the fullest place."""
     capacity_bytes: int
-    """What new and running caches may hold now; grows with swapped layers."""
+    """Bytes that new and running caches may hold now; grows with swapped layers."""
     maximum_bytes: int
     limit_bytes: int | None = None
     """Set by hand, below the maximum: the capacity does not grow with swapped layers."""
     created_bytes: int | None = None
-    """Of the capacity, what exists in physical memory already; the rest is created when it is needed."""
+    """Bytes of the capacity that exist in physical memory already; the rest is created when it is needed."""
 
     @property
     def use(self) -> float:
@@ -82,10 +87,10 @@ class DeviceStats:
     utilization: float | None = None
     """Share of time with a kernel running, from 0 to 1."""
     used_bytes: int | None = None
-    """By all processes."""
+    """Bytes used by all processes."""
     total_bytes: int | None = None
     own_bytes: int | None = None
-    """Of the used, by this process."""
+    """Bytes used by this process."""
     pcie_tx_bytes_per_s: float | None = None
     pcie_rx_bytes_per_s: float | None = None
 
@@ -105,7 +110,7 @@ class PlaceReading:
     name: str
     total_bytes: int
     free_bytes: int
-    """That nobody owns."""
+    """Bytes that nobody owns."""
     kv_used_bytes: int = 0
     kv_capacity_bytes: int = 0
     kv_maximum_bytes: int = 0
@@ -122,13 +127,13 @@ class Snapshot:
     traffic: RequestStats
     kv: MemoryStats
     layers: tuple[str, ...]
-    """For each decoder layer the variant it is in, such as "float32" or "int4"; "absent" for a released one."""
+    """Variant of each decoder layer, such as "float32" or "int4"; "absent" for a released one."""
     busy: bool = False
-    """Whether actions that were asked for are still under way or deferred."""
+    """True while actions that were asked for are under way or deferred."""
     devices: tuple[DeviceStats, ...] = ()
     host: HostStats = HostStats()
     residencies: tuple[tuple[str, ...], ...] = ()
-    """For each decoder layer the places that have it, its own first; () where nobody tells."""
+    """Places that have each decoder layer, its own first; () where there is one place only."""
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
     """The last actions, oldest first."""
@@ -137,12 +142,12 @@ class Snapshot:
     name: str = ""
     """The instance's own name in its group."""
     others: tuple[PeerState, ...] = ()
-    """The other models of its group, as they were when they last looked."""
+    """The other models of its group, as of their last ticks."""
 
 
 @dataclass(frozen=True)
 class EvictionRequest:
-    """What a model wants of another one of its group before it does anything else: that replicas leave."""
+    """A model's request to another one of its group: replicas are to leave before it does anything else."""
 
     model: str
     action: Evict
@@ -150,18 +155,18 @@ class EvictionRequest:
 
 @dataclass(frozen=True)
 class PeerState:
-    """One model of a group, as it was when it last looked."""
+    """One model of a group, as of its last tick."""
 
     name: str
     snapshot: Snapshot
     needs: tuple[ResourceDemand, ...]
-    """Of its decoder layers, as bytes."""
+    """Needs of its decoder layers, in bytes."""
     model: Callable[[int], CostModel]
-    """Its cost model, for so many rows."""
+    """Its cost model, for a number of rows."""
     rows: float = 0.0
-    """Moving average of the requests that run."""
+    """Moving average of its running requests."""
     pending: tuple[Action, ...] = ()
-    """What it has asked its runtime for, and is not known to be done."""
+    """Actions that it has asked its runtime for, and that are not known to be done."""
     short: bool = False
-    """Whether it sees a shortage."""
+    """True when it sees a shortage."""
     asks: tuple[EvictionRequest, ...] = ()

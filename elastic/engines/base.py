@@ -1,4 +1,4 @@
-"""What an engine is, for those that bring requests: the server, the replay of traces, a program of the user's own."""
+"""The interface of engines, for what brings requests: the server, the replay of traces, a user's own program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ids = itertools.count()
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The default is greedy."""
+    """The rule by which the next token is chosen. The default is greedy."""
 
     temperature: float = 0.0
     """0: the likeliest token."""
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """News of a request: tokens since the last news, and how it ended, if it did."""
+    """New tokens of a request, and how it ended, if it did."""
 
     request: str
     tokens: tuple[int, ...]
@@ -66,7 +66,7 @@ class Output:
     weights: int = 0
     """Which weights computed them: an index into `Engine.weights`."""
     scheduled_s: float | None = None
-    """In the first news with tokens, where the engine knows: when the request first went into a forward pass."""
+    """In the first output with tokens, where the engine counts it: when the request first went into a forward pass."""
     waited_for_kv_s: float | None = None
     """There too: how long before that no KV block was to be had for it although the batch had room."""
 
@@ -84,40 +84,32 @@ class Engine(Protocol):
     @property
     def runtime(self) -> Runtime | None:
         """The runtime of the model, if it is wrapped."""
-        ...
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
         """The forms that the model's layers have had while requests were computed: for each, the layers' variants."""
-        ...
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """The model's own end tokens: of each kind, if it ends turns and texts by different ones."""
-        ...
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
-        ...
+        """True while requests are taken: after `start`, until it is stopped or its thread has failed."""
 
     def start(self) -> None:
         """Begin to serve. Raises `StateError` if it was stopped."""
-        ...
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; news of it goes to `listener`, the last with `finish`.
+        """Queue a request; its outputs go to `listener`, the last with `finish`.
 
         Raises `Overloaded` when too many wait, or the limit of the KV cache is too low now, `CapacityError` for a
         request that can never fit, `ConfigError` for one that makes no sense, `StateError` when the engine is not
         serving; then nothing is queued.
         """
-        ...
 
     def cancel(self, request: str) -> None:
-        """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
-        ...
+        """End a request and free what it holds; its listener gets `cancelled`. Unknown or ended: nothing happens."""
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`), or end them as `cancelled`. Can be called twice."""
-        ...

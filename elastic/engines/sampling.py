@@ -10,7 +10,7 @@ from elastic.engines.base import Sampling
 
 
 def random_source(rule: Sampling, device: torch.device) -> torch.Generator | None:
-    """What a request draws from: its seed's numbers, or others each time; None for a greedy one."""
+    """Make the generator of a request: its seed's numbers, or others each time; None for a greedy one."""
     if rule.temperature <= 0:
         return None
     source = torch.Generator(device)
@@ -24,7 +24,10 @@ def random_source(rule: Sampling, device: torch.device) -> torch.Generator | Non
 def choose(
     logits: torch.Tensor, rules: Sequence[Sampling], generators: Sequence[torch.Generator | None]
 ) -> torch.Tensor:
-    """Logits [requests, vocabulary] in float32; returns token ids [requests]. A generator is for one that samples."""
+    """Choose token ids [requests], int64, from logits [requests, vocabulary], float32.
+
+    A generator is for a request that samples.
+    """
     tokens = logits.argmax(-1)
     for i, (rule, generator) in enumerate(zip(rules, generators, strict=True)):
         if rule.temperature > 0:

@@ -1,4 +1,4 @@
-"""What hooks have in common: they stay with the model that they were installed on, and what they need of a cache."""
+"""What all hooks share: they stay with the model that they were installed on, and see its KV cache as a protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.hooks.interceptor import Args, Kwargs
 
 
 class CacheLayer(Protocol):
-    """An elastic cache layer, as far as hooks care."""
+    """An elastic cache layer, as far as hooks need it."""
 
     def get_seq_length(self) -> int: ...
 
@@ -22,7 +22,7 @@ class CacheProvider(Protocol):
     """What the hooks need of the KV cache."""
 
     def make(self, config: Any) -> Any:
-        """A new elastic cache for a model config."""
+        """Make an elastic cache for a model config."""
         ...
 
     def adopt(self, cache: Any) -> None:
@@ -34,11 +34,11 @@ class CacheProvider(Protocol):
         ...
 
     def begin_forward(self, cache: Any) -> None:
-        """A forward pass of this thread uses the cache now."""
+        """Mark a cache as used by a forward pass of this thread."""
         ...
 
     def layers(self, cache: Any) -> Sequence[CacheLayer]:
-        """The elastic layers of any cache."""
+        """Return the elastic layers of any cache."""
         ...
 
 
@@ -59,5 +59,6 @@ class Hook:
         return InertHook, ()
 
 
-def _any_requires_grad(args: Args, kwargs: Kwargs) -> bool:
-    return any(isinstance(given, torch.Tensor) and given.requires_grad for given in (*args, *kwargs.values()))
+def any_requires_grad(args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an argument is a tensor that is differentiated."""
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values()))

@@ -1,7 +1,7 @@
-"""Layers on another device than the model left them: what they are given travels to them (CoCoServe, section 3.3).
+"""Layers on another device than the model left them: their arguments are copied to it (CoCoServe, section 3.3).
 
 What a layer returns goes straight on to the next layer's device, so consecutive layers on one device exchange nothing.
-What all layers are given alike, such as masks and rotary embeddings, travels once to each device.
+What all layers are given alike, such as masks and rotary embeddings, is copied once to each device.
 """
 
 from __future__ import annotations
@@ -12,50 +12,47 @@ import torch
 
 from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
-from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.proxy.transfer_cache import TransferCache, moved
 
 
 class DeviceTransfer:
-    """The detour of a layer. `here` is its device, `there` that of whatever comes next."""
+    """The interceptor of a layer on `device`; `following` is the device of whatever comes next."""
 
-    def __init__(self, here: torch.device, there: torch.device, arrivals: TransferCache | None = None) -> None:
-        self._here = here
-        self._there = there
-        self._arrivals = arrivals or TransferCache(here)
+    def __init__(self, device: torch.device, following: torch.device, transfers: TransferCache | None = None) -> None:
+        self._device = device
+        self._following = following
+        self._transfers = transfers or TransferCache(device)
 
     def enter(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return moved(args, self._here), {name: self._once(value) for name, value in kwargs.items()}
+        """Copy the arguments to the layer's device; keyword arguments once, however many layers are given them."""
+        return moved(args, self._device), {name: self._bring(value) for name, value in kwargs.items()}
 
     def leave(self, output: Any) -> Any:
-        return None if output is None else moved(output, self._there)
+        """Copy what the layer returns to the device of what comes next."""
+        return None if output is None else moved(output, self._following)
 
-    def _once(self, value: Any) -> Any:
-        """A copy for each tensor, however many layers are given it."""
+    def _bring(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(self._once, value))
-        return self._arrivals.bring(value) if isinstance(value, torch.Tensor) else value
+            return tuple(map(self._bring, value))
+        return self._transfers.bring(value) if isinstance(value, torch.Tensor) else value
 
 
 class TransferRouter:
-    """Keeps the detours of a model's layers as their devices are."""
+    """Keeps the device transfers of a model's layers as their devices are."""
 
     def __init__(self, weights: ModelWeights, forward: ForwardState) -> None:
         self._weights = weights
         self._forward = forward
-        self._at_first = [_device_at_first(layer) for layer in weights.layers]
+        self._devices_at_first = [
+            next((slot.device for slot in layer.slots.values()), layer.pool.backend.device) for layer in weights.layers
+        ]
 
     def lay(self) -> None:
-        """Layers have moved; at a safe point. What follows the last layer is where that layer was at first."""
+        """Follow the layers' devices; at a safe point. After the last layer comes its device at first."""
         devices = [layer.pool.backend.device for layer in self._weights.layers]
-        following = [*devices[1:], self._at_first[-1]]
-        arrivals = {device: TransferCache(device) for device in devices}
-        for index, (here, there) in enumerate(zip(devices, following, strict=True)):
-            others = [d for d in self._forward.interceptors.get(index, ()) if not isinstance(d, DeviceTransfer)]
-            travel = [DeviceTransfer(here, there, arrivals[here])] if devices != self._at_first else []
-            self._forward.interceptor(index, [*travel, *others])
-
-
-def _device_at_first(layer: WeightUnit) -> torch.device:
-    return next((slot.device for slot in layer.slots.values()), layer.pool.backend.device)
+        transfers = {device: TransferCache(device) for device in devices}
+        for index, device in enumerate(devices):
+            following = devices[index + 1] if index + 1 < len(devices) else self._devices_at_first[-1]
+            new = None if devices == self._devices_at_first else DeviceTransfer(device, following, transfers[device])
+            self._forward.replace(index, DeviceTransfer, new, outermost=True)

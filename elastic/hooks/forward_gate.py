@@ -11,38 +11,47 @@ from elastic.errors import StateError
 
 
 class ForwardActivity:
-    """The forward passes in flight, of all models of this process. Thread-safe."""
+    """The forward passes of all models of this process. Thread-safe."""
 
     PAUSE_S = 0.05
-    """For so long after a forward pass the next one is expected: between the tokens of a generation."""
+    """Seconds after a forward pass in which the next one is expected: between the tokens of a generation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_flight = 0
-        self._left_s = -self.PAUSE_S
+        self._active = 0
+        self._ended_s = -self.PAUSE_S
 
-    def enter(self) -> None:
+    def begin(self) -> None:
+        """Count a forward pass that begins."""
         with self._lock:
-            self._in_flight += 1
+            self._active += 1
 
-    def leave(self) -> None:
+    def end(self) -> None:
+        """Count a forward pass that ends, now."""
         with self._lock:
-            self._in_flight -= 1
-            self._left_s = time.monotonic()
+            self._active -= 1
+            self._ended_s = time.monotonic()
 
     def busy(self) -> bool:
-        """Whether a model computes, or has just done so."""
-        return self._in_flight > 0 or time.monotonic() - self._left_s < self.PAUSE_S
+        """Return whether a model computes, or has just done so."""
+        return self._active > 0 or time.monotonic() - self._ended_s < self.PAUSE_S
 
 
 traffic = ForwardActivity()
 
 
+class _Thread(threading.local):
+    """The modules (ids) whose forward passes a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+
+
 class ForwardGate:
     """A reader-writer gate, re-entrant for readers of one thread.
 
-    New forwards wait for a waiting commit; a commit waits for those in flight, and after it the forwards that waited
-    go before the next commit. So neither starves.
+    New forwards wait for a waiting commit; a commit waits for those that have begun, and after it the forwards that
+    waited go before the next commit. So neither starves.
     """
 
     def __init__(self) -> None:
@@ -52,14 +61,14 @@ class ForwardGate:
         self._writers_waiting = 0
         self._readers_waiting = 0
         self._readers_first = 0  # readers to let in before the next writer
-        self._inside = threading.local()  # .keys: what this thread has entered, outermost first
+        self.thread = _Thread()
         self.refusal: str | None = None
         """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
 
     @property
     def inside(self) -> bool:
         """Whether this thread is in a forward pass."""
-        return bool(getattr(self._inside, "keys", None))
+        return bool(self.thread.keys)
 
     def enter(self, key: int) -> bool:
         """Begin a forward pass of the module `key`; returns whether it is the outermost of this thread.
@@ -69,7 +78,7 @@ class ForwardGate:
         """
         if self.refusal is not None:
             raise StateError(self.refusal)
-        keys = self._keys()
+        keys = self.thread.keys
         if key in keys:
             self.leave(key)
         keys.append(key)
@@ -84,7 +93,7 @@ class ForwardGate:
                 self._readers_waiting -= 1
                 self._readers_first = max(0, self._readers_first - 1)
             self._readers += 1
-        traffic.enter()
+        traffic.begin()
         return True
 
     def leave(self, key: int) -> bool:
@@ -92,7 +101,7 @@ class ForwardGate:
 
         A key that was not entered (a hook before ours raised) is ignored.
         """
-        keys = self._keys()
+        keys = self.thread.keys
         if key not in keys:
             return False
         del keys[keys.index(key) :]
@@ -101,12 +110,12 @@ class ForwardGate:
         with self._changed:
             self._readers -= 1
             self._changed.notify_all()
-        traffic.leave()
+        traffic.end()
         return True
 
     @contextmanager
     def exclusive(self) -> Iterator[float]:
-        """Wait until no forward is in flight and keep new ones out. Yields the seconds waited.
+        """Wait until no forward pass is left and keep new ones out. Yields the seconds waited.
 
         Raises `StateError` inside a forward pass of this thread, which would wait for itself.
         """
@@ -130,10 +139,3 @@ class ForwardGate:
                 self._writing = False
                 self._readers_first = self._readers_waiting
                 self._changed.notify_all()
-
-    def _keys(self) -> list[int]:
-        try:
-            keys: list[int] = self._inside.keys
-        except AttributeError:
-            keys = self._inside.keys = []
-        return keys

@@ -6,29 +6,24 @@ forward pass, between the layer's own hooks. So each decoder layer has a dispatc
 
 from __future__ import annotations
 
-import threading
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-
-class _Here(threading.local):
-    module: nn.Module | None = None
-
-
-_here = _Here()
+from elastic.weights import batch_context
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the layer's class, or of what this thread is to call instead, this once."""
-    module, _here.module = _here.module, None
-    if module is None:
+    """Call the forward of the layer's class, or the replica that this thread's share of a batch asks for, once."""
+    share = batch_context.thread.share
+    if share is None or share.replica is None:
         return type(layer).forward(layer, *args, **kwargs)
-    device = next(module.parameters()).device
+    replica, share.replica = share.replica, None
+    device = next(replica.parameters()).device
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        return module(*args, **kwargs)
+        return replica(*args, **kwargs)
 
 
 def install_override(layer: nn.Module) -> None:
@@ -44,10 +39,5 @@ def remove_override(layer: nn.Module) -> None:
 
 
 def dispatches(layer: nn.Module) -> bool:
-    """Whether another module can be called in this one's place."""
+    """Return whether a replica can be called in this layer's place."""
     return getattr(layer.__dict__.get("forward"), "__func__", None) is forward
-
-
-def call_next_instead(module: nn.Module | None) -> None:
-    """The next layer that this thread calls is this one; None: itself."""
-    _here.module = module

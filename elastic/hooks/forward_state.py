@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ from elastic.hooks.interceptor import LayerInterceptor
 
 @dataclass(frozen=True)
 class ShardTiming:
-    """What one place did in one pass of a batch through a run of replicated layers."""
+    """The work of one place in one pass of a batch through a group of replicated layers."""
 
     place: str
     rows: int
@@ -22,41 +21,43 @@ class ShardTiming:
 
     @property
     def seconds(self) -> float:
+        """Seconds in all layers."""
         return sum(stop - start for start, stop in self.spans_s)
 
 
-class DispatcherRegistry(Protocol):
-    """Hears of the forward passes of a model, in their threads."""
+class ForwardDispatcher(Protocol):
+    """Whoever distributes the forward passes of a model between places, in their threads."""
 
-    @property
-    def any(self) -> bool:
-        """Whether it cares."""
-        ...
+    replicated: tuple[int, ...]
+    """The layers that have replicas."""
 
     def begin_forward(self, cache: Any, *, whole: bool) -> None:
-        """An outermost forward pass of the model begins; `whole`: what its layers return for all rows is wanted."""
+        """Begin an outermost forward pass; with `whole`, its layers must return all rows."""
         ...
 
     def end_forward(self) -> bool:
-        """It is over, well or not. Returns whether it has ended in the middle of something."""
+        """End it, well or not. Returns whether replicated layers were left half way."""
         ...
 
     def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
-        """When the places computed their parts of the last passes, oldest first."""
+        """Return the timings of the last passes, by place, oldest first."""
         ...
 
 
 class ForwardState:
-    """What decoder layers do beside computing, and who hears of forward passes."""
+    """The interceptors of decoder layers, and the dispatcher of forward passes."""
 
     def __init__(self) -> None:
         self.interceptors: dict[int, tuple[LayerInterceptor, ...]] = {}
-        """Of layers that do more than compute with what they are given, the outermost first."""
-        self.dispatcher: DispatcherRegistry | None = None
-        """Hears of the forward passes of the model."""
+        """By layer, of those that do more than compute with their arguments, the outermost first."""
+        self.dispatcher: ForwardDispatcher | None = None
 
-    def interceptor(self, layer: int, detours: Sequence[LayerInterceptor]) -> None:
-        """A layer makes these detours from now on, the outermost first. At a safe point."""
-        self.interceptors.pop(layer, None)
-        if detours:
-            self.interceptors[layer] = tuple(detours)
+    def replace(self, layer: int, kind: type, new: LayerInterceptor | None, *, outermost: bool) -> None:
+        """Have `new` (None: none) as the one interceptor of a kind on a layer, outside or inside all others.
+
+        At a safe point.
+        """
+        others = [i for i in self.interceptors.pop(layer, ()) if not isinstance(i, kind)]
+        chosen = [] if new is None else [new]
+        if others or chosen:
+            self.interceptors[layer] = (*chosen, *others) if outermost else (*others, *chosen)

@@ -33,28 +33,28 @@ class ModelHooks:
         caches: CacheProvider,
         weights: ModelWeights,
         forward: ForwardState,
-        generations: CacheRequestTracker,
+        requests: CacheRequestTracker,
     ) -> None:
         self._gate = gate
         self._caches = caches
         self._weights = weights
         self._forward = forward
-        self._generations = generations
+        self._requests = requests
         self._handles: list[RemovableHandle] = []
-        self._dispatching: list[weakref.ref[nn.Module]] = []
-        self._uncompiled: list[weakref.ref[nn.Module]] = []
+        self._undo: list[tuple[Callable[[nn.Module], None], weakref.ref[nn.Module]]] = []
 
     def install(self, decoder: Decoder) -> None:
+        """Put the hooks on every root and decoder layer."""
         for root in decoder.roots:
-            enter = EnterRoot(root, self._gate, self._caches, self._weights, self._forward, self._generations)
-            self._add(root, enter, LeaveRoot(enter), with_kwargs=True)
-            self._uncompiled.append(weakref.ref(root))
+            enter = EnterRoot(root, self._gate, self._caches, self._weights, self._forward, self._requests)
+            self._add(root, enter, LeaveRoot(enter))
             uncompiled.install(root)
+            self._undo.append((uncompiled.remove, weakref.ref(root)))
         for index, layer in enumerate(decoder.layers):
             before = EnterLayer(self._gate, self._caches, self._weights, self._forward, index)
-            after = LeaveLayer(self._gate, self._weights, self._forward, index)
-            self._add(layer, before, after, with_kwargs=True)
-            if self._weights.layers[index].reordered:
+            self._add(layer, before, LeaveLayer(self._gate, self._weights, self._forward, index))
+            unit = self._weights.layers[index]
+            if any(unit.layout.parameters[name].strides != slot.strides for name, slot in unit.slots.items()):
                 hook: Any = AsInTheCheckpoint(self._weights, index)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -62,28 +62,21 @@ class ModelHooks:
         """Have replicas called in the places of layers, where that is the best place."""
         for layer in decoder.layers:
             forward_override.install_override(layer)
-            self._dispatching.append(weakref.ref(layer))
+            self._undo.append((forward_override.remove_override, weakref.ref(layer)))
 
     def remove(self) -> None:
         """Remove the hooks, in reverse. Can be called twice."""
-        for modules, take_off in (
-            (self._dispatching, forward_override.remove_override),
-            (self._uncompiled, uncompiled.remove),
-        ):
-            while modules:
-                module = modules.pop()()
-                if module is not None:
-                    take_off(module)
+        while self._undo:
+            undo, reference = self._undo.pop()
+            module = reference()
+            if module is not None:
+                undo(module)
         while self._handles:
             self._handles.pop().remove()
 
-    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any], with_kwargs: bool) -> None:
-        _drop_inert_hooks(module)
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=with_kwargs))
-        self._handles.append(module.register_forward_hook(after, with_kwargs=with_kwargs, always_call=True))
-
-
-def _drop_inert_hooks(module: nn.Module) -> None:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, InertHook)]:
-            del hooks[key]
+    def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # those of a copied model
+            for key in [key for key, hook in hooks.items() if isinstance(hook, InertHook)]:
+                del hooks[key]
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))

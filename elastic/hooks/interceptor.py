@@ -1,4 +1,4 @@
-"""What a call of a decoder layer does beside computing: its inputs travel, or are shared out."""
+"""More than computing in a call of a decoder layer: its arguments go to another device, or its batch is split."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class LayerInterceptor(Protocol):
     """Called by a layer's hooks, in the thread of the forward pass."""
 
     def enter(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """What the layer is called with instead. None: with what it was given."""
+        """Return what the layer is called with instead. None: with what it was given."""
         ...
 
     def leave(self, output: Any) -> Any:
-        """What the layer returns instead. None: what it has returned; `output` is None after a forward that failed."""
+        """Return what the layer returns instead. None: `output`, which is None after a forward that failed."""
         ...

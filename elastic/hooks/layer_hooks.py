@@ -1,4 +1,8 @@
-"""Hooks on decoder layers: the gate, streaming, detours, and the order of the checkpoint."""
+"""Hooks on decoder layers: the gate, streaming, interceptors, and the order of the checkpoint.
+
+They run around every layer of every forward pass, so a plain resident layer costs them a few attribute look-ups and no
+further call. A hook after the layer is needed even so: nothing else ends what a layer called by itself began.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.hooks.base import CacheProvider, Hook, _any_requires_grad
+from elastic.hooks.base import CacheProvider, Hook, any_requires_grad
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
@@ -15,58 +19,60 @@ from elastic.weights.model import ModelWeights
 
 
 class EnterLayer(Hook):
-    """A forward of a decoder layer by itself is a forward pass too.
+    """Begins the forward of a decoder layer; by itself, that is a forward pass too.
 
-    A layer whose weights are absent is staged; one that computes elsewhere, or not alone, makes its detour. Gradients
+    A layer whose weights are absent is staged; one that computes elsewhere, or not alone, is intercepted. Gradients
     that no root saw, such as those of a hook on the embeddings, are seen here.
     """
 
     def __init__(
         self, gate: ForwardGate, caches: CacheProvider, weights: ModelWeights, forward: ForwardState, index: int
     ) -> None:
-        self._gate = gate
+        self._gate, self._thread = gate, gate.thread
         self._caches = caches
-        self._forward = forward
-        self._weights = weights
-        self._layers = weights.layers
+        self._weights, self._layers = weights, weights.layers
+        self._interceptors = forward.interceptors
         self._index = index
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        if not self._gate.inside:  # most often it is: a forward of the whole model is in flight
+        if not self._thread.keys:  # most often it has some: those of a forward of the whole model
             self._gate.enter(id(module))
-        if torch.is_grad_enabled() and _any_requires_grad(args, kwargs):
-            for given in (*args, *kwargs.values()):
-                self._caches.become_stock(given)
+        if torch.is_grad_enabled() and any_requires_grad(args, kwargs):
+            for value in (*args, *kwargs.values()):
+                self._caches.become_stock(value)
         layer = self._layers[self._index]
         if layer.absent:
             self._weights.streamer(layer).enter(layer)
-        detours = self._forward.interceptors.get(self._index)
-        if not detours:
+        if self._index not in self._interceptors:
             return None
-        for detour in detours:
-            args, kwargs = detour.enter(args, kwargs) or (args, kwargs)
+        for interceptor in self._interceptors[self._index]:
+            args, kwargs = interceptor.enter(args, kwargs) or (args, kwargs)
         return args, kwargs
 
 
 class LeaveLayer(Hook):
+    """Ends the forward of a decoder layer, also of one that failed: `output` is None then."""
+
     def __init__(self, gate: ForwardGate, weights: ModelWeights, forward: ForwardState, index: int) -> None:
-        self._gate = gate
-        self._forward = forward
-        self._weights = weights
-        self._layers = weights.layers
+        self._gate, self._thread = gate, gate.thread
+        self._weights, self._layers = weights, weights.layers
+        self._interceptors = forward.interceptors
         self._index = index
 
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Args, output: Any) -> Any:
         layer = self._layers[self._index]
         if layer.absent:
             self._weights.streamer(layer).leave(layer)
         try:
-            for detour in reversed(self._forward.interceptors.get(self._index, ())):
-                changed = detour.leave(output)
-                output = output if changed is None else changed
-            return output
+            if self._index in self._interceptors:
+                for interceptor in reversed(self._interceptors[self._index]):
+                    changed = interceptor.leave(output)
+                    output = output if changed is None else changed
+                return output
+            return None
         finally:
-            self._gate.leave(id(module))
+            if id(module) in self._thread.keys:  # it was called by itself
+                self._gate.leave(id(module))
 
 
 class AsInTheCheckpoint(Hook):

@@ -1,4 +1,4 @@
-"""What plain `generate` tells about its requests, as far as a model's hooks can see: a cache is a request.
+"""The requests of plain `generate`, as far as a model's hooks can see them: a cache is a request.
 
 It arrives, and is scheduled, with the first forward pass over a cache; every pass that ends well has generated one
 token for each row of the batch; it has ended when the cache dies, or when a pass fails.
@@ -20,7 +20,7 @@ _names = itertools.count()
 
 
 class RequestObserver(Protocol):
-    """Who counts requests. Times are seconds of `time.perf_counter`."""
+    """Counts requests. Times are seconds of `time.perf_counter`."""
 
     def arrived(self, request: str, prompt_tokens: int, at_s: float | None = None, *, sequences: int = 1) -> None: ...
 
@@ -32,14 +32,14 @@ class RequestObserver(Protocol):
 
 
 class CacheRequestTracker:
-    """Tells an observer about caches. While there is none, nothing is looked at."""
+    """Reports caches as requests to an observer. While there is none, nothing is looked at."""
 
     def __init__(self) -> None:
         self.observer: RequestObserver | None = None
         self._live: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()  # name, rows
 
     def begin(self, cache: Any, tokens: torch.Tensor | None) -> None:
-        """A forward pass over a cache begins, with `[batch, tokens]` ids or `[batch, tokens, hidden]` embeddings."""
+        """Report a forward pass that begins, with ids [batch, tokens] or embeddings [batch, tokens, hidden]."""
         observer = self.observer
         if observer is None or tokens is None or tokens.ndim < 2 or cache in self._live:
             return
@@ -47,10 +47,10 @@ class CacheRequestTracker:
         self._live[cache] = name, rows
         observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
         observer.scheduled(name, now)
-        weakref.finalize(cache, _died, observer, name).atexit = False
+        weakref.finalize(cache, _report_death, observer, name).atexit = False
 
     def end(self, cache: Any, failed: bool) -> None:
-        """It is over."""
+        """Report the end of a forward pass over a cache: a token for each row, or a failure."""
         observer = self.observer
         name, rows = self._live.get(cache, ("", 0))
         if observer is None or not name:
@@ -62,6 +62,6 @@ class CacheRequestTracker:
             observer.produced(name, rows)
 
 
-def _died(observer: RequestObserver, name: str) -> None:
-    """Called by a finalizer, so from anywhere, also from inside the observer: it only leaves a note."""
+def _report_death(observer: RequestObserver, name: str) -> None:
+    """Note the end of a request. Called by a finalizer, so from anywhere, also from inside the observer."""
     janitor.submit(partial(observer.ended, name, "completed", time.perf_counter()))

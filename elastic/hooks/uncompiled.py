@@ -20,9 +20,9 @@ _uncompiled: WeakSet[nn.Module] = WeakSet()
 
 
 def get_compiled_call(root: nn.Module, compile_config: Any) -> Callable[..., Any]:
-    """The forward that `generate` decodes with. On a copy of a wrapped model it is what its class has for it."""
+    """Return the forward that `generate` decodes with; on a copy of a wrapped model, that of its class."""
     if root in _uncompiled:
-        _say_so()
+        _warn_once()
         return root.__call__
     compiled: Callable[..., Any] = getattr(type(root), _NAME)(root, compile_config)
     return compiled
@@ -38,14 +38,14 @@ def install(root: nn.Module) -> None:
 
 
 def remove(root: nn.Module) -> None:
-    """Undo `install_override`. Can be called twice."""
+    """Undo `install`. Can be called twice."""
     if root in _uncompiled:
         _uncompiled.discard(root)
         root.__dict__.pop(_NAME, None)
 
 
 @cache
-def _say_so() -> None:
+def _warn_once() -> None:
     logger.warning(
         "generate does not compile a wrapped model, whose weights may move at any time: it calls the model as it is; "
         "elastic.unwrap(model) before it is to be compiled"

@@ -34,7 +34,7 @@ class KV:
 
     @property
     def capacity_bytes(self) -> int:
-        """What new and running caches may hold together now."""
+        """The most that new and running caches may hold together now."""
         return self._least(lambda status: status.capacity_bytes)
 
     @property
@@ -67,7 +67,7 @@ class KV:
     ) -> Resize | Future[tuple[Resize, ...]]:
         """Set the most bytes that new caches may hold; "max": all that the model leaves them (docs/design.md).
 
-        `applied`: what lies above the new limit was given back. `deferred`: live caches hold more than the limit; they
+        `applied`: what was above the new limit was given back. `deferred`: live caches hold more than the limit; they
         go on, and the rest is given back as they end. `stale`: `revision` is not above the last one; nothing changed.
         On several places the size is shared out by the layers whose caches are there; with `place` it is of that place.
         Raises `CapacityError` above the maximum, `ConfigError` for what is no size. With `wait=False`, a future of a

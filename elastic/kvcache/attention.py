@@ -31,9 +31,12 @@ def elastic_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Same contract as Hugging Face's `sdpa`: query [batch, heads, q, dim], key and value [batch, kv_heads, k, dim];
-    returns [batch, q, heads, dim], on the query's device. Anything but one query token goes to the stock function; what
-    an engine caches in blocks, to its `cache`; keys and values on another device are visited or fetched."""
+    """Attend under the contract of Hugging Face's `sdpa`.
+
+    query: [batch, heads, q, dim], key and value: [batch, kv_heads, k, dim]; returns [batch, q, heads, dim], on the
+    query's device. Anything but one query token goes to the stock function; what an engine caches in blocks, to its
+    `cache`; for keys and values on another device, see `remote_attention`.
+    """
     if key.device != query.device:
         return attend_on_cache_device(
             elastic_sdpa, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -41,7 +44,9 @@ def elastic_sdpa(
     attend = getattr(kwargs.get("cache"), "attend", None)
     if attend is not None and not dropout and not any(kwargs.get(name) is not None for name in _UNUSUAL):
         return attend(module.layer_idx, query, key, value, scaling, kwargs["write_index"]), None
-    if query.shape[2] != 1 or not _plain(attention_mask, dropout, kwargs) or not _one_dtype(query, key, value):
+    one_token = query.shape[2] == 1 and not dropout and (attention_mask is None or attention_mask.shape[1] == 1)
+    one_dtype = query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type)
+    if not (one_token and one_dtype) or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None:
         out, weights = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -52,16 +57,6 @@ def elastic_sdpa(
     return out.reshape(batch, 1, heads, value.shape[-1]), None
 
 
-def _plain(mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
-    shared_mask = mask is None or mask.shape[1] == 1
-    return shared_mask and not dropout and kwargs.get("position_bias") is None and kwargs.get("cache") is None
-
-
-def _one_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether no autocast is at work, which may give each of them a dtype of its own."""
-    return query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type)
-
-
 class AttentionSwitch:
     """Has the modules of a model attend by `elastic_sdpa` where its configs say `sdpa`. Other choices are left alone.
 
@@ -69,47 +64,47 @@ class AttentionSwitch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        by_interface = [part for part in parts if part._supports_attention_backend]  # others compare names themselves
-        configs = {id(part.config) for part in by_interface}
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        by_interface = [m for m in models if m._supports_attention_backend]  # others compare names themselves
+        configs = {id(m.config) for m in by_interface}
         self._modules = WeakSet(m for m in model.modules() if id(getattr(m, "config", None)) in configs)
-        self._configs = list({id(part.config): part.config for part in parts}.values())
-        self._all = len(by_interface) == len(parts)
+        self._configs = list({id(m.config): m.config for m in models}.values())
+        self._all = len(by_interface) == len(models)
 
     def install(self) -> None:
-        """Another library's choice of what `sdpa` stands for is left alone too."""
+        """Install the attention; another library's choice of what `sdpa` stands for is left alone too."""
         _elastic_modules.update(self._modules)
         _installed.add(self)
         if ALL_ATTENTION_FUNCTIONS[_SDPA] is sdpa_attention_forward:
             AttentionInterface.register(_SDPA, _sdpa)
 
     def remove(self) -> None:
-        """Undo `install_override`. Can be called twice, or without it."""
+        """Undo `install`. Can be called twice, or without it."""
         _elastic_modules.difference_update(self._modules)
         _installed.discard(self)
         if not _installed and ALL_ATTENTION_FUNCTIONS[_SDPA] is _sdpa:
             AttentionInterface.register(_SDPA, sdpa_attention_forward)
 
     def everywhere(self) -> bool:
-        """Whether `elastic_sdpa` is now the attention of all parts of the model."""
+        """Return whether `elastic_sdpa` is now the attention of all parts of the model."""
         return self._all and all(map(_says_sdpa, self._configs))
 
 
 def attends(model: nn.Module, config: PretrainedConfig) -> bool:
-    """Whether the modules of a model with this config now attend by `elastic_sdpa`."""
+    """Return whether the modules of a model with this config now attend by `elastic_sdpa`."""
     ours = any(m in _elastic_modules for m in model.modules() if getattr(m, "config", None) is config)
     return ours and _says_sdpa(config)
 
 
 def attend_alike(original: nn.Module, copy: nn.Module) -> None:
     """Have a copy of a module attend as the original does."""
-    for known, new in zip(original.modules(), copy.modules(), strict=True):
-        if known in _elastic_modules:
-            _elastic_modules.add(new)
+    for module, copied in zip(original.modules(), copy.modules(), strict=True):
+        if module in _elastic_modules:
+            _elastic_modules.add(copied)
 
 
 def _sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `sdpa` stands for while a model of the process is wrapped: for all other models the stock function."""
+    """Attend for the name `sdpa` while a model of the process is wrapped: for others by the stock function."""
     ours = not torch.compiler.is_compiling() and module in _elastic_modules
     out, weights = (elastic_sdpa if ours else sdpa_attention_forward)(module, *args, **kwargs)
     return out, weights

@@ -19,14 +19,22 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Run torch's fused kernel (`Kernel` has the shapes)."""
+    """Run torch's fused kernel.
+
+    query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
+    [batch or 1, 1, 1, k] or None, all of one dtype. Returns [batch, kv_heads, n, value_dim].
+    """
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
 def key_by_query(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Run two batched products, the first as key x query, softmax in float32 between them (`Kernel` has the shapes)."""
+    """Run two batched products, the first as key x query, softmax in float32 between them.
+
+    query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
+    [batch or 1, 1, 1, k] or None, all of one dtype. Returns [batch, kv_heads, n, value_dim].
+    """
     products = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).transpose(1, 2))
     return _weigh(products.transpose(1, 2).contiguous(), query.shape, value, mask, scaling)
 
@@ -34,7 +42,11 @@ def key_by_query(
 def query_by_key(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Run two batched products, the first as query x key, softmax in float32 between them (`Kernel` has the shapes)."""
+    """Run two batched products, the first as query x key, softmax in float32 between them.
+
+    query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
+    [batch or 1, 1, 1, k] or None, all of one dtype. Returns [batch, kv_heads, n, value_dim].
+    """
     products = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     return _weigh(products, query.shape, value, mask, scaling)
 
@@ -42,7 +54,7 @@ def query_by_key(
 def _weigh(
     products: torch.Tensor, shape: torch.Size, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Products [batch * kv_heads, n, k] to the weighted values, [batch, kv_heads, n, value_dim]."""
+    """Turn products [batch * kv_heads, n, k] into the weighted values, [batch, kv_heads, n, value_dim]."""
     batch, kv_heads, n, _ = shape
     scores = products.float() * scaling
     if mask is not None:
@@ -53,8 +65,10 @@ def _weigh(
     out = torch.bmm(weights, value.flatten(0, 1)).view(batch, kv_heads, n, -1)
     if mask is None:
         return out
-    seen = mask if mask.dtype == torch.bool else mask > -torch.inf
-    return out.masked_fill_(~seen.any(-1, keepdim=True), 0)  # of nothing: as in torch's kernel, and no NaN to be cached
+    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
+    return out.masked_fill_(
+        ~allowed.any(-1, keepdim=True), 0
+    )  # of nothing: as in torch's kernel, and no NaN to be cached
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "key_by_query": key_by_query, "query_by_key": query_by_key}

@@ -44,7 +44,8 @@ class DecodeKernelTable:
     ) -> torch.Tensor:
         """Attend by the kernel for this shape and length, measured if it is the first of its kind.
 
-        `Kernel` has the shapes; all of one dtype, on one device.
+        query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
+        [batch or 1, 1, 1, k] or None; all of one dtype, on one device. Returns [batch, kv_heads, n, value_dim].
         """
         if not (_batch_merges(key) and _batch_merges(value)):
             return sdpa(query, key, value, mask, scaling)
@@ -78,7 +79,11 @@ class DecodeKernelTable:
         """
         mine = set(processors)
         rows = [row for row in (_read(path) if path.exists() else []) if row.get("processor") not in mine]
-        rows += [_row(shape, entry) for shape, entry in list(self._entries.items()) if shape.processor in mine]
+        for shape, entry in list(self._entries.items()):
+            if shape.processor in mine:
+                kernels = {str(tokens): name for tokens, name in sorted(entry.items())}
+                dtype = str(shape.dtype).removeprefix("torch.")
+                rows.append(shape._asdict() | {"dtype": dtype, "kernels": kernels})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
@@ -133,13 +138,8 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
 
 
 def _batch_merges(states: torch.Tensor) -> bool:
-    """Whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
+    """Return whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
     return states.shape[0] == 1 or states.stride(0) == states.shape[1] * states.stride(1)
-
-
-def _row(shape: Shape, kernels: dict[int, str]) -> dict[str, Any]:
-    described = shape._asdict() | {"dtype": str(shape.dtype).removeprefix("torch.")}
-    return described | {"kernels": {str(tokens): name for tokens, name in sorted(kernels.items())}}
 
 
 def _from_row(row: dict[str, Any]) -> tuple[Shape, dict[int, str]]:

@@ -29,7 +29,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """What decides on a kernel, apart from the number of tokens held."""
+    """The key by which a kernel is chosen, apart from the number of tokens held."""
 
     processor: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     dim: int
     value_dim: int
     order: str
-    """"head_major": the tokens of a head lie side by side in memory; "token_major": the heads of a token do."""
+    """"head_major": the tokens of a head are side by side in memory; "token_major": the heads of a token do."""
 
 
 @cache
@@ -103,6 +103,7 @@ def _inputs(shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> l
     query = torch.full((1, heads, shape.queries, shape.dim), 0.01, dtype=shape.dtype, device=device)
 
     def states(flat: torch.Tensor, dim: int) -> torch.Tensor:
+        """View [heads * room * dim] elements as [1, heads, tokens, dim], in the order of the shape."""
         if shape.order == "token_major":
             return flat.view(1, room, heads, dim).transpose(1, 2)
         return flat.view(1, heads, room, dim)[:, :, :tokens]

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from elastic.errors import ConfigError
+from elastic.kvcache.layers.base import PagedLayer
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.layers.sliding import ElasticSlidingLayer
 from elastic.kvcache.layers.split import RowSplitLayer
@@ -21,7 +22,7 @@ _MAX_TOKENS_IF_UNKNOWN = 8192
 
 
 def make_memory(config: Any, pools: Sequence[tuple[KVPool, KVLayout]], homes: Sequence[KVPool]) -> KVMemory:
-    """The memory for caches of a model with this config; `homes` are the pools of its decoder layers."""
+    """Make the memory for caches of a model with this config; `homes` are the pools of its decoder layers."""
     max_tokens = getattr(config, "max_position_embeddings", None) or _MAX_TOKENS_IF_UNKNOWN
     layers = DynamicCache(config=config).layers[: len(homes)] or [DynamicLayer()] * len(homes)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -36,33 +37,35 @@ class ElasticCaches:
         self._memory = memory
 
     def make(self, config: Any) -> DynamicCache:
-        """A new cache for a model config, of the stock type, with elastic layers."""
+        """Make a cache for a model config, of the stock type, with elastic layers."""
         cache = DynamicCache(config=config)
         self.adopt(cache)
         return cache
 
     def adopt(self, cache: Any) -> None:
         """Give a plain, empty `DynamicCache` elastic layers; leave any other alone."""
-        if can_adopt(cache) and not self._memory.closed:
+        is_plain = type(cache) is DynamicCache and not cache.offloading
+        if is_plain and not self._memory.closed and not any(map(_is_used, cache.layers)):
             adopt(cache, self._memory)
 
     def become_stock(self, cache: Any) -> None:
-        """Give any cache stock layers in place of elastic ones, with copies of what they hold."""
-        if isinstance(cache, DynamicCache):
-            become_stock(cache)
+        """Undo `adopt`, whatever a cache holds by now: elastic layers give their memory up. Others are left alone."""
+        if not isinstance(cache, DynamicCache):
+            return
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, PagedLayer):
+                cache.layers[index] = layer.to_stock()
+                layer.give_up()
+        if getattr(cache.layer_class_to_replicate, "func", None) is _next_layer:
+            cache.layer_class_to_replicate = DynamicLayer
 
     def begin_forward(self, cache: Any) -> None:
-        """A forward pass of this thread uses the cache now."""
+        """Note that a forward pass of this thread uses the cache now."""
         self._memory.begin_forward(cache)
 
     def layers(self, cache: Any) -> list[ElasticLayer | RowSplitLayer]:
-        """The elastic layers of any cache, or of what is none."""
+        """List the elastic layers of any cache, or of what is none."""
         return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, ElasticLayer | RowSplitLayer)]
-
-
-def can_adopt(cache: Any) -> bool:
-    """Whether a cache is a plain `DynamicCache` that holds nothing yet."""
-    return type(cache) is DynamicCache and not cache.offloading and not any(_is_used(layer) for layer in cache.layers)
 
 
 def adopt(cache: Cache, memory: KVMemory) -> None:
@@ -70,19 +73,18 @@ def adopt(cache: Cache, memory: KVMemory) -> None:
 
     Only stock attention layers are replaced; linear-attention, indexed and hybrid layers stay what they are.
     """
-    cache.layers = [_elastic(layer, memory, index) for index, layer in enumerate(cache.layers)]
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = partial(_append_to, weakref.ref(cache), memory)
-
-
-def become_stock(cache: DynamicCache) -> None:
-    """Undo `adopt`, whatever the cache holds by now: its elastic layers give their memory up. Others are left alone."""
+    layers: list[Any] = []
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, ElasticLayer | RowSplitLayer):
-            cache.layers[index] = layer.to_stock()
-            layer.give_up()
-    if getattr(cache.layer_class_to_replicate, "func", None) is _append_to:
-        cache.layer_class_to_replicate = DynamicLayer
+        if type(layer) is DynamicLayer:
+            layers.append(ElasticLayer(memory, index))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            record_past = getattr(layer, "record_past", False)
+            layers.append(ElasticSlidingLayer(memory, layer.sliding_window, record_past, index))
+        else:
+            layers.append(layer)
+    cache.layers = layers
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = partial(_next_layer, weakref.ref(cache), memory)
 
 
 class ElasticCache(DynamicCache):  # type: ignore[misc]
@@ -101,20 +103,13 @@ class ElasticCache(DynamicCache):  # type: ignore[misc]
 
 
 def _is_used(layer: object) -> bool:
-    if isinstance(layer, ElasticLayer | RowSplitLayer):
+    """Return whether a layer holds anything, or is elastic already."""
+    if isinstance(layer, PagedLayer):
         return True
     return bool(getattr(layer, "is_initialized", False) or any(getattr(layer, "is_conv_states_initialized", ())))
 
 
-def _append_to(cache: weakref.ref[Cache], memory: KVMemory) -> ElasticLayer:
-    """One more layer of a cache that makes them as they come."""
-    known = cache()
-    return ElasticLayer(memory, len(known.layers) if known is not None else None)
-
-
-def _elastic(layer: Any, memory: KVMemory, index: int) -> Any:
-    if type(layer) is DynamicLayer:
-        return ElasticLayer(memory, index)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return ElasticSlidingLayer(memory, layer.sliding_window, getattr(layer, "record_past", False), index)
-    return layer
+def _next_layer(cache_ref: weakref.ref[Cache], memory: KVMemory) -> ElasticLayer:
+    """Make one more layer of a cache that makes them as they come."""
+    cache = cache_ref()
+    return ElasticLayer(memory, len(cache.layers) if cache is not None else None)

@@ -1,4 +1,4 @@
-"""Memory for the cache layers of one instance, on however many places its decoder layers lie."""
+"""Memory for the cache layers of one instance, on however many places its decoder layers are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from fractions import Fraction
 import torch
 
 from elastic.errors import StateError
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.full import ElasticLayer, HeldTokens
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.storage.layout import KVLayout, StoreGeometry
-from elastic.kvcache.storage.lease import HeldTokens, StoreLease
-from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.types import KVStatus
 
 
@@ -37,99 +36,85 @@ class KVMemory:
         groups: Sequence[Collection[int]] = (),
     ) -> None:
         self._layouts = dict(pools)
+        self.pools = tuple(self._layouts)
+        """One for each place."""
         self.homes = list(homes)
         self._groups = [group for group in groups if group]
         self._max_tokens = max_tokens
         self.closed = False
         self.attention_follows: Callable[[], bool] = lambda: False
         """Whether the model's attention takes keys and values that are on another device than its queries."""
-        self._clock = itertools.count(1)
+        self.clock: Iterator[int] = itertools.count(1)
+        """Numbers that rise: by them the longest unused caches are found."""
         self._latest: dict[int, weakref.ref[object]] = {}  # thread -> the cache it used last
         self._caches: weakref.WeakSet[object] = weakref.WeakSet()  # those that a forward pass has used
         self._layers: weakref.WeakSet[ElasticLayer] = weakref.WeakSet()
         self._adding = threading.Lock()  # to the last set
         self.split: weakref.WeakSet[RowSplitLayer] = weakref.WeakSet()
-        """Layers whose rows lie at several places."""
-
-    @property
-    def pools(self) -> tuple[KVPool, ...]:
-        """One for each place."""
-        return tuple(self._layouts)
-
-    @property
-    def used_pools(self) -> tuple[KVPool, ...]:
-        """Those where the KV cache of any decoder layer is."""
-        return tuple(self.shares())
+        """Layers whose rows are at several places."""
 
     def shares(self) -> dict[KVPool, Fraction]:
-        """Where KV caches are, and the part of a cache that is there: of the layers' caches, in texts of any length."""
+        """Return the pools that hold KV caches, and the part of a cache that each holds, in texts of any length."""
         homes = self.homes or self.pools
         groups = self._groups or [range(len(homes))]
-        found = {pool: max(_part(pool, homes, group) for group in groups) for pool in self.pools}
-        return {pool: share for pool, share in found.items() if share}
+        shares = {
+            pool: max(Fraction(sum(homes[index] is pool for index in group), len(group)) for group in groups)
+            for pool in self.pools
+        }
+        return {pool: share for pool, share in shares.items() if share}
 
     def status(self) -> tuple[KVStatus, ...]:
-        """Of every place."""
+        """Return a snapshot of every place."""
         shares = self.shares()
         return tuple(replace(pool.status(), share=float(shares.get(pool, 0))) for pool in self.pools)
 
-    def tick(self) -> int:
-        """A number above all earlier ones: the clock by which the longest unused caches are found."""
-        return next(self._clock)
-
     def lease(self, keys: torch.Tensor, values: torch.Tensor, tokens: int, user: ElasticLayer) -> StoreLease:
-        """A store for keys and values such as these, [batch, heads, …, dim], with room for `tokens`."""
+        """Lease a store for keys and values such as these, [batch, heads, …, dim], with room for `tokens`.
+
+        Raises `CapacityError`, or `StateError` where the model has left its places.
+        """
         with self._adding:  # before the pool is chosen: a migration sees the layer, or the layer the new home
             self._layers.add(user)
         pool = self._pool_of(user)
-        layout = self._layouts[pool]
-        max_tokens = self._max_tokens
+        layout, page_bytes, max_tokens = self._layouts[pool], pool.pool.page_bytes, self._max_tokens
         while max_tokens < tokens:
             max_tokens *= 2
-        page = pool.pool.page_bytes
-        k, v = (
-            StoreGeometry(layout, t.shape[0], t.shape[1], t.shape[3], t.dtype, max_tokens, page) for t in (keys, values)
+        key_geometry, value_geometry = (
+            StoreGeometry(layout, t.shape[0], t.shape[1], t.shape[3], t.dtype, max_tokens, page_bytes)
+            for t in (keys, values)
         )
-        return StoreLease(pool, pool.lease(k, v, user, born=user.limit_epoch), max_tokens)
+        return pool.lease(key_geometry, value_geometry, user, epoch=user.limit_epoch)
 
-    def lease_like(self, lease: StoreLease, pool: KVPool, user: ElasticLayer) -> StoreLease:
-        """A store at another place, for keys and values of the same shapes."""
-        return StoreLease(pool, pool.lease(*self._geometries(lease, pool), user), lease.max_tokens)
+    def geometries_at(self, pool: KVPool, held: HeldTokens) -> tuple[StoreGeometry, StoreGeometry]:
+        """Return the geometries that what a layer holds would have at another place."""
+        layout, page_bytes = self._layouts[pool], pool.pool.page_bytes
+        keys, values = (replace(g, layout=layout, page_bytes=page_bytes) for g in held.lease.store.geometries)
+        return keys, values
 
-    def pages_like(self, held: HeldTokens, pool: KVPool) -> int:
-        """Pages that what a layer holds would take at another place."""
-        geometries = self._geometries(held.lease, pool)
-        return sum(g.rows * g.slots(0, held.length - held.first)[1] for g in geometries)
-
-    def _geometries(self, lease: StoreLease, pool: KVPool) -> tuple[StoreGeometry, StoreGeometry]:
-        layout, page = self._layouts[pool], pool.pool.page_bytes
-        keys, values = lease.store.geometries
-        return replace(keys, layout=layout, page_bytes=page), replace(values, layout=layout, page_bytes=page)
+    def pages_at(self, pool: KVPool, held: HeldTokens) -> int:
+        """Count the pages that what a layer holds would take at another place."""
+        tokens = held.length - held.first
+        return sum(g.rows * g.slots(0, tokens)[1] for g in self.geometries_at(pool, held))
 
     def layers_of(self, indices: Collection[int]) -> list[ElasticLayer]:
-        """All living cache layers of these decoder layers that follow them."""
+        """List all living cache layers of these decoder layers that follow them."""
         with self._adding:
             layers = list(self._layers)
-        return [layer for layer in layers if _follows(layer) and layer.index in indices]
-
-    def _pool_of(self, user: ElasticLayer) -> KVPool:
-        if user.fixed_pool is not None:
-            return user.fixed_pool
-        here = [pool for pool in self._layouts if pool.pool.backend.device == user.device]
-        if not here:
-            raise StateError(
-                f"the model now computes on {user.device}, where it has no place (places: "
-                f"{[pool.pool.name for pool in self._layouts]}); unwrap, move it, and wrap it again"
-            )
-        return self.homes[user.index] if user.index is not None and user.index < len(self.homes) else here[0]
+        return [
+            layer
+            for layer in layers
+            if isinstance(layer, ElasticLayer)  # one that has become a stock layer is none
+            and layer.fixed_pool is None
+            and layer.index in indices
+        ]
 
     def begin_forward(self, cache: object) -> None:
-        """A forward pass of this thread uses `cache` now: it is no longer resting."""
+        """Note that a forward pass of this thread uses `cache` now: it is no longer resting."""
         self._latest[threading.get_ident()] = weakref.ref(cache)
         self._caches.add(cache)
 
     def resting(self, pool: KVPool) -> list[ElasticLayer]:
-        """Layers on a pool that no thread is generating with, the longest unused first.
+        """List the layers on a pool that no thread is generating with, the longest unused first.
 
         A thread generates with the cache that it used last. Others (an earlier turn of another conversation) may wait
         in host memory; not those that never saw a forward pass, whose owner drives them at any moment.
@@ -138,36 +123,37 @@ class KVMemory:
         self._latest = {ident: cache for ident, cache in self._latest.items() if ident in alive}
         running = {id(cache()) for cache in self._latest.values()}
         resting = [cache for cache in list(self._caches) if id(cache) not in running]
-        here = [layer for cache in resting for layer in parts_of(cache) if layer.is_on(pool)]
-        return sorted(here, key=lambda layer: layer.last_used)
+        layers = [layer for cache in resting for layer in elastic_layers(cache) if layer.is_on(pool)]
+        return sorted(layers, key=lambda layer: layer.last_used)
 
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""
         self.closed = True
-        for split in list(self.split):
-            if isinstance(split, RowSplitLayer):
-                split.become_stock()
-        for layer in list(self._layers):
-            if isinstance(layer, ElasticLayer):
+        for layer in [*self.split, *self._layers]:
+            if isinstance(layer, RowSplitLayer | ElasticLayer):  # parts become stock layers with the whole
                 layer.become_stock()
 
     def check(self) -> None:
+        """Recount the caches of every place; raises `IntegrityError`."""
         for pool in self.pools:
             pool.check()
 
+    def _pool_of(self, user: ElasticLayer) -> KVPool:
+        if user.fixed_pool is not None:
+            return user.fixed_pool
+        of_its_device = [pool for pool in self.pools if pool.pool.backend.device == user.device]
+        if not of_its_device:
+            raise StateError(
+                f"the model now computes on {user.device}, where it has no place (places: "
+                f"{[pool.pool.name for pool in self.pools]}); unwrap, move it, and wrap it again"
+            )
+        if user.index is not None and user.index < len(self.homes):
+            return self.homes[user.index]
+        return of_its_device[0]
 
-def _follows(layer: object) -> bool:
-    """Whether a cache layer's contents are where its decoder layer's KV cache is."""
-    return isinstance(layer, ElasticLayer) and layer.fixed_pool is None  # one that has become a stock layer is none
 
-
-def _part(pool: KVPool, homes: Sequence[KVPool], layers: Collection[int]) -> Fraction:
-    """Of the layers' caches that are in a pool."""
-    return Fraction(sum(homes[index] is pool for index in layers), len(layers))
-
-
-def parts_of(cache: object) -> Iterator[ElasticLayer]:
-    """The elastic layers of any cache, and the parts of those that are split."""
+def elastic_layers(cache: object) -> Iterator[ElasticLayer]:
+    """Yield the elastic layers of any cache, and the parts of those that are split."""
     for layer in getattr(cache, "layers", ()):
         if isinstance(layer, RowSplitLayer):
             yield from (part.layer for part in layer.parts)

@@ -1,7 +1,7 @@
 """Attention over keys and values that are on another device than the queries (CoCoServe, section 3.3).
 
-Either attention visits them (queries go there, the result comes back), or they are fetched, whichever moves fewer
-bytes: one new token visits a long context, a prompt fetches a short one.
+Either attention goes there (queries are sent, the result comes back), or they are fetched, whichever moves fewer
+bytes: one new token goes to a long context, a prompt fetches a short one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Attention = Callable[..., tuple[torch.Tensor, Any]]
 
 
 def ship_query_bytes(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """Bytes that travel if attention goes where keys and values are: queries, mask and result.
+    """Count the bytes that travel if attention goes where keys and values are: queries, mask and result.
 
-    query `[batch, heads, q, dim]`, value `[batch, kv_heads, k, value_dim]`.
+    query: [batch, heads, q, dim], value: [batch, kv_heads, k, value_dim], mask: [batch or 1, heads or 1, q, k].
     """
     batch, heads, tokens, _ = query.shape
     result = batch * heads * tokens * value.shape[-1] * query.element_size()
@@ -28,7 +28,7 @@ def ship_query_bytes(query: torch.Tensor, value: torch.Tensor, mask: torch.Tenso
 
 
 def fetch_kv_bytes(key: torch.Tensor, value: torch.Tensor) -> int:
-    """Bytes that travel if keys and values come: `[batch, kv_heads, k, dim]` each."""
+    """Count the bytes that travel if keys [batch, kv_heads, k, dim] and values [batch, kv_heads, k, value_dim] come."""
     return key.nbytes + value.nbytes
 
 
@@ -41,10 +41,14 @@ def attend_on_cache_device(
     mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What `attention` gives, on the query's device."""
-    here, there = query.device, key.device
+    """Compute what `attention` gives, on the query's device.
+
+    query: [batch, heads, q, dim], key and value: [batch, kv_heads, k, dim], mask: [batch or 1, heads or 1, q, k].
+    """
+    query_device, cache_device = query.device, key.device
     if fetch_kv_bytes(key, value) < ship_query_bytes(query, value, mask):
-        return attention(module, query, to_device(key, here), to_device(value, here), mask, **kwargs)[0]
-    guests = {name: to_device(given, there) for name, given in kwargs.items()}
-    out, _ = attention(module, to_device(query, there), key, value, to_device(mask, there), **guests)
-    return out.to(here)
+        key, value = to_device(key, query_device), to_device(value, query_device)
+        return attention(module, query, key, value, mask, **kwargs)[0]
+    shipped = {name: to_device(argument, cache_device) for name, argument in kwargs.items()}
+    query, mask = to_device(query, cache_device), to_device(mask, cache_device)
+    return attention(module, query, key, value, mask, **shipped)[0].to(query_device)

@@ -1,4 +1,4 @@
-"""What one cache layer holds, on its way to another place."""
+"""The move of what one cache layer holds to another place."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.full import ElasticLayer, HeldTokens
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layer_store import LayerStore
-from elastic.kvcache.storage.lease import HeldTokens, StoreLease
-from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory import copy_engine
-from elastic.memory.copy_engine import CopyEngine, Pair
+from elastic.memory.copy_engine import CopyEngine, Pair, synchronize
 from elastic.memory.rate_limit import RateLimiter
 
 FROM_ELSEWHERE = -1
@@ -23,7 +22,7 @@ FROM_ELSEWHERE = -1
 class KVTransfer:
     """A lease at the new place, and the tokens that it has already. It does not keep the cache layer alive.
 
-    `catch_up` may be called as often as wanted while the layer is in use; `arrive` once, at the safe point.
+    `sync` may be called as often as wanted while the layer is in use; `cut_over` once, at the safe point.
     """
 
     def __init__(self, memory: KVMemory, pool: KVPool) -> None:
@@ -34,8 +33,8 @@ class KVTransfer:
         self._target: StoreLease | None = None
         self._origin = 0  # the token at its beginning
         self._copied = 0  # it has the tokens before this one
-        self._left: HeldTokens | None = None  # where the layer was, once it has arrived
-        self._before: tuple[int | None, int] = None, 0  # `born` before it arrived, and its stamp then
+        self._previous: HeldTokens | None = None  # what the layer held before it was cut over
+        self._before: tuple[int | None, int] = None, 0  # its `limit_epoch` and `last_used` then
 
     def sync(self, layer: ElasticLayer, copier: Callable[[KVPool], CopyEngine], pace: RateLimiter) -> None:
         """Copy what the layer holds and the new place has not, beside whatever the layer does."""
@@ -43,8 +42,8 @@ class KVTransfer:
         if held is None or not held.length:
             return
         target = self._open(layer, held)
-        for store in (held.lease.store, target.store):
-            store.settle()
+        for lease in (held.lease, target):
+            synchronize(lease.pool.pool.backend.device)
         step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.token_bytes)
         for start in range(self._copied, held.length, step):
             pairs = self._pairs(layer, start, min(start + step, held.length))
@@ -61,67 +60,67 @@ class KVTransfer:
             held = layer.held()
             self._before = layer.limit_epoch, layer.last_used
             layer.limit_epoch = FROM_ELSEWHERE
-            if held is None or not held.length:
-                layer.give_up_pages()
+            if held is None:
                 return
-            with _following(held.lease.store):
+            if not held.length:
+                layer.give_up()
+                return
+            with _after_last_user(held.lease.store):
                 target = self._open(layer, held)
                 for pair in self._pairs(layer, self._copied, held.length):
                     copy_engine.copy(*pair)
-            self._left = held
+            self._previous = held
             layer.exchange(target, self._origin)
 
     def revert(self, layer: ElasticLayer) -> None:
-        """Undo `arrive`, if it was called; a layer that changed after it stays, with what it holds now."""
+        """Undo `cut_over`, if it was called; a layer that changed after it stays, with what it holds now."""
         with layer.lock:
-            held, left = layer.held(), self._left
-            if (
-                left is not None
-                and held is not None
-                and (held.lease, layer.last_used) == (self._target, self._before[1])
-            ):
-                layer.exchange(left.lease, left.origin)
-                layer.limit_epoch, self._left = self._before[0], None
+            held, previous = layer.held(), self._previous
+            limit_epoch, last_used = self._before
+            unchanged = held is not None and held.lease is self._target and layer.last_used == last_used
+            if previous is not None and unchanged:
+                layer.exchange(previous.lease, previous.origin)
+                layer.limit_epoch, self._previous = limit_epoch, None
         self.finish()
 
     def finish(self) -> int:
-        """Give up what the layer does not hold; returns the bytes there that tensors outside still show."""
-        if self._left is not None:
-            return self._left.lease.leave()
+        """Give up what the layer does not hold; return the bytes there that tensors outside still show."""
+        if self._previous is not None:
+            return self._previous.lease.end()
         if self._target is not None:
-            self._target.leave()
+            self._target.end()
         return 0
 
     def _open(self, layer: ElasticLayer, held: HeldTokens) -> StoreLease:
-        """The lease at the new place, with room for all that is held; another one if what it has is void."""
+        """Return the lease at the new place, with room for all that is held; another one if what it has is void."""
         if self._target is not None and self._epoch != held.epoch:
-            self._target.leave()
+            self._target.end()
             self._target = None
         if self._target is None:
-            self._target = self._memory.lease_like(held.lease, self._pool, layer)
+            self._target = self._pool.lease(*self._memory.geometries_at(self._pool, held), layer)
             self._epoch, self._origin, self._copied = held.epoch, held.first, held.first
         elif self._pool.pool.backend.device == held.lease.pool.pool.backend.device:
             self._target.store.stream = held.lease.store.stream  # all copies so far are done
-        self._pool.open_window(self._target.store, 0, held.length - self._origin)
+        self._target.hold(0, held.length - self._origin)
         self._target.store.limit_epoch = FROM_ELSEWHERE
         return self._target
 
     def _pairs(self, layer: ElasticLayer, start: int, stop: int) -> list[Pair]:
-        """The tokens [start, stop), as far as the window has not left them; none if what was copied is void."""
+        """Pair the tokens [start, stop), as far as the window has not left them; none if what was copied is void."""
         assert self._target is not None
         with layer.lock:
             held = layer.held()
             if held is None or held.epoch != self._epoch:
                 return []
             start = min(stop, max(start, held.first))
-            sources = held.views(start, stop)
+            sources = held.lease.views(start - held.origin, stop - held.origin)
         targets = self._target.views(start - self._origin, stop - self._origin)
         self._copied = stop
         self.moved_bytes += sum(source.nbytes for source in sources)
         return list(zip(targets, sources, strict=True))
 
 
-def _following(store: LayerStore) -> AbstractContextManager[object]:
+def _after_last_user(store: LayerStore) -> AbstractContextManager[object]:
     """Have what is copied follow the kernels that used the store last, so that nobody waits for them."""
     device = store.pool.backend.device
     if device.type != "cuda":

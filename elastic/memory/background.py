@@ -1,4 +1,4 @@
-"""One background thread for memory: it acts on notes that may be left from anywhere, finalizers included."""
+"""One background thread for memory: it does tasks that may be submitted from anywhere, finalizers included."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Calls what is put to it, one by one.
+    """Calls what is submitted to it, one by one.
 
-    `put` is safe inside a finalizer (SimpleQueue is reentrant); `start` is not, so whoever opens a place calls it.
+    `submit` is safe inside a finalizer (SimpleQueue is reentrant); `start` is not, so whoever opens a place calls it.
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -34,26 +34,22 @@ class BackgroundThread:
         self._tasks.put(task)
 
     def finish(self, timeout_s: float = 10) -> None:
-        """Do what was put until now, then stop: a thread that is in torch when the interpreter ends would abort it."""
+        """Do what was submitted, then stop: a thread that is in torch when the interpreter ends would abort it."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            self._tasks.put(_stop)
+            self._tasks.put(None)
             thread.join(timeout_s)
 
     def _work(self) -> None:
         while True:
             task = self._tasks.get()
-            if task is _stop:
+            if task is None:
                 return
             try:
                 task()
             except Exception:  # the thread must outlive any task; the fault is logged with its traceback
                 logger.exception("a background task of the memory ledger failed; it is tried again when next needed")
             del task
-
-
-def _stop() -> None:
-    """Put to a janitor to end its thread."""
 
 
 janitor = BackgroundThread()

@@ -1,4 +1,4 @@
-"""Parameters straight from safetensors files, by mmap: read when they are needed, shared by all processes of a host."""
+"""Parameters in safetensors files, by mmap: read when they are needed, shared by all processes of a host."""
 
 from __future__ import annotations
 
@@ -40,13 +40,10 @@ class CheckpointFile:
             self.size = os.fstat(file.fileno()).st_size
             self._entries, self.metadata, self._start = _read_header(path, file, self.size)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._entries)
+        self.names = list(self._entries)
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """A tensor over the mapped file, a storage of its own; None for a dtype that has no pages of ours."""
+        """Map a tensor, [shape of its entry], as a storage of its own; None for an unknown dtype."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         first, last = entry["data_offsets"]
@@ -66,33 +63,30 @@ class Checkpoint:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
-        self._where = {name: file for file in map(_open, files) for name in file.names}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._where)
+        self._files = {name: file for file in map(_open, files) for name in file.names}
+        self.names = list(self._files)
 
     def find(self, name: str) -> torch.Tensor | None:
-        """The tensor of a parameter: by its name, or by the longest end of it that the checkpoint has.
+        """Map the tensor [shape in the file] of a parameter: by its name, or the longest end of it that there is.
 
         A model inside another (an adapter, a head) has longer names than its checkpoint. Whether the bytes are those
         of the parameter is for the caller to find out.
         """
-        found = self.locate(name)
-        return None if found is None else found[0].tensor(found[1])
+        located = self.locate(name)
+        return None if located is None else located[0].tensor(located[1])
 
     def locate(self, name: str) -> tuple[CheckpointFile, str] | None:
-        """The file that `find` would read from, and the name that the tensor has there."""
+        """Return the file that `find` would read from, and the name that the tensor has there."""
         parts = name.replace(".base_layer", "").split(".")
         for start in range(len(parts)):
-            own = ".".join(parts[start:])
-            if own in self._where:
-                return self._where[own], own
+            end = ".".join(parts[start:])
+            if end in self._files:
+                return self._files[end], end
         return None
 
 
 def _open(path: Path) -> CheckpointFile:
-    """The one mapping of a file in this process."""
+    """Open a file, or return its one mapping in this process."""
     stat = path.stat()
     key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
     file = _files.get(key)
@@ -102,7 +96,7 @@ def _open(path: Path) -> CheckpointFile:
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The entries by name, the metadata, and where the data begin."""
+    """Return the entries by name, the metadata, and the offset of the data. Raises `ConfigError`."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(_LONGEST_HEADER, size - 8):
         raise ConfigError(f"{path} is no safetensors file: its header would be {length:,} bytes long")

@@ -8,10 +8,10 @@ _DIGEST_WORDS = 128
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A checksum of the bytes in the order of the shape: the same for equal tensors on any device, in any layout.
+    """Compute a checksum of the bytes of a tensor of any shape and dtype, on any device, in any layout.
 
-    Runs of 128 words of 64 bits are summed, and the sums weighted by their place. It tells changed weights from
-    unchanged ones; it is no defence against an adversary.
+    Equal tensors have equal ones. Groups of 128 words of 64 bits are summed, and the sums weighted by their position.
+    It tells changed weights from unchanged ones; it is no defence against an adversary.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // (8 * _DIGEST_WORDS) * 8 * _DIGEST_WORDS

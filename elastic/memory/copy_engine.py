@@ -5,149 +5,50 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TypeVar
 
 import torch
 
 from elastic.memory.rate_limit import RateLimiter
 
+T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(target, source), of equal shapes and dtypes."""
 
 
-class CopyHandle(Protocol):
-    """A copy under way."""
-
-    def wait(self) -> None:
-        """Order what this thread does next on the target after the copy. Raises what the copy raised."""
-        ...
-
-    def finish(self) -> None:
-        """Return when the bytes are there. Raises what the copy raised."""
-        ...
-
-    def discard(self) -> None:
-        """Return when the copy, done or failed, holds none of its tensors any more."""
-        ...
+def to_device(value: T, device: torch.device) -> T:
+    """Return a tensor of any shape on a device, without waiting for the copy where both are GPUs; others unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, non_blocking=value.device.type == device.type == "cuda")  # type: ignore[return-value]
 
 
-class CopyBatch:
-    """Copies under way that all must be there in the end."""
-
-    def __init__(self) -> None:
-        self._copies: list[CopyHandle] = []
-
-    def add(self, copy: CopyHandle) -> None:
-        self._copies.append(copy)
-
-    def finish(self) -> None:
-        """Return when all bytes are there. Raises what the first failed copy raised."""
-        for copy in self._copies:
-            copy.finish()
-
-    def discard(self) -> None:
-        """Return when no copy, done or failed, holds any tensor or writes any more."""
-        for copy in self._copies:
-            copy.discard()
-
-
-class CopyEngine(Protocol):
-    """Starts copies; they run one after another."""
-
-    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
-        """Beside what the calling thread does next."""
-        ...
-
-    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
-        """For a caller that waits anyway, at a pace: on a CPU the bytes are there on return."""
-        ...
-
-    def copy_async(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
-        """Beside what the calling thread does next, at a pace: after those carried before, apart from all others."""
-        ...
-
-    def close(self) -> None:
-        """Finish, and take no more. Can be called twice."""
-        ...
-
-
-def make_copy_engine(device: torch.device) -> CopyEngine:
-    """A side stream on CUDA, a thread on a CPU."""
-    return StreamCopyEngine(device) if device.type == "cuda" else ThreadCopyEngine()
+def synchronize(device: torch.device) -> None:
+    """Wait until no kernel or copy on a device is under way; on a CPU there is none to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy in this thread, without torch's own pool of threads where plain bytes will do."""
-    if _plain(target, source):
+    """Copy in this thread, without torch's own pool of threads where plain bytes will do.
+
+    target, source: any shape, the same for both. On CUDA the copy is issued, not waited for.
+    """
+    if _is_byte_copy(target, source):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         with torch.no_grad():
             target.copy_(source, non_blocking=True)
 
 
-def _plain(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether to copy is to copy bytes of the host's memory."""
-    alike = (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
-    return alike and target.device.type == source.device.type == "cpu" and target.is_contiguous()
-
-
-class ThreadCopyEngine:
-    """Copies in one thread of its own."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-copy")
-        self._carrier = ThreadPoolExecutor(1, thread_name_prefix="elastic-carry")
-
-    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
-        return FutureHandle(self._thread.submit(_copy_and_let_go, list(pairs)))
-
-    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
-        done: Future[None] = Future()
-        try:
-            _copy_all(pairs, pace)
-            done.set_result(None)
-        except Exception as error:  # raised by the ticket, without the frames that know the tensors
-            done.set_exception(error)
-        return FutureHandle(done)
-
-    def copy_async(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
-        return FutureHandle(self._carrier.submit(_copy_and_let_go, list(pairs), pace))
-
-    def close(self) -> None:
-        self._thread.shutdown()
-        self._carrier.shutdown()
-
-
-class StreamCopyEngine:
-    """Copies on one CUDA stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
-        with torch.cuda.stream(self._stream):
-            for event in after:
-                self._stream.wait_event(event)
-            _copy_all(pairs)
-            return EventHandle(self._stream.record_event(), self._stream.device)
-
-    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
-        with torch.cuda.stream(self._stream):
-            _copy_all(pairs, pace)
-            return EventHandle(self._stream.record_event(), self._stream.device)
-
-    def copy_async(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
-        return self.copy(pairs, pace)
-
-    def close(self) -> None:
-        self._stream.synchronize()
-
-
 class FutureHandle:
+    """A copy that a thread does."""
+
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def finish(self) -> None:
+        """Return when the bytes are there. Raises what the copy raised."""
         error = self._future.exception()
         del self  # an error knows this frame: it must not know the error, nor the error the tensors
         try:
@@ -159,25 +60,122 @@ class FutureHandle:
     wait = finish
 
     def discard(self) -> None:
+        """Return when the copy, done or failed, holds none of its tensors any more."""
         self._future.exception()
 
 
 class EventHandle:
+    """A copy that was issued on a stream."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
+        """Order what this thread does next on the target after the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def finish(self) -> None:
+        """Return when the bytes are there."""
         self._event.synchronize()
 
     def discard(self) -> None:
-        """Once issued, a copy holds nothing; what comes next on the stream comes after it."""
+        """Return at once: an issued copy holds nothing, and what comes next on the stream comes after it."""
 
 
-def _copy_and_let_go(pairs: list[Pair], pace: RateLimiter | None = None) -> None:
+CopyHandle = FutureHandle | EventHandle
+"""A copy under way: `wait` or `finish` it, or `discard` it where its bytes do not count any more."""
+
+
+class CopyBatch:
+    """Copies under way that all must be there in the end."""
+
+    def __init__(self) -> None:
+        self._copies: list[CopyHandle] = []
+
+    def add(self, handle: CopyHandle) -> None:
+        """Have this copy be there too."""
+        self._copies.append(handle)
+
+    def finish(self) -> None:
+        """Return when all bytes are there. Raises what the first failed copy raised."""
+        for handle in self._copies:
+            handle.finish()
+
+    def discard(self) -> None:
+        """Return when no copy, done or failed, holds any tensor or writes any more."""
+        for handle in self._copies:
+            handle.discard()
+
+
+class ThreadCopyEngine:
+    """Copies on a CPU, one after another in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-copy")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="elastic-carry")
+
+    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
+        """Copy beside what the calling thread does next. `after` is for CUDA."""
+        return FutureHandle(self._thread.submit(_copy_and_release, list(pairs)))
+
+    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
+        """Copy at a pace, for a caller that waits anyway: the bytes are there on return."""
+        done: Future[None] = Future()
+        try:
+            _copy_all(pairs, pace)
+            done.set_result(None)
+        except Exception as error:  # raised by the handle, without the frames that know the tensors
+            done.set_exception(error)
+        return FutureHandle(done)
+
+    def copy_async(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
+        """Copy at a pace, beside what the calling thread does next: after earlier ones, apart from all others."""
+        return FutureHandle(self._background.submit(_copy_and_release, list(pairs), pace))
+
+    def close(self) -> None:
+        """Finish, and take no more. Can be called twice."""
+        self._thread.shutdown()
+        self._background.shutdown()
+
+
+class StreamCopyEngine:
+    """Copies on one CUDA stream of its own, one after another, beside what the calling thread does next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
+        """Copy once these events have passed."""
+        with torch.cuda.stream(self._stream):
+            for event in after:
+                self._stream.wait_event(event)
+            _copy_all(pairs)
+            return EventHandle(self._stream.record_event(), self._stream.device)
+
+    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
+        """Copy at a pace."""
+        with torch.cuda.stream(self._stream):
+            _copy_all(pairs, pace)
+            return EventHandle(self._stream.record_event(), self._stream.device)
+
+    copy_async = copy
+
+    def close(self) -> None:
+        """Finish. Can be called twice."""
+        self._stream.synchronize()
+
+
+CopyEngine = ThreadCopyEngine | StreamCopyEngine
+"""`start` a copy, `copy` at a pace and wait, or `copy_async` at a pace."""
+
+
+def make_copy_engine(device: torch.device) -> CopyEngine:
+    """Make the copy engine of a device: a side stream on CUDA, a thread on a CPU."""
+    return StreamCopyEngine(device) if device.type == "cuda" else ThreadCopyEngine()
+
+
+def _copy_and_release(pairs: list[Pair], pace: RateLimiter | None = None) -> None:
     """Copy; then hold no tensor: a thread of a pool knows its arguments longer than it should."""
     try:
         _copy_all(pairs, pace)
@@ -186,48 +184,44 @@ def _copy_and_let_go(pairs: list[Pair], pace: RateLimiter | None = None) -> None
 
 
 def _copy_all(pairs: Sequence[Pair], pace: RateLimiter | None = None) -> None:
+    """Copy at a pace (None: none is set), in chunks where both sides are contiguous."""
     pace = pace or RateLimiter()
     for target, source in _joined(pairs):
         if pace.chunk is None:
             copy(target, source)
+        elif not target.is_contiguous() or not source.is_contiguous():
+            copy(target, source)
+            pace.acquire(target.nbytes)
         else:
-            _copy_at(pace, target, source)
-
-
-def _copy_at(pace: RateLimiter, target: torch.Tensor, source: torch.Tensor) -> None:
-    """In parts that are not long, where both are contiguous."""
-    if not target.is_contiguous() or not source.is_contiguous():
-        copy(target, source)
-        pace.acquire(target.nbytes)
-        return
-    target, source, done = target.view(-1), source.view(-1), 0
-    while done < len(target):
-        part = slice(done, done + (pace.chunk or target.nbytes) // target.element_size())
-        copy(target[part], source[part])
-        pace.acquire(target[part].nbytes)
-        done = part.stop
+            target, source, done = target.view(-1), source.view(-1), 0
+            while done < len(target):
+                chunk = slice(done, done + (pace.chunk or target.nbytes) // target.element_size())
+                copy(target[chunk], source[chunk])
+                pace.acquire(target[chunk].nbytes)
+                done = chunk.stop
 
 
 def _joined(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs that lie side by side in the host's memory, on both sides, as one: a layer is then one copy."""
-    joined: list[list[Pair]] = []
+    """Join pairs that are side by side in the host's memory, on both sides: a layer is then one copy."""
+    groups: list[list[Pair]] = []
     for pair in pairs:
         if not pair[0].nbytes and pair[0].shape == pair[1].shape:
             continue
-        if joined and _follows(joined[-1][-1], pair):
-            joined[-1].append(pair)
+        before = groups[-1][-1] if groups else None
+        if (
+            before is not None
+            and _is_byte_copy(*before)
+            and _is_byte_copy(*pair)
+            and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in zip(before, pair, strict=True))
+        ):
+            groups[-1].append(pair)
         else:
-            joined.append([pair])
-    return [_stretch(part) if len(part) > 1 else part[0] for part in joined]
+            groups.append([pair])
+    return [_as_bytes(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def _follows(before: Pair, pair: Pair) -> bool:
-    bytes_alone = _plain(*before) and _plain(*pair)
-    return bytes_alone and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in zip(before, pair, strict=True))
-
-
-def _stretch(pairs: list[Pair]) -> Pair:
-    """All of their bytes. It keeps none of their tensors."""
+def _as_bytes(pairs: list[Pair]) -> Pair:
+    """View all bytes of adjacent pairs as one pair, which keeps none of their tensors."""
     size = sum(target.nbytes for target, _ in pairs)
     target, source = (
         torch.frombuffer((ctypes.c_ubyte * size).from_address(t.data_ptr()), dtype=torch.uint8) for t in pairs[0]
@@ -235,8 +229,7 @@ def _stretch(pairs: list[Pair]) -> Pair:
     return target, source
 
 
-def to_device(given: Any, device: torch.device) -> Any:
-    """A tensor on a device; anything else as it is."""
-    if not isinstance(given, torch.Tensor):
-        return given
-    return given.to(device, non_blocking=given.device.type == device.type == "cuda")
+def _is_byte_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether to copy is to copy bytes of the host's memory."""
+    same_layout = (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
+    return same_layout and target.device.type == source.device.type == "cpu" and target.is_contiguous()

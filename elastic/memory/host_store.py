@@ -7,30 +7,27 @@ import logging
 import mmap
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elastic.errors import CapacityError
 from elastic.memory.checksum import digest
-from elastic.memory.copy_engine import copy
+from elastic.memory.copy_engine import copy, synchronize
 from elastic.types import HostStatus
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
 class HostTensor:
     """One parameter in host memory, in the checkpoint's form. Never written: a change makes another one."""
 
-    def __init__(self, tensor: torch.Tensor, digest: int, *, from_file: bool) -> None:
-        self.tensor = tensor
-        self.digest = digest
-        self.from_file = from_file
-
-    @property
-    def locked(self) -> bool:
-        """Whether it is page-locked, so that a GPU reads it at full speed."""
-        return self.tensor.is_pinned() if torch.cuda.is_initialized() else False  # type: ignore[no-untyped-call]
+    tensor: torch.Tensor
+    """In the checkpoint's shape and dtype."""
+    digest: int
+    from_file: bool
 
 
 class HostStore:
@@ -38,57 +35,55 @@ class HostStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: weakref.WeakValueDictionary[tuple[object, ...], HostTensor] = weakref.WeakValueDictionary()
+        self._tensors: weakref.WeakValueDictionary[tuple[object, ...], HostTensor] = weakref.WeakValueDictionary()
         self._warned = False
 
     def keep(
         self, source: torch.Tensor, fingerprint: int, *, file: torch.Tensor | None = None, lock: bool = False
     ) -> HostTensor:
-        """The bytes of `source`, whose digest is `fingerprint`: those of `file` if they are equal, else a copy.
+        """Hold the bytes of `source` (any shape), whose digest is `fingerprint`: those of `file` if equal, else a copy.
 
         What is already held, by any model of this process, is not held twice. With `lock` a copy is page-locked; where
-        the system refuses that, it is not, and copies are slower. Raises `CapacityError` if host memory is short.
+        the system refuses that, copies to a device are slower. Raises `CapacityError` if host memory is short.
         """
         with self._lock:
-            known = self._known.get(_key(source, fingerprint))
-        if known is not None and torch.equal(known.tensor, source.detach().cpu()):
-            return known
+            same = self._tensors.get(_key(source, fingerprint))
+        if same is not None and torch.equal(same.tensor, source.detach().cpu()):
+            return same
         if file is not None and _key(file, digest(file)) == _key(source, fingerprint):
             kept = HostTensor(file, fingerprint, from_file=True)
         else:
             kept = HostTensor(self._copy(source, lock), fingerprint, from_file=False)
         with self._lock:
-            self._known[_key(source, fingerprint)] = kept
+            self._tensors[_key(source, fingerprint)] = kept
         return kept
 
     def status(self) -> HostStatus:
-        """A snapshot."""
+        """Return a snapshot."""
         with self._lock:
-            held = list(self._known.values())
+            held = list(self._tensors.values())
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else nothing can be page-locked
         return HostStatus(
             memory_bytes=sum(h.tensor.nbytes for h in held if not h.from_file),
-            locked_bytes=sum(h.tensor.nbytes for h in held if h.locked),
+            locked_bytes=sum(h.tensor.nbytes for h in held if on_gpu and h.tensor.is_pinned()),
             file_bytes=sum(h.tensor.nbytes for h in held if h.from_file),
         )
 
     def _copy(self, source: torch.Tensor, lock: bool) -> torch.Tensor:
         with torch.inference_mode(False):
             target = _allocate(source)
-            if lock and not _lock_pages(target):
-                self._warn_once()
+            if lock and not _lock_pages(target) and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the system refuses to page-lock host memory for weights: copies to the device are slower"
+                )
             copy(target, source.detach())
-            if source.device.type == "cuda":
-                torch.cuda.synchronize(source.device)
+            synchronize(source.device)
             return target
-
-    def _warn_once(self) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("the system refuses to page-lock host memory for weights: copies to the device are slower")
 
 
 def _allocate(like: torch.Tensor) -> torch.Tensor:
-    """Whole pages of the system for each tensor, so that they can be locked, and go back when it dies."""
+    """Allocate whole pages of the system for a tensor, so that they can be locked, and go back when it dies."""
     try:
         memory = (ctypes.c_ubyte * max(1, like.nbytes)).from_buffer(mmap.mmap(-1, max(1, like.nbytes)))
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes]
@@ -104,7 +99,7 @@ def _allocate(like: torch.Tensor) -> torch.Tensor:
 
 
 def _lock_pages(tensor: torch.Tensor) -> bool:
-    """Page-lock the memory of a tensor until it dies; returns whether the system allowed it."""
+    """Page-lock the memory of a tensor until it dies; return whether the system allowed it."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):

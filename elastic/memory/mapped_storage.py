@@ -1,4 +1,4 @@
-"""From an address to a tensor, and word when the last view of it is gone."""
+"""Mapped memory as a torch storage, with a callback when its last view is gone."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class MappedStorage:
 
     @property
     def alive(self) -> bool:
-        """Whether any tensor still shows this memory."""
+        """True while any tensor shows this memory."""
         return self._alive() is not None
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole span as one dimension of `dtype`."""
-        assert self._bytes is not None, "the span was dropped"
+        """Return all of it as [nbytes // itemsize] elements of `dtype`."""
+        assert self._bytes is not None, "the storage was dropped"
         with torch.inference_mode(False):
             return self._bytes.view(dtype)
 
     def drop(self) -> None:
-        """Let go of the memory; it lives on only while tensors outside show it."""
+        """Drop the memory; it lives on only while tensors outside show it."""
         self._bytes = None

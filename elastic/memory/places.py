@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Sequence
@@ -14,18 +13,18 @@ from elastic.errors import ConfigError
 from elastic.memory.backends.base import PageBackend
 from elastic.memory.backends.cgroup import memory_limit
 from elastic.memory.backends.cuda import CudaBackend, require_cuda
+from elastic.memory.backends.libc import libc
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.background import janitor
 from elastic.memory.page_pool import PagePool
 
-_libc = ctypes.CDLL(None)
 _lock = threading.Lock()
 _open: dict[str, tuple[PagePool, int]] = {}  # name -> pool, users
 _SHARE_OF_FREE_MEMORY = {"cpu": 0.5, "cuda": 0.9}
 
 
 def open_place(place: Place, *, resident_bytes: int = 0) -> PagePool:
-    """The pool of a place, made at first use.
+    """Return the pool of a place, made at first use.
 
     Without a budget it gets `resident_bytes` (what the caller already holds there) and most of what is free now: 90 %
     on CUDA, half on a CPU. A second budget for an open place is a `ConfigError`.
@@ -46,7 +45,7 @@ def open_place(place: Place, *, resident_bytes: int = 0) -> PagePool:
 
 
 def close_place(pool: PagePool) -> None:
-    """One user fewer; the last one closes the pool."""
+    """End one use of a pool; the last one closes it."""
     with _lock:
         if _open.get(pool.name, (None, 0))[0] is not pool:
             return
@@ -59,14 +58,14 @@ def close_place(pool: PagePool) -> None:
 
 
 def make_backend(place: Place) -> PageBackend:
-    """The page backend for a place's device."""
+    """Make the page backend for a place's device."""
     if place.device.type == "cuda":
         return CudaBackend(place.device, place.page_bytes)
     return MemfdBackend(place.page_bytes, name=place.name)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device now."""
+    """Return the bytes that are free on a device now."""
     if device.type == "cuda":
         require_cuda(device)
         return int(torch.cuda.mem_get_info(device)[0])
@@ -76,7 +75,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Memory that a device has at all; of a CPU, as much as this process may have of it."""
+    """Return the bytes that a device has at all; of a CPU, as many as this process may have."""
     if device.type == "cuda":
         require_cuda(device)
         return int(torch.cuda.mem_get_info(device)[1])
@@ -86,7 +85,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def require_memory(places: Sequence[Place]) -> None:
-    """Raises `ConfigError` where the budgets of places on one device are more together than it has."""
+    """Raise `ConfigError` where the budgets of places on one device are more together than it has."""
     budgets: dict[torch.device, int] = {}
     for place in places:
         budgets[place.device] = budgets.get(place.device, 0) + (place.budget_bytes or 0)
@@ -100,12 +99,12 @@ def require_memory(places: Sequence[Place]) -> None:
 
 
 def give_back_freed(device: torch.device) -> None:
-    """Give memory that was freed, but is kept by an allocator for reuse, back to the system: pages need it now."""
+    """Give freed memory that an allocator keeps for reuse back to the system: pages need it now."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    elif hasattr(_libc, "malloc_trim"):  # glibc
-        _libc.malloc_trim(0)
+    elif hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
 def _require_same(place: Place, pool: PagePool) -> None:
@@ -120,9 +119,5 @@ def _require_same(place: Place, pool: PagePool) -> None:
         raise ConfigError(f"place {place.name} is open with page_bytes={pool.page_bytes}, not {place.page_bytes}")
 
 
-def _forget_in_child() -> None:
-    """A forked child shares the parent's pages: it must not own, and so never release, any of them."""
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+# a forked child shares the parent's pages: it must not own, and so never release, any of them
+os.register_at_fork(after_in_child=_open.clear)

@@ -30,7 +30,7 @@ class RateLimiter:
         return self.CHUNK if self._beside() else self.LONGEST
 
     def acquire(self, nbytes: int) -> None:
-        """So many bytes were done: return when more may be. At once where nothing computes beside it."""
+        """Count bytes that were copied; return when more may be. At once where nothing computes beside it."""
         if self.bytes_per_s is not None and self._beside():
             with self._lock:
                 now = time.monotonic()

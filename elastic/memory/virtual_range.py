@@ -13,7 +13,7 @@ from elastic.memory.page_pool import PagePool
 class VirtualRange:
     """`slots` of one page each at fixed addresses; a slot shows a page or nothing.
 
-    Not thread-safe: its owner guards it. A slot is unmapped only when no tensor shows it (see `Span.alive`).
+    Not thread-safe: its owner guards it. A slot is unmapped only when no tensor shows it (`MappedStorage.alive`).
     """
 
     def __init__(self, pool: PagePool, capacity: int, *, readable_gaps: bool = False) -> None:
@@ -23,10 +23,10 @@ class VirtualRange:
         self.slots: dict[int, int] = {}  # slot -> page
         self.address = pool.backend.reserve(capacity * pool.page_bytes, readable_gaps=readable_gaps)
         self._closed = False
-        pool.register_range(self)
+        pool.ranges.add(self)
 
     def map(self, slot: int, pages: Sequence[int]) -> None:
-        """Show `pages`, taken from the pool, in consecutive slots; all or none."""
+        """Show `pages`, taken from the pool, in consecutive slots; all or none. Raises `CapacityError`."""
         assert 0 <= slot <= self.capacity - len(pages), (slot, len(pages), self.capacity)
         address = self.address + slot * self.pool.page_bytes
         self.pool.backend.map(address, pages, readable_gaps=self.readable_gaps)
@@ -38,8 +38,8 @@ class VirtualRange:
         self.pool.backend.unmap(address, count, readable_gaps=self.readable_gaps)
         return list(map(self.slots.pop, range(slot, slot + count)))
 
-    def span(self, slot: int, nbytes: int, on_dead: Callable[[], Any]) -> MappedStorage:
-        """Memory from a slot on, as a storage of its own."""
+    def storage(self, slot: int, nbytes: int, on_dead: Callable[[], Any]) -> MappedStorage:
+        """Offer `nbytes` of memory from a slot on to torch; `on_dead` is called when its last tensor has died."""
         return MappedStorage(self.address + slot * self.pool.page_bytes, nbytes, self.pool.backend.device, on_dead)
 
     def close(self) -> None:
@@ -52,5 +52,5 @@ class VirtualRange:
         self._closed = True
 
     def mapped_runs(self) -> list[tuple[int, int]]:
-        """Mapped stretches as (slot, count), in order."""
+        """List the mapped slots as (first, count), in order."""
         return runs(sorted(self.slots))

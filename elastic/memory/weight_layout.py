@@ -1,10 +1,10 @@
-"""How the parameters of a layer lie in memory: side by side in one range, each in an order of its own."""
+"""The layout of a layer's parameters in memory: side by side in one range, each in an order of its own."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -17,7 +17,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where one parameter lies and how its elements are ordered there."""
+    """The offset of one parameter and the order of its elements."""
 
     shape: tuple[int, ...]
     """The checkpoint's."""
@@ -40,7 +40,7 @@ class ParameterLayout:
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> ParameterLayout:
-        """As `tensor` lies now, without gaps."""
+        """Return the layout that `tensor` (any shape and dtype) has now, without gaps."""
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda d: (-strides[d], -tensor.shape[d], d))
         shape = tuple(tensor.shape)
@@ -62,7 +62,7 @@ class ParameterLayout:
         return math.prod(self.padded) * self.dtype.itemsize
 
     def show(self, stored: torch.Tensor) -> torch.Tensor:
-        """The parameter in the checkpoint's shape, a view of the stored elements (one dimension)."""
+        """View the stored elements [elements, padding included] in the checkpoint's shape."""
         return stored.as_strided(self.shape, self.strides)
 
 
@@ -71,10 +71,11 @@ class LayerLayout:
     """The parameters of a layer by name, side by side."""
 
     parameters: Mapping[str, ParameterLayout]
+    _page_counts: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def pack(cls, parameters: Mapping[str, ParameterLayout]) -> LayerLayout:
-        """Place parameters one after another; their own offsets are ignored."""
+        """Lay parameters out one after another; their own offsets are ignored."""
         placed, offset = {}, 0
         for name, parameter in parameters.items():
             placed[name] = parameter if parameter.offset == offset else replace(parameter, offset=offset)
@@ -82,7 +83,7 @@ class LayerLayout:
         return cls(placed)
 
     def without(self, names: Collection[str]) -> LayerLayout:
-        """The same places for the others: where these were is a gap."""
+        """Keep the offsets of the others: gaps remain where these were."""
         return LayerLayout({name: p for name, p in self.parameters.items() if name not in names})
 
     @cached_property
@@ -91,28 +92,21 @@ class LayerLayout:
         return max((p.offset + p.nbytes for p in self.parameters.values()), default=0)
 
     def pages(self, page_bytes: int) -> set[int]:
-        """The pages of the range, by number, that hold any of it."""
+        """Return the pages of the range, by number, that hold any of it."""
         return {page for p in self.parameters.values() for page in pages_under(p.offset, p.nbytes, page_bytes)}
 
     def page_count(self, page_bytes: int) -> int:
-        """How many pages hold any of it."""
+        """Count the pages that hold any of it."""
         if page_bytes not in self._page_counts:
-            self._page_counts[page_bytes] = self._count_pages(page_bytes)
+            count = reached = 0
+            for parameter in self.parameters.values():  # in the order of their offsets
+                pages = pages_under(parameter.offset, parameter.nbytes, page_bytes)
+                count += pages.stop - max(reached, pages.start)
+                reached = pages.stop
+            self._page_counts[page_bytes] = count
         return self._page_counts[page_bytes]
-
-    @cached_property
-    def _page_counts(self) -> dict[int, int]:
-        return {}
-
-    def _count_pages(self, page_bytes: int) -> int:
-        count = reached = 0
-        for parameter in self.parameters.values():  # in the order of their offsets
-            under = pages_under(parameter.offset, parameter.nbytes, page_bytes)
-            count += under.stop - max(reached, under.start)
-            reached = under.stop
-        return count
 
 
 def pages_under(offset: int, nbytes: int, page_bytes: int) -> range:
-    """The pages, by number, under a stretch of a range."""
+    """Return the pages, by number, that hold `nbytes` from an offset of a range on."""
     return range(offset // page_bytes, -(-(offset + nbytes) // page_bytes))

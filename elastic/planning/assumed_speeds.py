@@ -1,4 +1,4 @@
-"""A calibration without measuring: what is assumed of kinds of devices."""
+"""A calibration without measuring, from what is assumed of kinds of devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.planning.measured_cost import Calibration, LinearLatency
 
 @dataclass(frozen=True)
 class Speed:
-    """What is assumed of a kind of device."""
+    """The assumed speed of a kind of device."""
 
     flops: float
     """Operations a second."""
@@ -29,7 +29,7 @@ ASSUMED = {"cpu": Speed(5e10, 1e10, 5e9, 5e-5), "cuda": Speed(2e14, 2e12, 2e10, 
 
 
 def assume(places: Sequence[Place], layer_bytes: int, layer_parameters: int) -> Calibration:
-    """A calibration without measuring: a layer reads its weights once, and computes twice their number for a token.
+    """Make a calibration without measuring: a layer reads its weights once, and computes twice their number a token.
 
     Places of one CPU are taken to have a core each, those of one GPU to share it.
     """

@@ -1,4 +1,4 @@
-"""What a placement costs and how much faster it is: the model of the paper as printed. (CoCoServe, section 4.1)
+"""The cost of a placement and its speed-up: the model of the paper as printed. (CoCoServe, section 4.1)
 
 W and T are no seconds, they only grow with them; `elastic.planning.measured_cost` has the same model in seconds.
 """
@@ -18,36 +18,39 @@ class CostModel(Protocol):
     """Costs that add up over layers, and over the transitions between them. All pure."""
 
     def work(self, places: Places) -> float:
-        """To compute one layer at these places."""
+        """Return the cost of computing one layer at these places."""
         ...
 
     def traffic(self, places: Places) -> float:
-        """To bring a layer's rows to the places of its replicas."""
-        ...
+        """Return the cost of bringing a layer's rows to the places of its replicas; nothing, where none says more."""
+        return 0.0
 
     def crossing(self, before: Places, after: Places) -> float:
-        """Of what lies between two layers; nothing where both have the same places."""
-        ...
+        """Return the cost between two layers: where no model says more, 1 for each transition, so they add up to delta.
+
+        Nothing where both have the same places.
+        """
+        return float(before != after)
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
-        """Of a placement, from the sums over its layers and transitions."""
+        """Return the cost of a placement, from the sums over its layers and transitions."""
         ...
 
 
 def cost(model: CostModel, placement: Placement) -> float:
-    """W(P) + T(P), or what another model has for it."""
+    """Return W(P) + T(P), or what another model has for it."""
     layers = placement.layers
     crossings = math.fsum(model.crossing(before, after) for before, after in pairwise(placement.chain))
     return model.total(math.fsum(map(model.work, layers)), math.fsum(map(model.traffic, layers)), crossings)
 
 
 def speedup(model: CostModel, placement: Placement) -> float:
-    """S(P), against the same layers without replicas. (Equation 3)"""
+    """Return S(P), against the same layers without replicas. (Equation 3)"""
     return cost(model, placement.alone_at_home) / cost(model, placement)
 
 
 @dataclass(frozen=True)
-class HeterogeneousCost:
+class HeterogeneousCost(CostModel):
     """Equations 1 to 3, for unlike devices; delta is recomputed from P.
 
     `width` is d, the model dimension; `rows` and `tokens` are the batch and l, the length of its sequences. The rows
@@ -61,34 +64,31 @@ class HeterogeneousCost:
     even: bool = False
 
     def shares(self, places: Places) -> list[float]:
-        """Of the batch, for each of a layer's places."""
+        """Return the share of the batch of each of a layer's places."""
         speeds = [1.0 if self.even else self.places[place].compute for place in places]
         together = sum(speeds)
         return [speed / together for speed in speeds]
 
     def work(self, places: Places) -> float:
-        """max_j d² · bs_ij · l / C_ij. (Equation 1)"""
+        """Return max_j d² · bs_ij · l / C_ij. (Equation 1)"""
         pairs = zip(places, self.shares(places), strict=True)
         slowest = max([share / self.places[place].compute for place, share in pairs])
         return self.width**2 * self.rows * self.tokens * slowest
 
     def traffic(self, places: Places) -> float:
-        """Σ_j d · bs_ij · l / B_ij, over the replicas. (Equation 2)"""
-        own = self.places[places[0]]
+        """Return Σ_j d · bs_ij · l / B_ij, over the replicas. (Equation 2)"""
+        bandwidths = self.places[places[0]].bandwidths
         pairs = zip(places[1:], self.shares(places)[1:], strict=True)
-        slow = math.fsum([share / own.bandwidth(place) for place, share in pairs])
+        slow = math.fsum([share / bandwidths.get(place, math.inf) for place, share in pairs])
         return self.width * self.rows * self.tokens * slow
 
-    def crossing(self, before: Places, after: Places) -> float:
-        """A transition, or none: they add up to delta."""
-        return float(before != after)
-
     def total(self, work: float, traffic: float, crossings: float) -> float:
+        """Return W + delta · T."""
         return work + crossings * traffic
 
 
 @dataclass(frozen=True)
-class Alike:
+class HomogeneousSpeedup(CostModel):
     """Equation 4, for alike devices and rows split evenly, as a share of the cost without replicas.
 
     `per_transition` is C/(d·B), so that gamma = delta · `per_transition`, at most 1, follows P. With a fixed
@@ -100,25 +100,21 @@ class Alike:
     gamma: float | None = None
 
     def work(self, places: Places) -> float:
+        """Return 1/p_i."""
         return 1 / len(places)
 
-    def traffic(self, places: Places) -> float:
-        return 0.0
-
-    def crossing(self, before: Places, after: Places) -> float:
-        return float(before != after)
-
     def total(self, work: float, traffic: float, crossings: float) -> float:
+        """Return 1/S."""
         gamma = min(1.0, crossings * self.per_transition) if self.gamma is None else self.gamma
         return 1 / alike(gamma, work, self.layers)
 
 
 def gamma(transitions: int, compute: float, width: int, bandwidth: float) -> float:
-    """gamma = delta·C / (d·B). (Equation 4)"""
+    """Return gamma = delta·C / (d·B). (Equation 4)"""
     return transitions * compute / (width * bandwidth)
 
 
 def alike(gamma: float, inverse_degrees: float | Sequence[int], layers: int) -> float:
-    """S = 1 / (gamma + (1-gamma)/n · Σ 1/p_i), from the degrees or from their Σ 1/p_i. (Equation 4)"""
+    """Return S = 1 / (gamma + (1-gamma)/n · Σ 1/p_i), from the degrees or from their Σ 1/p_i. (Equation 4)"""
     total = inverse_degrees if isinstance(inverse_degrees, int | float) else sum(1 / p for p in inverse_degrees)
     return 1 / (gamma + (1 - gamma) / layers * total)

@@ -23,7 +23,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class LinearLatency:
-    """Seconds = `fixed_s` + amount · `each_s`; neither is below zero."""
+    """Seconds of an amount: `fixed_s` + amount · `each_s`; neither is below zero."""
 
     fixed_s: float
     each_s: float
@@ -32,11 +32,12 @@ class LinearLatency:
         return self.fixed_s + amount * self.each_s
 
     def times(self, factor: float) -> LinearLatency:
+        """Return so many times these seconds, for any amount."""
         return LinearLatency(factor * self.fixed_s, factor * self.each_s)
 
     @classmethod
     def fit(cls, points: Points) -> LinearLatency:
-        """Least squares of relative errors, with both coefficients at least zero: small amounts count as much as large.
+        """Fit by least squares of relative errors, coefficients at least zero: small amounts count as much as large.
 
         Raises `ConfigError` for no points, and for seconds that are not above zero.
         """
@@ -59,7 +60,7 @@ class LinearLatency:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured."""
+    """Measured seconds of layers and links."""
 
     layers: Mapping[str, LinearLatency] = field(hash=False)
     """Place -> seconds of one decoder layer for so many tokens of all rows together."""
@@ -71,11 +72,15 @@ class Calibration:
     handing_s: float = 0.0
     """To hand one layer's inputs to one replica on another device; what was measured beside includes it."""
 
-    def link(self, here: str, there: str) -> LinearLatency:
-        return self.links.get((here, there)) or self.links.get((there, here)) or LinearLatency(0.0, 0.0)
+    def link(self, source: str, target: str) -> LinearLatency:
+        """Return the seconds for so many bytes between two places, either way."""
+        return self.links.get((source, target)) or self.links.get((target, source)) or LinearLatency(0.0, 0.0)
 
     def layer(self, place: str, computing: int) -> LinearLatency:
-        """Of one layer while so many places of the device compute. Raises `ConfigError` for an unknown place."""
+        """Return the seconds of one layer while so many places of the device compute.
+
+        Raises `ConfigError` for an unknown place.
+        """
         if place not in self.layers:
             raise ConfigError(f"place {place!r} was not measured; calibrated are {sorted(self.layers)}")
         beside = self.beside.get(_device(place), ())
@@ -91,7 +96,7 @@ def fit(
     beside: Mapping[str, Sequence[Points]] | None = None,
     handing_s: float = 0.0,
 ) -> Calibration:
-    """From measurements: of layers (tokens of all rows, seconds), alone and side by side; links (bytes, seconds)."""
+    """Fit measurements: of layers (tokens of all rows, seconds), alone and side by side; of links (bytes, seconds)."""
     return Calibration(
         {place: LinearLatency.fit(points) for place, points in layers.items()},
         {pair: LinearLatency.fit(points) for pair, points in (links or {}).items()},
@@ -100,10 +105,11 @@ def fit(
     )
 
 
-class MeasuredCostModel:
-    """Seconds of a forward pass of `rows` sequences with `tokens` new tokens each, whose hidden states have
-    `token_bytes` bytes for a token. Whole rows are split so that the places end as nearly together as they can; each
-    place has one at least, unless there are fewer rows than places.
+class MeasuredCostModel(CostModel):
+    """Seconds of a forward pass of `rows` sequences with `tokens` new tokens each.
+
+    Their hidden states have `token_bytes` bytes for a token. Whole rows are split so that the places end as nearly
+    together as they can; each place has one at least, unless there are fewer rows than places.
     """
 
     def __init__(self, calibration: Calibration, rows: int, tokens: int, token_bytes: int) -> None:
@@ -111,146 +117,149 @@ class MeasuredCostModel:
         self.rows = rows
         self.tokens = tokens
         self.token_bytes = token_bytes
-        self._known: dict[Places, _Shares] = {}
+        self._splits: dict[Places, _Split] = {}
         self._lines: dict[tuple[str, int], LinearLatency] = {}
-        self._ways: dict[tuple[str, str], LinearLatency] = {}
+        self._links: dict[tuple[str, str], LinearLatency] = {}
 
     def split(self, places: Places) -> tuple[int, ...]:
-        """Rows for each of a layer's places; some may get none if there are fewer rows than places."""
-        return self._shares(places).rows
+        """Return the rows of each of a layer's places; some may get none if there are fewer rows than places."""
+        return self._split(places).rows
 
     def work(self, places: Places) -> float:
-        """Until the slowest place has its rows."""
-        return self._shares(places).work_s
-
-    def traffic(self, places: Places) -> float:
-        """Nothing: within a run no row travels."""
-        return 0.0
+        """Return the seconds until the slowest place has computed its rows; within a run none are sent."""
+        return self._split(places).work_s
 
     def crossing(self, before: Places, after: Places) -> float:
-        """Rows come together, go to the next layer's own place, and go apart; those that stay cost nothing."""
+        """Return the seconds to join rows, send them to the next layer's own place and split them again.
+
+        Rows that stay cost nothing.
+        """
         if before == after:
             return 0.0
         apart = before[0] != after[0] and _device(before[0]) != _device(after[0])
-        whole = self._way(before[0], after[0])(self.rows) if apart else 0.0
-        return self._shares(before).apart_s + whole + self._shares(after).apart_s
+        whole = self._link(before[0], after[0])(self.rows) if apart else 0.0
+        return self._split(before).scatter_s + whole + self._split(after).scatter_s
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
+        """Return the seconds of all layers and transitions."""
         return work + crossings
 
-    def _shares(self, places: Places) -> _Shares:
-        """Worked out once for each set of places."""
-        found = self._known.get(places)
-        if found is None:
-            found = self._known[places] = self._share_out(places)
-        return found
-
-    def _share_out(self, places: Places) -> _Shares:
+    def _split(self, places: Places) -> _Split:
+        """Split the rows between a set of places; worked out once for each set."""
+        split = self._splits.get(places)
+        if split is not None:
+            return split
         devices = list(map(_device, places))
         lines = [self._line(place, devices.count(device)) for place, device in zip(places, devices, strict=True)]
         rows = split_rows(self.rows, lines, least=1 if len(places) <= self.rows else 0)
-        each = set(devices)
-        if len(each) == len(devices):
+        if len(set(devices)) == len(devices):
             work_s = max([line(n) for line, n in zip(lines, rows, strict=True) if n], default=0.0)
         else:
             computing = [(place, n) for place, n in zip(places, rows, strict=True) if n]
-            work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == device]) for device in each)
-        away = [self._way(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
+            work_s = max(self._side_by_side([p for p in computing if _device(p[0]) == d]) for d in set(devices))
+        sent_s = [self._link(places[0], place)(n) for place, n in zip(places[1:], rows[1:], strict=True) if n]
         elsewhere = sum(device != devices[0] for device, n in zip(devices, rows, strict=True) if n)
-        return _Shares(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(away))
+        split = _Split(rows, work_s + elsewhere * self.calibration.handing_s, math.fsum(sent_s))
+        self._splits[places] = split
+        return split
 
     def _side_by_side(self, computing: Sequence[tuple[str, int]]) -> float:
-        """Until all places of one device have their rows; the fewer still compute, the faster they are."""
+        """Return the seconds until all (place, rows) of one device are done; the fewer compute, the faster they are."""
         if len({n for _, n in computing}) == 1:  # they end together
             return max(self._line(place, len(computing))(n) for place, n in computing)
-        left = sorted(((1.0, place, n) for place, n in computing), key=lambda one: one[2])
+        unfinished = sorted(((1.0, place, n) for place, n in computing), key=lambda work: work[2])
         seconds = 0.0
-        while left:
-            needed = [share * self._line(place, len(left))(n) for share, place, n in left]
+        while unfinished:
+            needed = [share * self._line(place, len(unfinished))(n) for share, place, n in unfinished]
             least = min(needed)
             seconds += least
-            left = [
-                (share * (1 - least / its), place, n)
-                for its, (share, place, n) in zip(needed, left, strict=True)
-                if its > least
+            unfinished = [
+                (share * (1 - least / need), place, n)
+                for need, (share, place, n) in zip(needed, unfinished, strict=True)
+                if need > least
             ]
         return seconds
 
-    def _way(self, here: str, there: str) -> LinearLatency:
-        """Seconds for so many rows."""
-        found = self._ways.get((here, there))
-        if found is None:
-            line = self.calibration.link(here, there)
-            found = self._ways[here, there] = LinearLatency(line.fixed_s, line.each_s * self.tokens * self.token_bytes)
-        return found
+    def _link(self, source: str, target: str) -> LinearLatency:
+        """Return the seconds to send so many rows."""
+        line = self._links.get((source, target))
+        if line is None:
+            link = self.calibration.link(source, target)
+            line = LinearLatency(link.fixed_s, link.each_s * self.tokens * self.token_bytes)
+            self._links[source, target] = line
+        return line
 
     def _line(self, place: str, computing: int) -> LinearLatency:
-        """Seconds for so many rows."""
-        found = self._lines.get((place, computing))
-        if found is None:
-            line = self.calibration.layer(place, computing)
-            found = self._lines[place, computing] = LinearLatency(line.fixed_s, line.each_s * self.tokens)
-        return found
+        """Return the seconds to compute so many rows."""
+        line = self._lines.get((place, computing))
+        if line is None:
+            layer = self.calibration.layer(place, computing)
+            line = self._lines[place, computing] = LinearLatency(layer.fixed_s, layer.each_s * self.tokens)
+        return line
 
 
-class WeightedCost:
+class WeightedCost(CostModel):
     """Several forward passes of a kind, such as one of a prompt and many of one token: (how many, model)."""
 
     def __init__(self, *parts: tuple[float, CostModel]) -> None:
         self._parts = parts
 
     def work(self, places: Places) -> float:
+        """Return the cost of computing one layer in all passes."""
         return math.fsum(times * model.work(places) for times, model in self._parts)
 
     def traffic(self, places: Places) -> float:
+        """Return the cost of bringing a layer's rows to its places in all passes."""
         return math.fsum(times * model.traffic(places) for times, model in self._parts)
 
     def crossing(self, before: Places, after: Places) -> float:
+        """Return the cost between two layers in all passes."""
         return math.fsum(times * model.crossing(before, after) for times, model in self._parts)
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
+        """Return the cost of all passes."""
         return work + traffic + crossings
 
 
 @dataclass(frozen=True)
-class _Shares:
-    """Of one set of places."""
+class _Split:
+    """The rows of one set of places, and their seconds."""
 
     rows: tuple[int, ...]
     work_s: float
-    apart_s: float
+    scatter_s: float
     """To send rows to the replicas, or to have them back."""
 
 
 def split_rows(rows: int, lines: Sequence[LinearLatency], least: int = 0) -> tuple[int, ...]:
-    """Whole rows for places of these speeds, `least` each, so that the last one to end ends as early as it can."""
-    each = [line.each_s for line in lines]
-    fixed = [line.fixed_s + least * line.each_s for line in lines]
-    given, left = [0] * len(lines), rows - least * len(lines)
-    together = _meeting(left, fixed, each)
-    if min(each) <= 0:
-        flat = min([i for i, slope in enumerate(each) if slope <= 0], key=lambda i: fixed[i])
-        if fixed[flat] <= together:  # as many rows as there are, in the same time
-            given[flat] = left
+    """Split whole rows between places of these speeds, `least` each, so that the last place ends as early as it can."""
+    row_s = [line.each_s for line in lines]
+    fixed_s = [line.fixed_s + least * line.each_s for line in lines]
+    given, remaining = [0] * len(lines), rows - least * len(lines)
+    together_s = _common_end(remaining, fixed_s, row_s)
+    if min(row_s) <= 0:
+        flat = min([i for i, slope in enumerate(row_s) if slope <= 0], key=lambda i: fixed_s[i])
+        if fixed_s[flat] <= together_s:  # as many rows as there are, in the same time
+            given[flat] = remaining
             return tuple([least + n for n in given])
-    for i, slope in enumerate(each):
-        if slope > 0 and together > fixed[i]:
-            given[i] = min(left, math.floor((together - fixed[i]) / slope))
-            left -= given[i]
-    ends = [(fixed[i] + (given[i] + 1) * slope, i) for i, slope in enumerate(each)]
+    for i, slope in enumerate(row_s):
+        if slope > 0 and together_s > fixed_s[i]:
+            given[i] = min(remaining, math.floor((together_s - fixed_s[i]) / slope))
+            remaining -= given[i]
+    ends = [(fixed_s[i] + (given[i] + 1) * slope, i) for i, slope in enumerate(row_s)]
     heapify(ends)
-    for _ in range(left):
+    for _ in range(remaining):
         end, first = ends[0]
         given[first] += 1
-        heapreplace(ends, (end + each[first], first))
+        heapreplace(ends, (end + row_s[first], first))
     return tuple([least + n for n in given])
 
 
-def _meeting(rows: int, fixed: Sequence[float], each: Sequence[float]) -> float:
-    """When all would end together, could rows be divided; those that would begin later get none."""
+def _common_end(rows: int, fixed_s: Sequence[float], row_s: Sequence[float]) -> float:
+    """Return when all would end together, could rows be divided; places that would begin later get none."""
     speed = filled = 0.0
     end = math.inf
-    for begin, slope in sorted(zip(fixed, each, strict=True)):
+    for begin, slope in sorted(zip(fixed_s, row_s, strict=True)):
         if begin >= end or slope <= 0:
             break
         speed += 1 / slope

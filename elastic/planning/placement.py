@@ -1,4 +1,4 @@
-"""Where each decoder layer is: its own place and those of its replicas; and what places offer. Pure records."""
+"""Records of where decoder layers are (their own places and those of their replicas) and of what places offer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Placement:
-    """P: for each decoder layer the places that have it, its own first. (CoCoServe, section 4.1)"""
+    """P, for each decoder layer the places that have it, its own first. (CoCoServe, section 4.1)"""
 
     layers: tuple[Places, ...]
 
@@ -36,17 +36,17 @@ class Placement:
 
     @classmethod
     def alone(cls, layers: int, place: str) -> Placement:
-        """So many layers, all at one place."""
+        """Make a placement of so many layers, all at one place."""
         return cls(((place,),) * layers)
 
     @property
     def alone_at_home(self) -> Placement:
-        """P0: the same without replicas."""
+        """P0, the same without replicas."""
         return Placement(tuple(places[:1] for places in self.layers))
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """p_i: in how many places each layer is."""
+        """p_i, the number of places of each layer."""
         return tuple(map(len, self.layers))
 
     @property
@@ -56,32 +56,32 @@ class Placement:
 
     @property
     def transitions(self) -> int:
-        """delta: how often rows go apart, come together or go elsewhere in a forward pass. (Equation 2)"""
+        """delta, how often rows are split, joined or moved in a forward pass. (Equation 2)"""
         return sum(before != after for before, after in pairwise(self.chain))
 
     def runs(self) -> tuple[LayerRun, ...]:
-        """The layers from first to last, in as few runs as possible."""
-        found, first = [], 0
+        """Return the layers from first to last, in as few runs as possible."""
+        runs, first = [], 0
         for places, same in groupby(self.layers):
             last = first + len(list(same))
-            found.append(LayerRun(range(first, last), places))
+            runs.append(LayerRun(range(first, last), places))
             first = last
-        return tuple(found)
+        return tuple(runs)
 
     def at(self, place: str) -> tuple[int, ...]:
-        """The layers that a place has, as their own or as replicas."""
+        """Return the layers that a place has, as their own or as replicas."""
         return tuple(index for index, places in enumerate(self.layers) if place in places)
 
     def with_replicas(self, layers: Iterable[int], place: str) -> Placement:
-        """These layers at one more place; those that are there already stay as they are."""
+        """Return this placement with these layers at one more place; those that are there already stay as they are."""
         return self._changed(layers, lambda places: places if place in places else (*places, place))
 
     def without_replicas(self, layers: Iterable[int], place: str) -> Placement:
-        """These layers without their replicas at a place; their own place is not taken from them."""
+        """Return this placement without replicas of these layers at a place; their own places stay."""
         return self._changed(layers, lambda places: (places[0], *(p for p in places[1:] if p != place)))
 
     def moved(self, layers: Iterable[int], place: str) -> Placement:
-        """These layers with another place of their own; a replica that was there is what they are then."""
+        """Return this placement with these layers moved to a place of their own; a replica there becomes the layer."""
         return self._changed(layers, lambda places: (place, *(p for p in places[1:] if p != place)))
 
     def _changed(self, layers: Iterable[int], change: Callable[[Places], Places]) -> Placement:
@@ -90,7 +90,7 @@ class Placement:
 
 
 def difference(before: Placement, after: Placement) -> tuple[Action, ...]:
-    """The actions that lead from one placement to another: first what gives room, then moves, then replicas."""
+    """Return the actions from one placement to another: first those that give room, then moves, then replicas."""
     pairs = list(enumerate(zip(before.layers, after.layers, strict=True)))
     moved = [(i, new[0]) for i, (old, new) in pairs if old[0] != new[0]]
     evicted = [(i, place) for i, (old, new) in pairs for place in old[1:] if place not in new]
@@ -103,16 +103,16 @@ def difference(before: Placement, after: Placement) -> tuple[Action, ...]:
     )
 
 
-def _by_place(found: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, ...]]]:
+def _by_place(pairs: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, ...]]]:
     grouped: dict[str, list[int]] = {}
-    for layer, place in found:
+    for layer, place in pairs:
         grouped.setdefault(place, []).append(layer)
     return [(place, tuple(sorted(layers))) for place, layers in grouped.items()]
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """r: what one layer, or a module of it, takes at a place. (Algorithm 1)"""
+    """r, the demand of one layer, or of a module of it, at a place. (Algorithm 1)"""
 
     nbytes: int
     """Weights."""
@@ -130,49 +130,44 @@ class ResourceDemand:
 
 @dataclass(frozen=True)
 class PlaceCapacity:
-    """What a place offers."""
+    """The memory, compute and bandwidth that a place offers."""
 
     name: str
     total_bytes: int
     free_bytes: int
     compute: float = 1.0
-    """C: work a second when it has nothing else to do; any unit, the same for all places."""
+    """C, work a second when it has nothing else to do; any unit, the same for all places."""
     idle: float = 1.0
     """Share of it that nobody uses now, from 0 to 1."""
     bandwidths: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """B: place -> units of data a second; to places not named here nothing has to be copied."""
+    """B, place -> units of data a second; to places not named here nothing has to be copied."""
     margin: float = 0.1
     """Share of memory, and of compute, that planning leaves alone."""
+    room_bytes: int = field(init=False, compare=False)
+    """Bytes that may still be filled."""
+    room_compute: float = field(init=False, compare=False)
+    """Work a second that may still be asked for."""
+    vacancy: float = field(init=False, compare=False)
+    """Share that is free of whatever is scarcer, memory or compute."""
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that may still be filled."""
-        return max(0, math.floor(self.free_bytes - self.margin * self.total_bytes))
-
-    @property
-    def room_compute(self) -> float:
-        """Work a second that may still be asked for."""
-        return max(0.0, (self.idle - self.margin) * self.compute)
-
-    @property
-    def vacancy(self) -> float:
-        """Share that is free of whatever is scarcer, memory or compute."""
-        return min(self.free_bytes / self.total_bytes if self.total_bytes else 0.0, self.idle)
-
-    def bandwidth(self, other: str) -> float:
-        return self.bandwidths.get(other, math.inf)
+    def __post_init__(self) -> None:
+        room_bytes = max(0, math.floor(self.free_bytes - self.margin * self.total_bytes))
+        free = self.free_bytes / self.total_bytes if self.total_bytes else 0.0
+        object.__setattr__(self, "room_bytes", room_bytes)
+        object.__setattr__(self, "room_compute", max(0.0, (self.idle - self.margin) * self.compute))
+        object.__setattr__(self, "vacancy", min(free, self.idle))
 
     def fits(self, need: ResourceDemand) -> bool:
-        """Whether a layer, or a module, still fits below the margin."""
+        """Return whether a layer, or a module, still fits below the margin."""
         return need.total_bytes <= self.room_bytes and need.compute <= self.room_compute
 
     def replicas(self, need: ResourceDemand) -> int:
-        """max_replicas = free / r, by memory and by compute. (Algorithm 1, line 3)"""
+        """Return max_replicas = free / r, by memory and by compute. (Algorithm 1, line 3)"""
         counts = [self.room_bytes // need.total_bytes] if need.total_bytes else []
         counts += [math.floor(self.room_compute / need.compute + 1e-9)] if need.compute else []
         return min(counts, default=1 << 30)
 
     def having(self, taken: ResourceDemand, times: int = 1) -> PlaceCapacity:
-        """The same place with so much taken; below zero: given back."""
+        """Return the same place with so much taken; below zero: given back."""
         used = times * taken.compute / self.compute if self.compute else 0.0
         return replace(self, free_bytes=self.free_bytes - times * taken.total_bytes, idle=self.idle - used)

@@ -126,7 +126,7 @@ def pack_variants(
         inputs = partial(inputs_of, model, used, text) if text is not None else dict[str, torch.Tensor]
         made = obtain(parameters, variant, cache, inputs)
         for layer, packed in zip(own, made, strict=True):
-            layer.variants = {**layer.variants, variant.name: packed}
+            layer.variants[variant.name] = packed
         for device in {pool.backend.device for pool in pools} - {layer.device for layer in parameters}:
             with suppress(ConfigError):  # a format without kernels there: its layers stay
                 measure_paths(made, device)

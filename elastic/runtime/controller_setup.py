@@ -20,7 +20,7 @@ from elastic.controller.policies.precision import PrecisionPolicy
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.policies.scaling import ScalingPolicy
 from elastic.controller.sensors.host_memory import read_host
-from elastic.controller.sensors.monitor import Monitor, PlacementReadings
+from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import NVMLSensor
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Snapshot
 from elastic.errors import ConfigError
@@ -53,12 +53,9 @@ def connect_controller(
     stack.callback(nvml.close)
     runtime.monitor = Monitor(
         runtime.counters,
-        lambda: _kv_stats(parts.kv),
-        parts.weights.form,
+        lambda: _instance_readings(runtime, parts),
         lambda: runtime.busy,
-        nvml.read,
-        read_host,
-        placed=lambda: _placement(runtime, parts),
+        lambda: (nvml.read(), read_host()),
     )
     runtime.slo = slo
     if make_policy:
@@ -208,11 +205,11 @@ def _cost_model(calibration: Calibration, token_bytes: int, rows: int) -> CostMo
     return MeasuredCostModel(calibration, rows, 1, token_bytes)
 
 
-def _placement(runtime: Runtime, parts: ModelParts) -> PlacementReadings:
-    """Return where the layers are and what their places have left; where there is one place only, just the events."""
-    events = runtime.events()[-EVENTS_SEEN:]
+def _instance_readings(runtime: Runtime, parts: ModelParts) -> InstanceReadings:
+    """Return what the instance tells a policy; where there is one place only, nothing about places."""
+    kv_stats, variants, events = _kv_stats(parts.kv), parts.weights.form(), runtime.events()[-EVENTS_SEEN:]
     if len(parts.pools) < 2:
-        return PlacementReadings(events=events)
+        return InstanceReadings(kv_stats, variants, events=events)
     layers, by_layer = parts.weights.layers, parts.weights.residencies()
     residencies = tuple(
         (layer.pool.name, *(r.place for r in by_layer[layer.name][1:] if not r.part)) for layer in layers
@@ -224,7 +221,7 @@ def _placement(runtime: Runtime, parts: ModelParts) -> PlacementReadings:
         place, kv = pool.status(), caches[pool.name]
         sizes = (place.budget_bytes, place.free_bytes, kv.used_bytes, kv.capacity_bytes, kv.maximum_bytes)
         readings.append(PlaceReading(place.name, *sizes))
-    return PlacementReadings(residencies, tuple(readings), events, apart)
+    return InstanceReadings(kv_stats, variants, residencies, tuple(readings), events, apart)
 
 
 def _kv_stats(memory: KVMemory) -> MemoryStats:

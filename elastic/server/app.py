@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Response
-from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI
 
 from elastic.config import parse_bytes
 from elastic.engines.base import Engine
@@ -19,8 +17,7 @@ from elastic.server.generation import errors
 from elastic.server.generation.state import ServerState
 from elastic.server.middleware import RequestMiddleware
 from elastic.server.routes import actions as action_routes
-from elastic.server.routes import openai
-from elastic.server.routes.status import document
+from elastic.server.routes import openai, status
 
 MAX_BODY = "4MiB"
 BODY_TIMEOUT_S = 60.0
@@ -38,7 +35,7 @@ def create_app(
     max_body: int | str = MAX_BODY,
     body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> FastAPI:
-    """An ASGI application that serves one model under `name`.
+    """Make an ASGI application that serves one model under `name`.
 
     It starts the engine with itself and stops it at its end, unless the engine serves already: who starts an engine
     stops it. `tokenizer` is the model's, from transformers. `max_model_len` is the most tokens of prompt and answer
@@ -46,7 +43,7 @@ def create_app(
     `/elastic/actions` to those who have `token`. `max_body` bounds the bodies of requests, in bytes or as text, and
     `body_timeout_s` the seconds that one may take to arrive.
 
-    The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `EngineState`: call
+    The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `ServerState`: call
     `drain()` on it to refuse new requests. Raises `ConfigError` for options that cannot work.
     """
     if actions and not token:
@@ -68,7 +65,7 @@ def create_app(
     errors.install(app)
     app.include_router(openai.routes(serving))
     app.include_router(action_routes.routes(engine) if actions else action_routes.closed())
-    _add_views(app, serving)
+    app.include_router(status.routes(serving))
     keys = {"/v1/": api_key, "/elastic/actions": token if actions else None}
     app.add_middleware(
         RequestMiddleware, serving=serving, keys=keys, max_body_bytes=body_bytes, body_timeout_s=body_timeout_s
@@ -88,22 +85,3 @@ async def _lifespan(serving: ServerState, app: FastAPI) -> AsyncIterator[None]:
         serving.close()
         if ours:
             await asyncio.to_thread(serving.engine.stop, drain=False, timeout_s=0.0 if serving.forced else None)
-
-
-def _add_views(app: FastAPI, serving: ServerState) -> None:
-    """The endpoints that only look. They run in threads: the runtime may be busy for a moment."""
-
-    @app.get("/health")
-    async def health() -> Response:
-        ok = serving.state == "serving"
-        headers = {} if ok else {"Retry-After": str(errors.RETRY_AFTER_S)}
-        return JSONResponse({"status": serving.state}, 200 if ok else 503, headers)
-
-    @app.get("/metrics")
-    def metrics(http: HTTPRequest) -> Response:
-        body, content_type = serving.metrics.render(http.headers.get("accept", ""))
-        return Response(body, headers={"Content-Type": content_type})
-
-    @app.get("/elastic/status")
-    def status() -> Response:
-        return JSONResponse(document(serving))

@@ -1,4 +1,4 @@
-"""The names that a server answers to.
+"""The names that a server answers to, as middleware.
 
 A web page can have its own name point to 127.0.0.1 and then talk to a server there as if it were its own (DNS
 rebinding); the `Host` header still says whose name it was. So a server that only this machine can reach answers to
@@ -29,23 +29,20 @@ class Hosts:
         self._allowed = tuple(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._answers_to(host := Headers(scope=scope).get("host", "")):
-            message = f"this server does not answer to the name {host!r}; start it with --allowed-hosts to change that"
-            headers = {"Connection": "close"}
-            error = APIError(403, message, type="permission_error", code="host_not_allowed", headers=headers)
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _answers_to(self, host: str) -> bool:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
         name = _PORT.sub("", host).lower().rstrip(".")
-        if ANY in self._allowed or not name or _is_address(name):  # without a name it is no browser
-            return True
-        return any(name.endswith(a[1:]) if a.startswith("*.") else name == a for a in self._allowed)
+        allowed = ANY in self._allowed or not name or _is_address(name)  # without a name it is no browser
+        if allowed or any(name.endswith(a[1:]) if a.startswith("*.") else name == a for a in self._allowed):
+            await self._app(scope, receive, send)
+            return
+        message = f"this server does not answer to the name {host!r}; start it with --allowed-hosts to change that"
+        headers = {"Connection": "close"}
+        error = APIError(403, message, type="permission_error", code="host_not_allowed", headers=headers)
+        await error.response()(scope, receive, send)
 
 
 def names_for(host: str, address: str) -> tuple[str, ...]:
-    """The names that a server answers to by default, bound to an address by a name: all, if others can reach it."""
+    """Return the names that a server bound to an address answers to by default: all, if others can reach it."""
     return (*LOCAL, host) if ipaddress.ip_address(address.partition("%")[0]).is_loopback else (ANY,)
 
 

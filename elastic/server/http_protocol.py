@@ -1,7 +1,7 @@
 """HTTP/1.1 by uvicorn and h11, for clients that have only so long to send the head of a request.
 
 uvicorn bounds how long a connection may be idle between requests, not how long a head may take: one byte at a time
-holds a connection for ever. Here, a head that is not complete in time closes it. (Bodies: `door.py`.)
+holds a connection for ever. Here, a head that is not complete in time closes it. (Bodies: `middleware.py`.)
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ class Config(uvicorn.Config):
 
 
 class Protocol(H11Protocol):
-    """One connection."""
+    """One connection; closed where a head that is awaited does not come in time."""
 
     config: Config
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """The first head is expected from now on."""
+        """Await the first head."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """A head may have begun or come to its end."""
+        """Take data, in which a head may begin or come to its end."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is expected any more."""
-        self._cancel()
+        """Await nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(self.config.header_timeout_s, self._too_slow)
+        """Start the timer while a head is awaited, stop it while a request is answered."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not answering and self._timer is None:
+            self._timer = self.loop.call_later(self.config.header_timeout_s, self._refuse)
+        elif answering and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _too_slow(self) -> None:
+    def _refuse(self) -> None:
+        """Close the connection of a client that is too slow."""
         if not self.transport.is_closing():
             self.transport.write(_TOO_SLOW)
             self.transport.close()
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

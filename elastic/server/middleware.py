@@ -1,4 +1,4 @@
-"""What a request must pass before an endpoint sees it."""
+"""The checks of a request before an endpoint sees it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from elastic.server.generation.errors import RETRY_AFTER_S, APIError
 from elastic.server.generation.state import SHUTTING_DOWN, ServerState
 
 _DISCARDED = 4
-"""Times the limit: how much of a body that is refused is still read, so that the client reads the answer."""
+"""Times the limit, of a body that is refused, are still read, so that the client reads the answer."""
 _DISCARD_S = 2.0
-_LOOK_S = 0.25
-"""How often what waits for the rest of a body looks whether the server drains."""
+_POLL_S = 0.25
+"""Between two looks whether the server drains, while the rest of a body is awaited."""
 _CLOSE = {"Connection": "close"}
-"""Of an answer to a body that is not read to its end."""
+"""Headers of an answer to a body that is not read to its end."""
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -41,6 +41,7 @@ class RequestMiddleware:
     ) -> None:
         self._app, self._serving, self._limit = app, serving, max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._too_large = f"the body is larger than {max_body_bytes:,} bytes"
         self._keys = {prefix: key for prefix, key in keys.items() if key}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,49 +76,47 @@ class RequestMiddleware:
             raise APIError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limit:
-            raise APIError(413, self._too_large(), code="body_too_large")
+            raise APIError(413, self._too_large, code="body_too_large")
 
     def _bounded(self, receive: Receive) -> Receive:
-        seen, whole = 0, False
+        """Wrap `receive` with the bounds on a body."""
+        nbytes, complete = 0, False
         until_s = time.monotonic() + self._body_timeout_s
 
         async def bounded() -> Message:
-            nonlocal seen, whole
-            message = await (receive() if whole else self._in_time(receive, until_s))
-            whole = not message.get("more_body")
-            seen += len(message.get("body", b""))
-            if seen > self._limit:
-                if not whole:
+            nonlocal nbytes, complete
+            message = await (receive() if complete else self._in_time(receive, until_s))
+            complete = not message.get("more_body")
+            nbytes += len(message.get("body", b""))
+            if nbytes > self._limit:
+                if not complete:
                     await _discard(receive, _DISCARDED * self._limit)
-                raise HTTPException(413, self._too_large(), _CLOSE)
+                raise HTTPException(413, self._too_large, _CLOSE)
             return message
 
         return bounded
 
     async def _in_time(self, receive: Receive, until_s: float) -> Message:
-        """More of a body. Raises `HTTPException` when its time is over, or the server drains."""
+        """Receive more of a body. Raises `HTTPException` when its time is over, or the server drains."""
         while True:
             left_s = until_s - time.monotonic()
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(_LOOK_S, left_s)):
+                async with asyncio.timeout(min(_POLL_S, left_s)):
                     return await receive()
-            if left_s < _LOOK_S:
+            if left_s < _POLL_S:
                 raise HTTPException(408, f"the body did not come within {self._body_timeout_s:g} seconds", _CLOSE)
             if self._serving.state == "draining":
                 raise HTTPException(503, SHUTTING_DOWN, {"Retry-After": str(RETRY_AFTER_S), **_CLOSE})
 
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._limit:,} bytes"
-
 
 def _path(scope: Scope) -> str:
-    """The path inside the application, also where it is mounted under another."""
+    """Return the path inside the application, also where it is mounted under another."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def _check_key(given: str, key: str) -> None:
-    """Raises `APIError`; takes as long for a key that is nearly right as for one that is not."""
+    """Raise `APIError` for a wrong key, after the same time whether it is nearly right or not."""
     scheme, _, token = given.partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), key.encode()):
         headers = {"WWW-Authenticate": "Bearer"}
@@ -126,11 +125,11 @@ def _check_key(given: str, key: str) -> None:
 
 
 async def _discard(receive: Receive, limit: int) -> None:
-    """Read the rest of a body and forget it."""
+    """Read the rest of a body, up to `limit` bytes, and forget it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
-            seen, more = 0, True
-            while more and seen <= limit:
+            nbytes, more = 0, True
+            while more and nbytes <= limit:
                 message = await receive()
-                seen += len(message.get("body", b""))
+                nbytes += len(message.get("body", b""))
                 more = message.get("more_body", False)

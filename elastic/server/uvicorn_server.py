@@ -1,4 +1,4 @@
-"""Running an app with uvicorn, and ending it without losing a request."""
+"""An app run with uvicorn, and ended without losing a request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import FrameType
 
 import uvicorn
@@ -19,7 +20,7 @@ from elastic.server.http_protocol import Config
 DRAIN_S = 30.0
 HEADER_TIMEOUT_S = 20.0
 _CLOSE_S = 2
-"""How long connections may take to close at the end."""
+"""Time for connections to close at the end."""
 
 
 class Server(uvicorn.Server):
@@ -52,16 +53,16 @@ class Server(uvicorn.Server):
         self._serving: ServerState = app.state.serving
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signals = 0
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
-        """A signal, or a call from any thread."""
+        """Drain at the first call, end at once at the second: a signal's handler, to be called on any thread."""
         self._signals += 1
         self._serving.drain()
         if self._loop is None:
             self.should_exit = True
         elif self._signals == 1:
-            self._loop.call_soon_threadsafe(self._begin_to_drain)
+            self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         else:
             self.should_exit = self.force_exit = self._serving.forced = True
 
@@ -78,7 +79,8 @@ class Server(uvicorn.Server):
         if self.force_exit:
             self._hang_up()
             await self._stop_engine()
-            await self._requests_ended()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=_CLOSE_S)
             await self.lifespan.shutdown()
 
     def _hang_up(self) -> None:
@@ -86,32 +88,29 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
-    async def _requests_ended(self) -> None:
-        if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=_CLOSE_S)
-
-    def _begin_to_drain(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
-
     async def _drain(self) -> None:
-        if not await self._idle_within(self._drain_s):
-            await self._stop_engine()
-            await self._idle_within(_CLOSE_S)
-        self.should_exit = True
+        """Wait for the answers under way, and exit; also where the engine fails to stop, as it is asked again then."""
+        try:
+            if not await self._idle_within(self._drain_s):
+                await self._stop_engine()
+                await self._idle_within(_CLOSE_S)
+        finally:
+            self.should_exit = True
 
     async def _idle_within(self, seconds: float) -> bool:
+        """Wait until nothing is answered any more, and tell whether that was in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._serving.idle()
         return not self._serving.answering
 
     async def _stop_engine(self) -> None:
-        """End what still runs, as cancelled."""
+        """End the requests that still run, as cancelled."""
         await asyncio.to_thread(self._serving.engine.stop, drain=False, timeout_s=_CLOSE_S)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that nobody can connect to yet; port 0 takes a free one. Raises `ConfigError`."""
+    """Make a socket that nobody can connect to yet; port 0 takes a free one. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -156,13 +155,10 @@ def run(
         raise ConfigError(f"header_timeout_s={header_timeout_s} must be above 0")
     with bind(host, port) if bound is None else bound as bound:
         listen(bound)
-        where = bound.getsockname()[:2]
-        print(f"serving {app.state.serving.name} on http://{_in_url(where[0])}:{where[1]}", flush=True)
-        hosts = names_for(host, where[0]) if allowed_hosts is None else allowed_hosts
+        address, port = bound.getsockname()[:2]
+        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        print(f"serving {app.state.serving.name} on {url}", flush=True)
+        hosts = names_for(host, address) if allowed_hosts is None else allowed_hosts
         server = Server(app, drain_s=drain_s, header_timeout_s=header_timeout_s, allowed_hosts=hosts)
         server.run([bound])
     return int(server.force_exit)
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""How much of a batch this thread computes: what depends on the number of tokens goes by those of the whole batch.
+"""The share of a batch that a thread computes: what depends on the number of tokens goes by those of the whole batch.
 
 So a replica takes the kernels that the layer would have taken for all rows together.
 """
@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import threading
 
-
-class _Here(threading.local):
-    part: tuple[int, int] | None = None
+from torch import nn
 
 
-_here = _Here()
+class BatchShare:
+    """So many rows or tokens of a batch, and the module that computes them."""
+
+    def __init__(self, count: int, batch: int) -> None:
+        self.count = count
+        self.batch = batch
+        self.replica: nn.Module | None = None
+        """Called in place of the next layer that the thread calls, this once; None: the layer itself."""
 
 
-def set_batch_share(part: int, whole: int) -> None:
-    """This thread computes so much of so much, in rows or tokens, until it says `clear_batch_share`."""
-    _here.part = part, whole
+class _Thread(threading.local):
+    share: BatchShare | None = None
+    """None: whole batches."""
 
 
-def clear_batch_share() -> None:
-    """This thread computes whole batches."""
-    _here.part = None
+thread = _Thread()
 
 
 def full_batch_tokens(tokens: int) -> int:
-    """How many tokens the whole batch has where this thread has so many."""
-    part = _here.part
-    return tokens if part is None else tokens * part[1] // part[0]
+    """Return how many tokens the whole batch has where this thread has so many."""
+    share = thread.share
+    return tokens if share is None else tokens * share.batch // share.count

@@ -1,4 +1,4 @@
-"""Finding the decoder of a model by its structure, with no list of class names."""
+"""The decoder of a model, found by its structure, with no list of class names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Decoder:
 
 
 def find_decoder(model: nn.Module) -> Decoder:
-    """Find roots and decoder layers. Raises `ConfigError` that says what was looked for."""
+    """Find the roots and decoder layers of a model. Raises `ConfigError` that says what was looked for."""
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise _unsupported(model, "a torch module with a Hugging Face config")
@@ -39,16 +39,11 @@ def find_decoder(model: nn.Module) -> Decoder:
         raise _unsupported(model, f"a ModuleList of {count} layers (config.num_hidden_layers) with parameters")
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     above = (module for module, name in names.items() if names[layers].startswith(name))
-    roots = tuple(module for module in above if takes_cache(module))
+    takes_cache = {"past_key_values", "use_cache"}  # a model, not a layer of it
+    roots = tuple(m for m in above if takes_cache <= inspect.signature(type(m).forward).parameters.keys())
     if not any(getattr(root, "can_generate", bool)() for root in roots):
         raise _unsupported(model, "a model that can generate, with a forward method that takes past_key_values")
     return Decoder(roots, tuple(layers), tuple(f"{names[layers]}.{i}" for i in range(len(layers))), text)
-
-
-def takes_cache(module: nn.Module) -> bool:
-    """Whether a module's forward takes `past_key_values` and `use_cache`: a model, not a layer of it."""
-    parameters = inspect.signature(type(module).forward).parameters
-    return "past_key_values" in parameters and "use_cache" in parameters
 
 
 def _unsupported(model: object, wanted: str) -> ConfigError:

@@ -1,9 +1,10 @@
-"""Which parameters of a model can live in pages, and what stays in ordinary tensors."""
+"""The parameters of a model that can live in pages, and the tensors that stay ordinary ones."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from elastic.weights.parameter_slot import ParameterSlot
 
 
 def layer_slots(model: nn.Module, decoder: Decoder) -> list[dict[str, ParameterSlot]]:
-    """For each decoder layer the parameters that live in pages, by their names in the layer.
+    """Return for each decoder layer the parameters that live in pages, by their names in the layer.
 
     Not those that anything outside the layer uses too (tied or shared, also by memory), adapters (what lies beside a
     `base_layer`), kinds of parameters that are not plain, and those on another device than the layer's first.
@@ -25,64 +26,60 @@ def layer_slots(model: nn.Module, decoder: Decoder) -> list[dict[str, ParameterS
             if parameter is not None:
                 homes.setdefault(id(parameter), []).append((module, name))
     refused = _overlapping(model) | _adapters(model)
-    seen = Counter(id(module) for layer in set(decoder.layers) for module in layer.modules())
-    found = []
+    uses = Counter(id(module) for layer in set(decoder.layers) for module in layer.modules())
+    layers = []
     for layer in decoder.layers:
-        own = {id(module) for module in layer.modules() if seen[id(module)] == 1}
+        inner = {id(module) for module in layer.modules() if uses[id(module)] == 1}
         slots: dict[str, ParameterSlot] = {}
         for name, parameter in layer.named_parameters():
             places = homes[id(parameter)]
-            private = decoder.layers.count(layer) == 1 and all(id(module) in own for module, _ in places)
+            private = decoder.layers.count(layer) == 1 and all(id(module) in inner for module, _ in places)
             first = next(iter(slots.values())).parameter if slots else parameter
             if private and id(parameter) not in refused and _plain(parameter) and parameter.device == first.device:
                 slots[name] = ParameterSlot(parameter, tuple(places))
-        found.append(slots)
-    return found
+        layers.append(slots)
+    return layers
 
 
 def held_outside(
     model: nn.Module, decoder: Decoder, slots: Sequence[Mapping[str, ParameterSlot]]
 ) -> dict[str, Counter[str]]:
-    """Bytes that stay ordinary tensors, by device and then by `fixed:name`: embeddings, head, buffers, adapters."""
-    in_pages = {id(slot.parameter) for here in slots for slot in here.values()}
+    """Return the bytes of ordinary tensors, by device and `fixed:name`: embeddings, head, buffers, adapters."""
+    paged = {id(slot.parameter) for by_name in slots for slot in by_name.values()}
     held: dict[str, Counter[str]] = {}
-    for name, tensor in _tensors(model):
-        if id(tensor) not in in_pages:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if id(tensor) not in paged:
             layer = next((prefix for prefix in decoder.layer_names if name.startswith(prefix + ".")), None)
             owner = f"fixed:{layer or name.rsplit('.', 1)[0]}"
             held.setdefault(str(tensor.device), Counter())[owner] += tensor.nbytes
     return held
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _overlapping(model: nn.Module) -> set[int]:
-    """Parameters (ids) whose bytes another parameter or buffer has too."""
-    extents = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, id(t)) for _, t in _tensors(model))
-    found: set[int] = set()
-    longest = ("", 0, 0, 0)  # of those so far, the one that reaches farthest
+    """Return the parameters (ids) whose bytes another parameter or buffer has too."""
+    tensors = chain(model.parameters(), model.buffers())
+    extents = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, id(t)) for t in tensors)
+    overlapping: set[int] = set()
+    farthest = ("", 0, 0, 0)  # of those so far, the one that reaches farthest
     for extent in extents:
-        if extent[0] == longest[0] and extent[1] < longest[2]:
-            found |= {longest[3], extent[3]}
-        longest = max(longest, extent, key=lambda e: (e[0], e[2]))
-    return found
+        if extent[0] == farthest[0] and extent[1] < farthest[2]:
+            overlapping |= {farthest[3], extent[3]}
+        farthest = max(farthest, extent, key=lambda e: (e[0], e[2]))
+    return overlapping
 
 
 def _adapters(model: nn.Module) -> set[int]:
-    """Parameters (ids) that lie beside a `base_layer`, as PEFT's do."""
-    found: set[int] = set()
+    """Return the parameters (ids) that lie beside a `base_layer`, as PEFT's do."""
+    adapters: set[int] = set()
     for module in model.modules():
         base = module._modules.get("base_layer")
         if base is not None:
-            found |= {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
-    return found
+            adapters |= {id(p) for p in module.parameters()} - {id(p) for p in base.parameters()}
+    return adapters
 
 
 def _plain(parameter: nn.Parameter) -> bool:
-    """Whether it is an ordinary parameter, dense in its memory."""
+    """Return whether this is an ordinary parameter, dense in its memory."""
     if type(parameter) is not nn.Parameter or not parameter.numel() or parameter.layout is not torch.strided:
         return False
     if parameter.is_inference():  # it tells nobody when it is written

@@ -1,4 +1,4 @@
-"""Where layers begin when a model is wrapped: a place for each, and which are absent."""
+"""The residency of layers when a model is wrapped: a place for each, and those that are absent."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ KV_SHARE = 0.1
 
 
 def spread(sizes: Sequence[int], pools: Sequence[PagePool]) -> list[PagePool]:
-    """A place for each layer, by its bytes: in the order of the places, as many layers as leave room for a KV cache.
+    """Choose a place for each layer, by its bytes: in their order, as many layers as leave room for a KV cache.
 
-    Layers that fit nowhere go to the first place, which streams them.
+    Layers that fit nowhere belong to the first place, which streams them.
     """
     room = [int((1 - KV_SHARE) * pool.free_pages) for pool in pools]
-    chosen, at = [], 0
+    chosen, place = [], 0
     for size in sizes:
-        while at < len(pools) and pools[at].pages_for(size) > room[at]:
-            at += 1
-        if at < len(pools):
-            room[at] -= pools[at].pages_for(size)
-        chosen.append(pools[at] if at < len(pools) else pools[0])
+        while place < len(pools) and pools[place].pages_for(size) > room[place]:
+            place += 1
+        if place < len(pools):
+            room[place] -= pools[place].pages_for(size)
+        chosen.append(pools[place] if place < len(pools) else pools[0])
     return chosen
 
 
 def choose_absent(
     layers: Sequence[WeightUnit], free_pages: int, stage_pages: int, *, least_stages: int = 1
 ) -> tuple[int, list[WeightUnit]]:
-    """The stages for a place with `free_pages`, and the layers that find no room there, evenly spread.
+    """Choose the prefetch buffers of a place with `free_pages`, and the layers without room there, evenly spread.
 
-    `least_stages`: where all layers find room.
-
-    Raises `CapacityError` if not even one layer at a time fits.
+    `stage_pages` are those of one buffer; `least_stages` is their number where all layers find room. Raises
+    `CapacityError` if not even one layer at a time fits.
     """
     needed = sum(layer.pages for layer in layers)
     if needed + stage_pages <= free_pages:
@@ -45,8 +44,8 @@ def choose_absent(
     for count in range(1, len(layers) + 1):
         absent = [layers[i * len(layers) // count] for i in range(count)]
         stages = min(2, count)
-        left = free_pages - stages * stage_pages - needed + sum(layer.pages for layer in absent)
-        if left >= KV_SHARE * free_pages:
+        kv_pages = free_pages - stages * stage_pages - needed + sum(layer.pages for layer in absent)
+        if kv_pages >= KV_SHARE * free_pages:
             return stages, absent
     pool = layers[0].pool
     raise CapacityError(

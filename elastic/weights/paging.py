@@ -1,22 +1,19 @@
-"""Which parameters of a model can live in pages, and moving them in (wrap) and out (unwrap)."""
+"""Moving the parameters of decoder layers into pages (wrap) and out (unwrap)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.page_pool import PagePool
 from elastic.memory.places import give_back_freed
 from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.weights.decoder import Decoder
-from elastic.weights.layer import WeightUnit
-from elastic.weights.parameter_slot import ParameterSlot
-
-Arrange = Callable[[str, torch.Tensor], ParameterLayout]
+from elastic.weights.layer import DecoderLayer, WeightUnit
+from elastic.weights.parameter_slot import ParameterSlot, UnpagedTensors
+from elastic.weights.slot_contents import absent_contents, resident_contents
 
 
 def make_layers(
@@ -24,82 +21,61 @@ def make_layers(
     slots: Sequence[Mapping[str, ParameterSlot]],
     pools: Sequence[PagePool],
     checkpoint: Checkpoint | None,
-    arrange: Arrange | None = None,
 ) -> list[WeightUnit]:
-    """The layers, before anything is moved; `pools` are those of their places.
-
-    `arrange` chooses another layout than the present one for a parameter.
-    """
-    made = []
-    for index, (name, here) in enumerate(zip(decoder.layer_names, slots, strict=True)):
-        choose = arrange or _as_it_lies
-        layout = LayerLayout.pack({n: choose(f"{name}.{n}", slot.parameter) for n, slot in here.items()})
-        layer = WeightUnit(index, name, pools[index], here, layout, checkpoint)
-        layer.unpaged_tensors, layer.accelerate_hooks = (
-            _others(decoder.layers[index], here),
-            _aligners(decoder.layers[index]),
-        )
-        made.append(layer)
-    return made
+    """Make the units of all layers, before anything is moved; `pools` are those of their places."""
+    units = []
+    for index, (module, name) in enumerate(zip(decoder.layers, decoder.layer_names, strict=True)):
+        layer = DecoderLayer(index, name, UnpagedTensors(module, slots[index]), checkpoint)
+        layouts = {n: stored_layout(f"{name}.{n}", slot.parameter) for n, slot in slots[index].items()}
+        units.append(WeightUnit(layer, pools[index], slots[index], LayerLayout.pack(layouts)))
+    return units
 
 
-def _others(layer: nn.Module, slots: Mapping[str, ParameterSlot]) -> tuple[tuple[dict[str, Any], str], ...]:
-    """Where a layer's tensors are that do not lie in pages."""
-    in_pages = {id(slot.parameter) for slot in slots.values()}
-    dicts: list[dict[str, Any]] = [d for m in layer.modules() for d in (m._parameters, m._buffers)]
-    return tuple((d, n) for d in dicts for n, tensor in d.items() if tensor is not None and id(tensor) not in in_pages)
-
-
-def _aligners(layer: nn.Module) -> tuple[Any, ...]:
-    """accelerate's hooks on a layer and in it that know a device."""
-    hooks = [getattr(module, "_hf_hook", None) for module in layer.modules()]
-    each = [one for hook in hooks for one in (getattr(hook, "hooks", None) or [hook])]
-    return tuple(hook for hook in each if getattr(hook, "execution_device", None) is not None)
-
-
-def _as_it_lies(name: str, parameter: torch.Tensor) -> ParameterLayout:
+def stored_layout(name: str, parameter: torch.Tensor) -> ParameterLayout:
+    """Return the layout in pages of a parameter, any shape, by its name in the model: as it lies now."""
     return ParameterLayout.like(parameter)
 
 
-def move_in(layer: WeightUnit, absent: bool) -> None:
-    """Have a layer's parameters in pages of its place, or in the host store; what they were before is let go of."""
+def move_in(unit: WeightUnit, absent: bool) -> None:
+    """Have a unit's parameters in pages of its place, or in the host store; what they were before is let go of."""
     if absent:
-        layer.keep()
-        layer.hide(layer.absent_contents())
+        unit.keep()
+        unit.hide(absent_contents(unit))
     else:
-        block = layer.block_for(layer.full)
-        block.allocate(layer.owner)
-        tensors = block.show(layer.layout)
+        block = unit.block_for(unit.full)
+        block.allocate(unit.owner)
+        tensors = block.show(unit.layout)
         with torch.no_grad():
-            for name, slot in layer.slots.items():
+            for name, slot in unit.slots.items():
                 tensors[name].copy_(slot.parameter)
-        layer.show(layer.contents(layer.full, tensors))
-    give_back_freed(layer.pool.backend.device)
+        unit.show(resident_contents(unit, unit.full))
+    give_back_freed(unit.pool.backend.device)
 
 
-def move_out(layer: WeightUnit) -> None:
-    """Have a layer's tensors in ordinary memory, strided and where they were before; give its pages back."""
-    for name, slot in layer.slots.items():
+def move_out(unit: WeightUnit) -> None:
+    """Have a unit's tensors in ordinary memory, strided and where they were before; give its pages back."""
+    for name, slot in unit.slots.items():
         if not slot.intact():  # somebody else's by now
             continue
-        plainly_there = not layer.absent and name not in layer.form.packings
-        source = slot.parameter.detach() if plainly_there else layer.host_tensor(name)
+        plain = not unit.absent and name not in unit.form.packings
+        source = slot.parameter.detach() if plain else unit.host_tensor(name)
         with torch.inference_mode(False), torch.no_grad():
-            plain = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=slot.device)
-            plain.copy_(source)
-        slot.set_parameter(slot.plain(plain))
+            tensor = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=slot.device)
+            tensor.copy_(source)
+        slot.put(slot.plain(tensor))
         del source
-    layer.bring_others(next((slot.device for slot in layer.slots.values()), layer.pool.backend.device))
-    layer.absent = False
-    layer.drop_host_copies()
-    give_back(layer)
+    if not unit.part:
+        unit.layer.unpaged.move_to(next((slot.device for slot in unit.slots.values()), unit.pool.backend.device))
+    unit.absent = False
+    unit.drop_host_copies()
+    give_back(unit)
 
 
-def give_back(layer: WeightUnit) -> None:
-    """Close the layer's blocks: their pages go back to the system."""
-    if layer.blocks:
-        if layer.pool.backend.device.type == "cuda":
-            torch.cuda.synchronize(layer.pool.backend.device)
-        while layer.blocks:
-            layer.blocks.popitem()[1].close()
-        layer.pool.trim()
+def give_back(unit: WeightUnit) -> None:
+    """Close the unit's blocks: their pages go back to the system."""
+    if unit.blocks:
+        if unit.pool.backend.device.type == "cuda":
+            torch.cuda.synchronize(unit.pool.backend.device)
+        while unit.blocks:
+            unit.blocks.popitem()[1].close()
+        unit.pool.trim()

@@ -1,24 +1,28 @@
-"""A parameter and the places in the modules where it sits; what it shows can be flipped."""
+"""Where a layer's tensors sit in its modules: parameters that live in pages, which can be switched, and all others."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from elastic.weights.proxy.tensor import WeightProxy, WeightSource
+from elastic.weights.proxy.tensor import WeightProxy
 
 Content = nn.Parameter | WeightProxy
 """What can sit in a slot."""
 
 
 class ParameterSlot:
-    """One parameter. Its identity is kept through flips wherever torch allows it, so references follow."""
+    """One parameter that lives in pages. Its identity is kept through switches wherever torch allows it, so that
+    references follow."""
 
     def __init__(self, parameter: nn.Parameter, homes: tuple[tuple[nn.Module, str], ...]) -> None:
-        self.parameter: nn.Parameter | WeightProxy = parameter
+        self.parameter: Content = parameter
         self.homes = homes
+        """The modules and attributes where it sits."""
         self.strides, self.device = parameter.stride(), parameter.device
         """As the user's model had them."""
         self.address: int | None = parameter.data_ptr()
@@ -27,58 +31,88 @@ class ParameterSlot:
         """The user's parameter object, while another one has to be in its place."""
 
     def plain(self, data: torch.Tensor) -> nn.Parameter:
-        """A parameter over `data`, for `show`: made beside forward passes, so that the flip is short."""
+        """Make a parameter over `data`: any shape, and the same shape and dtype."""
         with torch.inference_mode(False):
             return nn.Parameter(data, requires_grad=self.parameter.requires_grad)
 
-    def weight(self, source: WeightSource) -> WeightProxy:
-        """A weight without bytes, for `hide`: made beside forward passes."""
-        return WeightProxy(self.parameter, source)
-
     def put(self, content: Content) -> None:
-        """Have a parameter or a weight in the slot."""
+        """Have a parameter or a proxy in the slot; what was there until now is let go of."""
         if isinstance(content, WeightProxy):
-            self.set_proxy(content)
+            self._put_proxy(content)
         else:
-            self.set_parameter(content)
+            self._put_plain(content)
 
-    def set_parameter(self, plain: nn.Parameter) -> None:
-        """Have a plain parameter with this one's data in the slot."""
+    def intact(self) -> bool:
+        """Return whether the modules have the parameter that Elastic put there, with its bytes."""
+        if self.address is not None and self.parameter.data_ptr() != self.address:
+            return False
+        return all(module._parameters.get(name) is self.parameter for module, name in self.homes)
+
+    def _put_plain(self, plain: nn.Parameter) -> None:
         self.address = plain.data_ptr()
         outside = self._outside() if self._outside else None
         if outside is not None:
             outside.data = plain.data
-            self._put(outside)
+            self._replace(outside)
             self._outside = None  # while there is one, torch refuses to exchange
         elif isinstance(self.parameter, WeightProxy):
             self._exchange(plain)
         else:
             self.parameter.data = plain.data
 
-    def set_proxy(self, weight: WeightProxy) -> None:
-        """Have a weight without bytes in the slot; what it showed until now is let go of."""
+    def _put_proxy(self, proxy: WeightProxy) -> None:
         self.address = None
         before = self.parameter
-        self._exchange(weight)
+        self._exchange(proxy)
         if self.parameter is not before and not isinstance(before, WeightProxy):
             self._outside = weakref.ref(before)
 
-    def in_place(self) -> bool:
-        """Whether the parameter has the bytes that Elastic gave it."""
-        return self.address is None or self.parameter.data_ptr() == self.address
-
-    def intact(self) -> bool:
-        """Whether the modules have the parameter that Elastic put there, with its bytes."""
-        return self.in_place() and all(m._parameters.get(name) is self.parameter for m, name in self.homes)
-
-    def _exchange(self, other: nn.Parameter | WeightProxy) -> None:
+    def _exchange(self, other: Content) -> None:
         """Put `other` in place of the parameter: under the same Python object, or else as another object."""
         try:
             torch.utils.swap_tensors(self.parameter, other)  # type: ignore[no-untyped-call]
         except RuntimeError:  # somebody has a weak reference, or a graph has the tensor
-            self._put(other)
+            self._replace(other)
 
-    def _put(self, parameter: nn.Parameter | WeightProxy) -> None:
+    def _replace(self, parameter: Content) -> None:
         for module, name in self.homes:
             module._parameters[name] = parameter  # type: ignore[assignment]
         self.parameter = parameter
+
+
+class UnpagedTensors:
+    """The tensors of a decoder layer that do not lie in pages, and accelerate's hooks that know their device.
+
+    They are buffers, parameters that others use too, and adapters.
+    """
+
+    def __init__(self, layer: nn.Module, slots: Mapping[str, ParameterSlot]) -> None:
+        paged = {id(slot.parameter) for slot in slots.values()}
+        owners: list[dict[str, Any]] = [d for m in layer.modules() for d in (m._parameters, m._buffers)]
+        self._tensors = [
+            (owner, name)
+            for owner in owners
+            for name, tensor in owner.items()
+            if tensor is not None and id(tensor) not in paged
+        ]
+        outer = [getattr(module, "_hf_hook", None) for module in layer.modules()]
+        hooks = [hook for o in outer for hook in (getattr(o, "hooks", None) or [o])]  # a sequence of them, or one
+        self.accelerate_hooks = [hook for hook in hooks if getattr(hook, "execution_device", None) is not None]
+
+    def parameters(self) -> list[str]:
+        """Return the names of those that are parameters: others use them too, or they are adapters."""
+        return [name for owner, name in self._tensors if isinstance(owner[name], nn.Parameter)]
+
+    def move_to(self, device: torch.device) -> None:
+        """Have the buffers on a device, and accelerate send inputs there."""
+        for hook in self.accelerate_hooks:
+            if torch.device(hook.execution_device) != device:
+                hook.execution_device = device
+        for owner, name in self._tensors:
+            if owner[name].device != device and not isinstance(owner[name], nn.Parameter):
+                owner[name] = owner[name].to(device)
+
+
+def is_under(name: str, parts: Collection[str]) -> bool:
+    """Return whether a parameter is one of these, or of a module of these names."""
+    return any(name == part or name.startswith(part + ".") for part in parts)

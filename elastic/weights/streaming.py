@@ -1,9 +1,9 @@
-"""Streaming: absent layers that are called are copied into stages, the next one while the present one computes.
+"""Streaming: absent layers that are called are copied into prefetch buffers, the next one while the present computes.
 
-A stage is a block with room for any layer of its place. While one forward pass is in a staged layer, the stage is not
-touched; else the staged layer whose next call is farthest away, in the order of the layers, gives way. (Of two stages
-that is the one used longest ago. Of more it is not: layers are called in a circle, and the one used longest ago is the
-one that is needed next.)
+A buffer has room for any layer of its place. While a forward pass is in the layer that it holds, it is not touched;
+else the buffer whose layer is called farthest from now, in the order of the layers, gives way. (Of two buffers that is
+the one used longest ago. Of more it is not: layers are called in a circle, and the one used longest ago is the one that
+is needed next.)
 """
 
 from __future__ import annotations
@@ -23,245 +23,238 @@ from elastic.weights.layer import WeightUnit
 logger = logging.getLogger(__name__)
 OWNER = "staging"
 MOST_STAGES = 2
-"""One for the layer that computes, one for the next."""
+"""Buffers of a place: one for the layer that computes, one for the next."""
 
 
 class PrefetchBuffer:
-    """A block, the layer whose copy is in it or on its way, and how many threads are inside that layer."""
+    """A block, the unit whose copy is in it or on its way, and how many threads are inside that unit's layer."""
 
     def __init__(self) -> None:
         self.block: WeightBuffer | None = None
         self.charged = True
-        """Its pages are counted, though not created yet."""
+        """Whether its pages are counted, though not created yet."""
         self.layer: WeightUnit | None = None
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.copy: CopyHandle | None = None
         self.users = 0
+        self.writes = 0
+        """How often the unit had been written when the copy began."""
         self.stale = False
-        """The host store has other bytes by now."""
+        """Whether its contents are not to be used again."""
         self.used: list[torch.cuda.Event] = []
-        """CUDA: after these nobody reads what is in it."""
+        """CUDA: after these nobody reads its contents."""
 
 
 class WeightStreamer:
-    """The stages of one place. Thread-safe.
+    """The prefetch buffers of one place. Thread-safe.
 
-    `layers` are the model's, as they are now. A stage is counted in the ledger as `staging` from the start;
-    its pages are created at its first use.
+    `layers` are the model's, as they are now. A buffer is counted in the ledger as `staging` from the start; its pages
+    are created at its first use.
     """
 
     def __init__(self, pool: PagePool, copier: CopyEngine, stage_bytes: int, layers: Sequence[WeightUnit]) -> None:
         self.pool = pool
         self.stage_bytes = stage_bytes
-        """What the largest layer of the model takes: any of them may come here."""
+        """Bytes of the largest layer of the model: any of them may come here."""
+        self.stage_pages = pool.pages_for(stage_bytes)
+        """Pages of one buffer."""
         self.on_spare: Callable[[int], object] = lambda pages: None
-        """Hears of pages of a stage that was in use when it became one too many."""
+        """Called with the pages of a buffer that was in use when it became one too many."""
         self.copier = copier
         self._layers = layers
-        self._count = len(layers)
         self._stages: list[PrefetchBuffer] = []
         self._wanted = 0
         self.least = 1
-        """Stages that are kept while no layer is absent, so that there is one when a layer is released."""
+        """Buffers that are kept while no layer is absent, so that there is one when a layer is released."""
         self._changed = threading.Condition()
-        self._mine = threading.local()  # .stages: what this thread is in, outermost first
-
-    @property
-    def stage_pages(self) -> int:
-        """Pages of one stage."""
-        return self.pool.pages_for(self.stage_bytes)
+        self._thread = _EnteredBuffers()
 
     @property
     def stages(self) -> int:
+        """The number of buffers."""
         return len(self._stages)
 
-    # -- what the hooks do
+    # -- in the thread of a forward pass
 
     def enter(self, layer: WeightUnit) -> None:
-        """Have an absent layer staged until `leave`, and the next absent one on its way. Raises `CapacityError`."""
+        """Have an absent layer in a buffer until `leave`, and the next absent one on its way.
+
+        Raises `CapacityError` if a buffer finds no pages.
+        """
         with self._changed:
-            while (stage := self._stage_for(layer)) is None:
+            while (buffer := self._buffer_for(layer)) is None:
                 self._changed.wait()
-            stage.users += 1
-            ticket = stage.copy
+            buffer.users += 1
+            copy = buffer.copy
         try:
-            assert ticket is not None
-            ticket.wait()
+            assert copy is not None
+            copy.wait()
             with self._changed:
-                layer.staged = stage.tensors
                 self._prefetch_after(layer)
         except BaseException:
-            del ticket  # it knows the error, which knows this frame, and so all the forward's tensors
-            self._abort(stage)
+            del copy  # it knows the error, which knows this frame, and so all the forward's tensors
+            with self._changed:
+                buffer.stale = True  # the next one who needs the layer has it copied again
+                self._release(buffer)
             raise
-        layer.enter()
-        self._entered().append((stage, layer))
+        layer.staged.tensors = buffer.tensors
+        self._thread.entered.append((buffer, layer))
 
     def leave(self, layer: WeightUnit) -> None:
-        """The forward of the layer is over, and of what it contains. One that was not entered is ignored."""
-        entered = self._entered()
-        if not any(inside is layer for _, inside in entered):
+        """End the forward of a layer, and of what it contains. One that was not entered is ignored."""
+        entered, device = self._thread.entered, self.pool.backend.device
+        if not any(unit is layer for _, unit in entered):
             return
-        left = None
-        while left is not layer:
-            stage, left = entered.pop()
-            left.leave()
-            self._left(stage)
+        unit = None
+        while unit is not layer:
+            buffer, unit = entered.pop()
+            unit.staged.tensors = None
+            with self._changed:
+                if device.type == "cuda":
+                    buffer.used.append(torch.cuda.current_stream(device).record_event())
+                self._release(buffer)
 
     def leave_all(self) -> None:
-        """This thread begins a forward pass: what it is still in was left without its hooks (Ctrl-C)."""
-        entered = self._entered()
-        if entered:
-            self.leave(entered[0][1])
+        """End what this thread is still in: an earlier forward pass left it without its hooks (Ctrl-C)."""
+        if self._thread.entered:
+            self.leave(self._thread.entered[0][1])
 
-    # -- what actions do
+    # -- by actions
 
     def resize(self, count: int) -> int:
-        """Have `count` stages; returns how many pages others may have more (or fewer).
+        """Have `count` buffers; returns how many pages others may have more (or fewer).
 
-        A stage in use goes when it is left. Raises `CapacityError` for a new one that the budget has no room for.
+        A buffer in use is closed when it is left. Raises `CapacityError` for a new one that the budget has no room for.
         """
-        pages = 0
         with self._changed:
+            before = len(self._stages)
             self._wanted = count
             while len(self._stages) < count:
                 self.pool.charge(OWNER, self.stage_bytes)
                 self._stages.append(PrefetchBuffer())
-                pages -= self.stage_pages
-            for stage in [s for s in self._stages if not s.users][: len(self._stages) - count]:
-                pages += self._close(stage)
+            for buffer in [b for b in self._stages if not b.users][: len(self._stages) - count]:
+                self._close(buffer)
             self._changed.notify_all()
-        return pages
+            return (before - len(self._stages)) * self.stage_pages
 
     def forget(self, layer: WeightUnit) -> None:
-        """What a stage holds of this layer is not used again, once the forwards that read it are over."""
+        """Have no buffer hold this layer, once the forwards that read it are over."""
         with self._changed:
-            for stage in self._stages:
-                if stage.layer is layer:
-                    stage.stale = True
-                    self._tidy(stage)
+            for buffer in self._stages:
+                if buffer.layer is layer:
+                    buffer.stale = True
+                    self._tidy(buffer)
 
     def close(self) -> None:
-        """Give every stage back. No forward may be in flight."""
+        """Give every buffer back. No forward may be in flight."""
         self.resize(0)
 
     # -- inside, under the lock
 
-    def _entered(self) -> list[tuple[PrefetchBuffer, WeightUnit]]:
-        try:
-            entered: list[tuple[PrefetchBuffer, WeightUnit]] = self._mine.stages
-        except AttributeError:
-            entered = self._mine.stages = []
-        return entered
-
-    def _stage_for(self, layer: WeightUnit) -> PrefetchBuffer | None:
-        """The stage with this layer, or one that it may have; None: wait."""
-        assert self._stages, "a place with an absent layer has a stage"
-        for stage in self._stages:
-            if stage.layer is layer:
-                return stage
+    def _buffer_for(self, layer: WeightUnit) -> PrefetchBuffer | None:
+        """Return the buffer with this layer, or one that it may have; None: wait."""
+        assert self._stages, "a place with an absent layer has a buffer"
+        for buffer in self._stages:
+            if buffer.layer is layer:
+                if buffer.writes != layer.writes and not buffer.users:
+                    self._load(buffer, layer)
+                return buffer
         free = self._next_to_give_way(layer)
         if free is not None:
             self._load(free, layer)
         return free
 
     def _next_to_give_way(self, layer: WeightUnit) -> PrefetchBuffer | None:
-        candidates = [stage for stage in self._stages if not stage.users]
-        return max(candidates, key=lambda stage: self._distance(layer, stage.layer), default=None)
+        unused = [buffer for buffer in self._stages if not buffer.users]
+        return max(unused, key=lambda buffer: self._distance(layer, buffer.layer), default=None)
 
-    def _distance(self, here: WeightUnit, other: WeightUnit | None) -> int:
-        """How many layers from one to the next call of the other; an empty stage is the farthest."""
-        return self._count if other is None else (other.index - here.index) % self._count
+    def _distance(self, layer: WeightUnit, other: WeightUnit | None) -> int:
+        """Return how many layers later the other one is called next; for an empty buffer more than for any."""
+        count = len(self._layers)
+        return count if other is None else (other.index - layer.index) % count
 
     def _prefetch_after(self, layer: WeightUnit) -> None:
-        here = [other for other in self._layers if other.pool is self.pool]
-        absent = [other for other in here if other.absent and other is not layer]
-        following = min(absent, key=lambda other: self._distance(layer, other), default=None)
-        if following is None or any(stage.layer is following for stage in self._stages):
+        absent = [unit for unit in self._layers if unit.pool is self.pool and unit.absent and unit is not layer]
+        following = min(absent, key=lambda unit: self._distance(layer, unit), default=None)
+        if following is None or any(buffer.layer is following for buffer in self._stages):
             return
-        stage = self._next_to_give_way(layer)
-        if stage is not None:
+        buffer = self._next_to_give_way(layer)
+        if buffer is not None:
             try:
-                self._load(stage, following)
+                self._load(buffer, following)
             except CapacityError as error:  # raised again for whoever calls that layer, if it lasts
                 logger.info("%s was not fetched ahead: %s", following.name, str(error))
 
-    def _load(self, stage: PrefetchBuffer, layer: WeightUnit) -> None:
-        self._empty(stage)
-        if stage.block is None:
-            stage.block = self._new_block(stage)
-        stage.tensors = stage.block.show(layer.layout)
-        stage.copy = self.copier.start(layer.sources(stage.tensors), after=stage.used)
-        stage.used = []
-        stage.layer = layer
+    def _load(self, buffer: PrefetchBuffer, layer: WeightUnit) -> None:
+        self._empty(buffer)
+        if buffer.block is None:
+            buffer.block = self._new_block(buffer)
+        buffer.tensors, buffer.writes = buffer.block.show(layer.layout), layer.writes
+        buffer.copy = self.copier.start(layer.sources(buffer.tensors), after=buffer.used)
+        buffer.used = []
+        buffer.layer = layer
 
-    def _new_block(self, stage: PrefetchBuffer) -> WeightBuffer:
+    def _new_block(self, buffer: PrefetchBuffer) -> WeightBuffer:
         block = WeightBuffer(self.pool, self.stage_bytes)
         with self.pool.mapping_lock:  # nobody takes the pages in between
-            if stage.charged:
+            if buffer.charged:
                 self.pool.discharge(OWNER, self.stage_bytes)
             try:
                 block.allocate(OWNER)
             except BaseException:
                 block.close()
-                if stage.charged:
+                if buffer.charged:
                     self.pool.charge(OWNER, self.stage_bytes)
                 raise
-        stage.charged = False
+        buffer.charged = False
         return block
 
-    def _empty(self, stage: PrefetchBuffer) -> None:
-        """Let go of what is in a stage that nobody uses. A block that is seen outside is given up."""
-        if stage.layer is None:
+    def _empty(self, buffer: PrefetchBuffer) -> None:
+        """Drop the contents of a buffer that nobody uses. A block that tensors outside show is given up."""
+        if buffer.layer is None:
             return
-        stage.layer.staged = None
-        stage.layer, stage.stale = None, False
-        stage.tensors = {}
-        if stage.copy is not None:
-            stage.copy.discard()
-            stage.copy = None
-        if stage.block is not None and not stage.block.hide():
-            self._settle_device()
-            stage.block.orphan(lambda pages: None)
-            stage.block = None
+        buffer.layer, buffer.stale, buffer.tensors = None, False, {}
+        if buffer.copy is not None:
+            buffer.copy.discard()
+            buffer.copy = None
+        if buffer.block is not None and not buffer.block.hide():
+            self._synchronize()
+            buffer.block.orphan(lambda pages: None)
+            buffer.block = None
 
-    def _close(self, stage: PrefetchBuffer) -> int:
-        """Take a stage away; returns the pages it was entitled to."""
-        self._empty(stage)
-        self._stages.remove(stage)
-        if stage.block is not None:
-            self._settle_device()
-            stage.block.close()
-        elif stage.charged:
+    def _close(self, buffer: PrefetchBuffer) -> None:
+        self._empty(buffer)
+        self._stages.remove(buffer)
+        if buffer.block is not None:
+            self._synchronize()
+            buffer.block.close()
+        elif buffer.charged:
             self.pool.discharge(OWNER, self.stage_bytes)
-        return self.stage_pages
 
-    def _left(self, stage: PrefetchBuffer) -> None:
-        device = self.pool.backend.device
-        with self._changed:
-            stage.users -= 1
-            if device.type == "cuda":
-                stage.used.append(torch.cuda.current_stream(device).record_event())
-            self._tidy(stage)
-            self._changed.notify_all()
+    def _release(self, buffer: PrefetchBuffer) -> None:
+        """End one thread's use of a buffer."""
+        buffer.users -= 1
+        self._tidy(buffer)
+        self._changed.notify_all()
 
-    def _tidy(self, stage: PrefetchBuffer) -> None:
-        if stage.users:
+    def _tidy(self, buffer: PrefetchBuffer) -> None:
+        """Close a buffer that nobody uses if there are too many, or else drop stale contents."""
+        if buffer.users:
             return
         if len(self._stages) > self._wanted:
-            self.on_spare(self._close(stage))
+            self._close(buffer)
+            self.on_spare(self.stage_pages)
             self.pool.notify()
-        elif stage.stale:
-            self._empty(stage)
+        elif buffer.stale:
+            self._empty(buffer)
 
-    def _abort(self, stage: PrefetchBuffer) -> None:
-        """The copy failed: the next one who needs the layer has it copied again."""
-        with self._changed:
-            stage.users -= 1
-            stage.stale = True
-            self._tidy(stage)
-            self._changed.notify_all()
-
-    def _settle_device(self) -> None:
+    def _synchronize(self) -> None:
         if self.pool.backend.device.type == "cuda":
             torch.cuda.synchronize(self.pool.backend.device)
+
+
+class _EnteredBuffers(threading.local):
+    """The buffers that a thread uses and the units in them, outermost first."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[PrefetchBuffer, WeightUnit]] = []

@@ -422,7 +422,7 @@ def test_a_forward_that_fails_anywhere_fails_as_a_whole(fails: str, monkeypatch:
     cache = model(**prompt(3)).past_key_values
     expected = model(torch.full((3, 1), 7), past_key_values=copy.deepcopy(cache)).logits
     failing = {
-        "replica": rt.forward.interceptors[1][-1]._run.replicas[1]["cpu#b"].skeleton.module.mlp,
+        "replica": rt.forward.interceptors[1][-1]._group.replicas[1]["cpu#b"].copy.module.mlp,
         "layer": model.model.layers[1].mlp,
         "model": model.model.norm,
     }[fails]
@@ -564,7 +564,7 @@ def test_a_replica_shares_no_bytes_with_its_layer_and_calls_no_hook(wrapped: Any
     model(**prompt(4))
     assert called == [2, 2, 2]  # the rows of the own place
     own = {p.data_ptr() for p in model.parameters()}
-    skeleton = rt.forward.interceptors[1][-1]._run.replicas[1]["cpu#b"].skeleton.module
+    skeleton = rt.forward.interceptors[1][-1]._group.replicas[1]["cpu#b"].copy.module
     assert not own & {p.data_ptr() for p in skeleton.parameters()}
     assert [name for name, _ in skeleton.named_parameters()] == [n for n, _ in model.model.layers[1].named_parameters()]
     assert len(list(model.modules())) == len(list(build("llama-gqa").modules()))
@@ -586,7 +586,7 @@ def test_places_on_a_cpu_divide_the_threads() -> None:
             layer.mlp.act_fn.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
         elastic.wrap(model, places=[small(32 << 20, name) for name in ("cpu#a", "cpu#b")])
         model.elastic.replicate([1, 2], "cpu#b")
-        replica = model.elastic.forward.interceptors[1][-1]._run.replicas[0]["cpu#b"].skeleton.module
+        replica = model.elastic.forward.interceptors[1][-1]._group.replicas[0]["cpu#b"].copy.module
         theirs = []
         replica.mlp.act_fn.register_forward_hook(lambda *args: theirs.append(torch.get_num_threads()))
         model(**prompt(4))

@@ -401,7 +401,7 @@ class Machine(RuleBasedStateMachine):
 
     def shrinks(self) -> dict[Any, int]:
         """How often the limits have fallen of the places where KV caches are."""
-        return {pool: pool.limits.shrinks for pool in self.rt.kv.memory.used_pools}
+        return {pool: pool.limits.shrinks for pool in self.rt.kv.memory.shares()}
 
     def where(self, layer: int) -> str:
         return self.rt.status().residencies[self.rt._weights.layers[layer].name][0].place
@@ -452,7 +452,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(revision=st.integers(0, 3))
     def stale(self, revision: int) -> None:
-        if all(pool.limits.revision >= revision for pool in self.rt.kv.memory.used_pools):
+        if all(pool.limits.revision >= revision for pool in self.rt.kv.memory.shares()):
             assert self.rt.kv.resize(0, revision=revision).status == "stale"
             done["stale"] += 1
 

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from elastic.actions.pages.staging_reserve import StagingReserve
+from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.pool import KVPool
 
 if TYPE_CHECKING:
+    from elastic.kvcache.layers.full import OffloadedTokens
     from elastic.kvcache.manager import KVMemory
-    from elastic.kvcache.storage.lease import OffloadedTokens
 
 
 class PageBroker:
@@ -30,40 +31,40 @@ class PageBroker:
         self.reserves = dict(reserves)
         self._memory = memory
         self._pools = {pool.pool.name: pool for pool in memory.pools}
+        self._shares = {pool.pool.name: WeightsShare(pool) for pool in memory.pools}
         self._exclusive = exclusive
 
     def give_to_cache(self, place: str, pages: int) -> None:
         """Reserves and caches may count on these pages from now on."""
         reserve = self.reserves.get(place)
-        self._pools[place].give_to_cache(reserve.refill(pages) if reserve else pages)
+        self._shares[place].give_to_cache(reserve.refill(pages) if reserve else pages)
 
     def take_from_cache(self, place: str, pages: int) -> bool:
         """Whether caches could do without these pages, and do from now on."""
-        pool = self._pools[place]
-        return pool.take_from_cache(pages) or (
-            pool.host_offload and self._offload(pool, pages) and pool.take_from_cache(pages)
+        pool, share = self._pools[place], self._shares[place]
+        return share.take_from_cache(pages) or (
+            pool.host_offload and self._offload(pool, share.shortfall(pages)) and share.take_from_cache(pages)
         )
 
     def hold_back(self, place: str, pages: int) -> None:
         """Weights wait for these pages: no new cache gets them. 0: they wait no more."""
-        self._pools[place].hold_back(pages)
+        self._shares[place].hold_back(pages)
 
     def record_resident(self, place: str, pages: int) -> None:
         """Weights that take so many pages have come to stay, or gone for good (below zero)."""
-        self._pools[place].record_resident(pages)
+        self._shares[place].record_resident(pages)
 
     def claimable(self, place: str) -> int:
         """Pages that could be claimed if no cache were alive."""
-        return self._pools[place].claimable()
+        return self._shares[place].claimable()
 
     def could_take(self, place: str, pages: int) -> bool:
         """Whether `take_from_cache` would succeed without moving anything to the host."""
-        return not self._pools[place].shortfall(pages)
+        return not self._shares[place].shortfall(pages)
 
-    def _offload(self, pool: KVPool, pages: int) -> bool:
-        """Move caches that rest to host memory; whether any moved."""
+    def _offload(self, pool: KVPool, missing: int) -> bool:
+        """Move caches that rest to host memory, until so many pages came free; return whether any moved."""
         copies: list[OffloadedTokens] = []
-        missing = pool.shortfall(pages)
         for layer in self._memory.resting(pool):
             copy = layer.copy_to_host() if missing > 0 else None
             if copy is not None:

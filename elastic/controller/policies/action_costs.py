@@ -1,19 +1,20 @@
-"""What actions cost, as earlier ones did."""
+"""The costs of actions, learned from earlier ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic.types import Event, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
+from elastic.controller.sensors.sliding_window import moving_average
+from elastic.types import KINDS, Event, ResizeKV
 
-ALPHA = 0.25
+WEIGHT = 0.25
 """Weight of the newest action in the moving averages."""
 
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Of one kind of action."""
+    """The cost of one kind of action."""
 
     byte_s: float
     """Seconds for each byte copied, beside the forward passes."""
@@ -22,42 +23,34 @@ class ActionCost:
 
 
 _COPYING = ActionCost(1 / 5e9, 1e-3)
-PRIORS: Mapping[type, ActionCost] = {
-    **dict.fromkeys((Swap, Restore, Migrate, MigrateKV, Replicate), _COPYING),
-    **dict.fromkeys((Evict, Release), ActionCost(1 / 5e9, 1e-3)),
-    ResizeKV: ActionCost(0.0, 1e-4),
-}
+PRIORS: Mapping[type, ActionCost] = {**dict.fromkeys(KINDS, _COPYING), ResizeKV: ActionCost(0.0, 1e-4)}
 """Before the first action of a kind: 5 GB/s and a millisecond."""
 
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Moving averages by kind."""
+    """Moving averages by kind of action."""
 
-    known: Mapping[type, ActionCost] = field(default_factory=lambda: PRIORS, hash=False)
+    by_kind: Mapping[type, ActionCost] = field(default_factory=lambda: PRIORS, hash=False)
     event: int = -1
     """The last one learned from."""
 
     def of(self, kind: type) -> ActionCost:
-        return self.known.get(kind, _COPYING)
+        return self.by_kind.get(kind, _COPYING)
 
     def learned(self, events: Sequence[Event]) -> ActionCosts:
-        """With what the events that are new, and went well, did cost."""
+        """Add the costs of the events that are new, and went well."""
         new = [event for event in events if event.id > self.event]
         if not new:
             return self
-        known = dict(self.known)
+        by_kind = dict(self.by_kind)
         for event in new:
             kind = type(event.action)
             if event.ok and kind in PRIORS:
-                known[kind] = _towards(known[kind], event)
-        return replace(self, known=known, event=new[-1].id)
-
-
-def _towards(price: ActionCost, event: Event) -> ActionCost:
-    seen = ActionCost(
-        event.prepare_ms / 1e3 / event.moved_bytes if event.moved_bytes else price.byte_s, event.pause_ms / 1e3
-    )
-    return ActionCost(
-        price.byte_s + ALPHA * (seen.byte_s - price.byte_s), price.pause_s + ALPHA * (seen.pause_s - price.pause_s)
-    )
+                cost = by_kind[kind]
+                byte_s = event.prepare_ms / 1e3 / event.moved_bytes if event.moved_bytes else cost.byte_s
+                by_kind[kind] = ActionCost(
+                    moving_average(cost.byte_s, byte_s, WEIGHT),
+                    moving_average(cost.pause_s, event.pause_ms / 1e3, WEIGHT),
+                )
+        return replace(self, by_kind=by_kind, event=new[-1].id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,46 +18,48 @@ from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate,
 
 @dataclass(frozen=True)
 class CostWeights:
-    """What things are worth, in seconds of serving."""
+    """The value of things, in seconds of serving."""
 
     disturbance: float = 0.05
     """Share of serving that is lost while bytes are copied beside it."""
     horizon_s: float = 30.0
-    """For how long a slower or faster step is counted."""
+    """Time for which a slower or faster step is counted."""
     quality_s: float = 5.0
-    """For one layer whose bytes were all quantized away; half of them: half of it."""
+    """Price of one layer whose bytes were all quantized away; half of them: half of it."""
     streaming: float = 1.0
-    """By what share of a step a released layer makes it longer, for each share of the layers that it is."""
+    """Share by which released layers make a step longer, for each share of the layers that they are."""
     kv_target: float = 0.75
     """Use of the KV capacity that a remedy has to lead to, to suffice."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one policy would do, with its price."""
+    """One plan of one policy, with its price."""
 
     plan: Plan
     policy: int
     seconds: float
-    """Of serving, that it costs."""
-    moved_bytes: int
+    """Seconds of serving that it costs."""
     relieved_bytes: int
-    """That the KV cache gains."""
+    """Bytes that the KV cache gains."""
+    relieves: bool
+    """True when it is against a shortage."""
 
 
 @dataclass(frozen=True)
 class ArbiterState:
-    """The states of the policies, and what prices were seen."""
+    """The states of the policies, and the costs of earlier actions."""
 
     states: tuple[Any, ...]
-    prices: ActionCosts
+    costs: ActionCosts
 
 
 class Arbiter:
-    """`sizes` and `needs` are of all decoder layers; `model` makes the cost model for so many rows. Pure.
+    """Asks several policies, and does what the cheapest says. Pure.
 
-    A policy may offer several plans by a method `options(snapshot, state)`; its `decide` is used else. One that is not
-    chosen is told that an action is under way, so it remembers nothing that did not happen.
+    `sizes` and `needs` are of all decoder layers; `model` makes the cost model for a number of rows. A policy may offer
+    several plans by a method `options(snapshot, state)`; else its `decide` is used. One that is not chosen is told that
+    an action is under way, so it remembers nothing that did not happen.
     """
 
     def __init__(
@@ -66,165 +68,137 @@ class Arbiter:
         sizes: Sequence[LayerSize],
         needs: Sequence[ResourceDemand],
         model: Callable[[int], CostModel],
-        rates: CostWeights | None = None,
+        weights: CostWeights | None = None,
     ) -> None:
         self.policies = tuple(policies)
-        self.rates = rates or CostWeights()
+        self.weights = weights or CostWeights()
         self.tick_s = min(float(getattr(policy, "tick_s", 0.1)) for policy in policies)
         self._sizes, self._needs, self._model = tuple(sizes), tuple(needs), model
 
     def decide(self, snapshot: Snapshot, state: ArbiterState | None = None) -> Plan:
-        """What to do now; the plan's `state` is what it wants to be given at the next tick."""
+        """Return the plan for now; its `state` is to be given at the next tick."""
         state = state or ArbiterState((None,) * len(self.policies), ActionCosts())
-        prices = state.prices.learned(snapshot.events)
-        offers = [_options(policy, snapshot, own) for policy, own in zip(self.policies, state.states, strict=True)]
-        short = any(plan.short for plans in offers for plan in plans) or self._swapped(snapshot)
-        return replace(self._decide(snapshot, state, offers, prices), short=short)
+        costs = state.costs.learned(snapshot.events)
+        offers: list[tuple[Plan, ...]] = []
+        for policy, remembered in zip(self.policies, state.states, strict=True):
+            options = getattr(policy, "options", None)
+            plans = options(snapshot, remembered) if callable(options) else (policy.decide(snapshot, remembered),)
+            offers.append(tuple(plans))
+        swapped = any(variant != size.full for variant, size in zip(snapshot.layers, self._sizes, strict=True))
+        short = swapped or any(plan.short for plans in offers for plan in plans)
+        asking = next((plans[0] for plans in offers if plans[0].asks), None)  # nothing is done before guests leave
+        candidates = [] if asking else self._candidates(snapshot, offers, costs)
+        chosen, why = self._choose(snapshot, candidates)
+        states = self._states(snapshot, state, offers, chosen)
+        if asking is not None:
+            plan = asking
+        elif chosen is not None:
+            plan = replace(chosen.plan, reason=chosen.plan.reason + why)
+        else:
+            reason = "; ".join(dict.fromkeys(plans[0].reason for plans in offers))
+            plan = Plan((), reason, figures="; ".join(plans[0].figures for plans in offers if plans[0].figures))
+        return replace(plan, state=ArbiterState(states, costs), short=short)
 
-    def _decide(
-        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], prices: ActionCosts
-    ) -> Plan:
-        asking = next((plans[0] for plans in offers if plans[0].asks), None)
-        if asking is not None:  # guests leave before anything is done here
-            return replace(asking, state=ArbiterState(self._states(snapshot, state, offers), prices))
-        bids = [
-            self._bid(plan, number, snapshot, prices)
-            for number, plans in enumerate(offers)
-            for plan in plans
-            if plan.actions and _possible(plan, snapshot)
-        ]
-        chosen, why = self._choose(bids, snapshot)
-        if chosen is None:
-            states = self._states(snapshot, state, offers)
-            figures = "; ".join(plans[0].figures for plans in offers if plans[0].figures)
-            return Plan((), _together(plans[0].reason for plans in offers), ArbiterState(states, prices), figures)
-        kept = self._unchosen(snapshot, state.states)
-        states = tuple(chosen.plan.state if i == chosen.policy else other for i, other in enumerate(kept))
-        return Plan(chosen.plan.actions, chosen.plan.reason + why, ArbiterState(states, prices), chosen.plan.figures)
+    def _states(
+        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], chosen: Candidate | None
+    ) -> tuple[Any, ...]:
+        """Return the states of the policies: of those whose actions are not done, as if another's were under way."""
+        busy, states = replace(snapshot, busy=True), []
+        for number, (policy, remembered) in enumerate(zip(self.policies, state.states, strict=True)):
+            if chosen is not None and number == chosen.policy:
+                states.append(chosen.plan.state)
+            elif chosen is not None or offers[number][0].actions:
+                states.append(policy.decide(busy, remembered).state)
+            else:
+                states.append(offers[number][0].state)
+        return tuple(states)
 
-    def _states(self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]]) -> tuple[Any, ...]:
-        """What the policies remember where nothing is done."""
-        if not any(plans[0].actions for plans in offers):
-            return tuple(plans[0].state for plans in offers)
-        pairs = zip(offers, self._unchosen(snapshot, state.states), strict=True)
-        return tuple(other if plans[0].actions else plans[0].state for plans, other in pairs)
+    def _candidates(
+        self, snapshot: Snapshot, offers: Sequence[tuple[Plan, ...]], costs: ActionCosts
+    ) -> list[Candidate]:
+        """Price the plans with actions that are possible: replicas leave before their layers are swapped."""
+        candidates = []
+        for number, plan in ((number, plan) for number, plans in enumerate(offers) for plan in plans if plan.actions):
+            swapped = [i for action in plan.actions if isinstance(action, Swap) for i in action.layers]
+            if snapshot.residencies and any(len(snapshot.residencies[i]) > 1 for i in swapped):
+                continue
+            seconds = math.fsum(self._seconds(action, snapshot, costs) for action in plan.actions)
+            relieved_bytes = sum(self._relieved_bytes(action, snapshot) for action in plan.actions)
+            candidates.append(Candidate(plan, number, seconds, relieved_bytes, _relieves(plan, snapshot)))
+        return candidates
 
-    def _swapped(self, snapshot: Snapshot) -> bool:
-        """Whether layers are to return that are in a variant, or in host memory."""
-        return any(form != size.full for form, size in zip(snapshot.layers, self._sizes, strict=True))
-
-    def _unchosen(self, snapshot: Snapshot, states: Sequence[Any]) -> list[Any]:
-        """What the policies remember where another one acts."""
-        occupied = replace(snapshot, busy=True)
-        return [policy.decide(occupied, own).state for policy, own in zip(self.policies, states, strict=True)]
-
-    def _choose(self, bids: Sequence[Candidate], snapshot: Snapshot) -> tuple[Candidate | None, str]:
-        """The bid, and what to say about it."""
-        if not any(_relieves(bid.plan, snapshot) for bid in bids):  # layers return before memory goes to replicas
-            return min(bids, key=lambda bid: not isinstance(bid.plan.actions[0], Restore), default=None), ""
-        relief = [bid for bid in bids if _relieves(bid.plan, snapshot) or isinstance(bid.plan.actions[0], Replicate)]
+    def _choose(self, snapshot: Snapshot, candidates: Sequence[Candidate]) -> tuple[Candidate | None, str]:
+        """Return the best candidate, and the words that say why."""
+        if not any(candidate.relieves for candidate in candidates):  # layers return before memory goes to replicas
+            return min(candidates, key=lambda bid: not isinstance(bid.plan.actions[0], Restore), default=None), ""
+        relief = [bid for bid in candidates if bid.relieves or isinstance(bid.plan.actions[0], Replicate)]
         if len(relief) == 1:
             return relief[0], ""
-        missing = _missing_bytes(snapshot, self.rates)
-        enough = [bid for bid in relief if bid.relieved_bytes >= missing]
-        best = min(enough or relief, key=lambda bid: (bid.seconds if enough else _each(bid), bid.policy))
+        missing_bytes = max(0.0, snapshot.kv.used_bytes / self.weights.kv_target - snapshot.kv.capacity_bytes)
+        enough = [candidate for candidate in relief if candidate.relieved_bytes >= missing_bytes]
+
+        def price(candidate: Candidate) -> tuple[float, int]:
+            """Return seconds, where none suffices for each byte; at the same price the first policy wins."""
+            if enough:
+                return candidate.seconds, candidate.policy
+            relieved_bytes = candidate.relieved_bytes
+            return candidate.seconds / relieved_bytes if relieved_bytes > 0 else math.inf, candidate.policy
+
+        best = min(enough or relief, key=price)
         words = "the cheapest that suffices" if enough else "the cheapest for its bytes; none suffices"
         return best, f"; {words}: {best.seconds:.3g} s of {len(relief)} remedies"
 
-    # -- prices
-
-    def _bid(self, plan: Plan, policy: int, snapshot: Snapshot, prices: ActionCosts) -> Candidate:
-        moved = sum(self.moved_bytes(action) for action in plan.actions)
-        seconds = math.fsum(self.seconds(action, snapshot, prices) for action in plan.actions)
-        return Candidate(plan, policy, seconds, moved, sum(self.relieved_bytes(a, snapshot) for a in plan.actions))
-
-    def moved_bytes(self, action: Action) -> int:
-        """Bytes that an action copies."""
+    def _relieved_bytes(self, action: Action, snapshot: Snapshot) -> int:
+        """Return the bytes that the KV cache gains where memory is short."""
         if isinstance(action, Swap):
-            return sum(self._sizes[layer].nbytes(action.variant) for layer in action.layers)
-        if isinstance(action, Migrate | Replicate | Restore):
-            return sum(self._needs[layer].nbytes for layer in action.layers)
-        return 0
-
-    def relieved_bytes(self, action: Action, snapshot: Snapshot) -> int:
-        """What the KV cache gains where memory is short."""
-        if isinstance(action, Swap):
-            sizes = [(self._sizes[layer], snapshot.layers[layer]) for layer in action.layers]
-            known = [(size, form) for size, form in sizes if form == size.full or form in size.variants]
-            return sum(size.nbytes(form) - size.nbytes(action.variant) for size, form in known)
+            pairs = [(self._sizes[layer], snapshot.layers[layer]) for layer in action.layers]
+            present = [(size, variant) for size, variant in pairs if variant == size.full or variant in size.variants]
+            return sum(size.nbytes(variant) - size.nbytes(action.variant) for size, variant in present)
         if isinstance(action, Migrate | Evict | Release):
             return sum(self._needs[layer].nbytes for layer in action.layers)
         if isinstance(action, MigrateKV) and snapshot.residencies:
-            own = snapshot.residencies[action.layers[0]][0]
-            here = sum(places[0] == own for places in snapshot.residencies)
-            used = sum(place.kv_used_bytes for place in snapshot.places if place.name == own)
-            return used * len(action.layers) // max(1, here)
+            place = snapshot.residencies[action.layers[0]][0]
+            layers = sum(places[0] == place for places in snapshot.residencies)
+            used_bytes = sum(reading.kv_used_bytes for reading in snapshot.places if reading.name == place)
+            return used_bytes * len(action.layers) // max(1, layers)
         return 0
 
-    def seconds(self, action: Action, snapshot: Snapshot, prices: ActionCosts) -> float:
-        """Seconds of serving that an action costs: copying, pausing, quality, and the steps after it."""
-        price, rates = prices.of(type(action)), self.rates
-        found = rates.disturbance * price.byte_s * self.moved_bytes(action) + price.pause_s
+    def _seconds(self, action: Action, snapshot: Snapshot, costs: ActionCosts) -> float:
+        """Return the seconds of serving that an action costs: copying, pausing, quality, and the steps after it."""
+        price, weights, moved_bytes, lost = costs.of(type(action)), self.weights, 0, 0.0
         if isinstance(action, Swap):
-            lost = [
-                1 - self._sizes[layer].nbytes(action.variant) / self._sizes[layer].full_bytes for layer in action.layers
-            ]
-            found += rates.quality_s * math.fsum(lost)
-        return found + rates.horizon_s * self._slower(action, snapshot)
+            sizes = [self._sizes[layer] for layer in action.layers]
+            moved_bytes = sum(size.nbytes(action.variant) for size in sizes)
+            lost = math.fsum(1 - size.nbytes(action.variant) / size.full_bytes for size in sizes)
+        elif isinstance(action, Migrate | Replicate | Restore):
+            moved_bytes = sum(self._needs[layer].nbytes for layer in action.layers)
+        seconds = weights.disturbance * price.byte_s * moved_bytes + price.pause_s + weights.quality_s * lost
+        return seconds + weights.horizon_s * self._slower(action, snapshot)
 
     def _slower(self, action: Action, snapshot: Snapshot) -> float:
-        """By what share steps are longer afterwards; below zero: shorter."""
+        """Return the share by which steps are longer afterwards; below zero: shorter."""
         if isinstance(action, Release):
-            return self.rates.streaming * len(action.layers) / len(snapshot.layers)
-        if not snapshot.residencies or isinstance(action, ResizeKV):
+            return self.weights.streaming * len(action.layers) / len(snapshot.layers)
+        if not snapshot.residencies:
             return 0.0
-        before = Placement(snapshot.residencies)
+        before = after = Placement(snapshot.residencies)
+        if isinstance(action, Migrate) and not action.parts:
+            after = before.moved(action.layers, action.place)
+        elif isinstance(action, Replicate):
+            after = before.with_replicas(action.layers, action.place)
+        elif isinstance(action, Evict):
+            after = before.without_replicas(action.layers, action.place)
+        if after is before:
+            return 0.0
         model = self._model(max(1, snapshot.traffic.running))
-        return cost(model, after(before, action)) / cost(model, before) - 1
-
-
-def after(placement: Placement, action: Action) -> Placement:
-    """Where layers are when an action is done."""
-    if isinstance(action, Migrate) and not action.parts:
-        return placement.moved(action.layers, action.place)
-    if isinstance(action, Replicate):
-        return placement.with_replicas(action.layers, action.place)
-    if isinstance(action, Evict):
-        return placement.without_replicas(action.layers, action.place)
-    return placement
-
-
-def _options(policy: ControllerPolicy, snapshot: Snapshot, state: Any) -> tuple[Plan, ...]:
-    offer = getattr(policy, "options", None)
-    return tuple(offer(snapshot, state)) if callable(offer) else (policy.decide(snapshot, state),)
-
-
-def _possible(plan: Plan, snapshot: Snapshot) -> bool:
-    """Layers with replicas are not swapped: these leave first."""
-    swapped = [i for action in plan.actions if isinstance(action, Swap) for i in action.layers]
-    return not snapshot.residencies or all(len(snapshot.residencies[i]) == 1 for i in swapped)
+        return cost(model, after) / cost(model, before) - 1
 
 
 def _relieves(plan: Plan, snapshot: Snapshot) -> bool:
-    """Whether a plan is against a shortage; without one there are only restores, replicas and wider limits."""
+    """Tell whether a plan is against a shortage; without one there are only restores, replicas and wider limits."""
     first = plan.actions[0]
     if isinstance(first, ResizeKV):
         limit = first.limit_bytes
-        most = next((p.kv_maximum_bytes for p in snapshot.places if p.name == first.place), 0)
+        most = next((place.kv_maximum_bytes for place in snapshot.places if place.name == first.place), 0)
         return limit is not None and limit < most
     return not isinstance(first, Restore | Replicate)
-
-
-def _missing_bytes(snapshot: Snapshot, rates: CostWeights) -> float:
-    """What the KV cache needs more, over all places."""
-    return max(0.0, snapshot.kv.used_bytes / rates.kv_target - snapshot.kv.capacity_bytes)
-
-
-def _each(bid: Candidate) -> float:
-    """Seconds for each byte that it relieves."""
-    return bid.seconds / bid.relieved_bytes if bid.relieved_bytes > 0 else math.inf
-
-
-def _together(reasons: Iterable[str]) -> str:
-    """Every reason once."""
-    return "; ".join(dict.fromkeys(reasons))

@@ -1,6 +1,6 @@
-"""Models of one process that are planned together: each reads what the others said last, and says what it does.
+"""Models of one process that are planned together: each reads its peers' last states, and posts its own.
 
-Every model keeps a controller of its own. Those of a group tick one at a time, under one lock, so a decision sees every
+Every model has a controller of its own. Those of a group tick one at a time, under one lock, so a decision sees every
 earlier one; what is decided is pure, and is in `elastic.controller.policies.sharing`.
 """
 
@@ -15,59 +15,46 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.controller.decision import ControllerPolicy, Plan
+from elastic.controller.policies.shortage import ROWS_WEIGHT
+from elastic.controller.sensors.sliding_window import moving_average
 from elastic.controller.snapshot import PeerState, Snapshot
 from elastic.planning.cost_model import CostModel
 from elastic.planning.placement import ResourceDemand
 
 SILENT_S = 5.0
 SILENT_TICKS = 5
-"""A model that has not looked for so long, the longer of both, is left out: it will answer nothing. But what it was
-doing when it was last seen may still be done."""
-ROWS_ALPHA = 0.1
+"""A model that has not ticked for so long, the longer of both, is left out: it will answer nothing. But what it was
+doing at its last tick may still be done."""
 _groups: weakref.WeakValueDictionary[str, PeerGroup] = weakref.WeakValueDictionary()
 _joining = threading.Lock()
 
 
 class PeerGroup:
-    """The models under one name, and their last notices. It lives as long as one of its members."""
+    """The models under one name, and their last states. It lives as long as one of its members."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held while a member looks, decides and acts."""
-        self._notices: dict[str, tuple[PeerState, float]] = {}  # name -> notice, until when it counts
+        """Held while a member senses, decides and acts."""
+        self.states: dict[str, tuple[PeerState, float]] = {}
+        """name -> state, seconds until which it counts."""
         self._names = map(str, itertools.count(1))
 
     @classmethod
     def named(cls, name: str) -> PeerGroup:
-        """The one of this process under a name; made at first use."""
+        """Return the one of this process under a name; made at first use."""
         with _joining:
-            found = _groups.get(name)
-            if found is None:
-                found = _groups[name] = cls()
-            return found
+            group = _groups.get(name)
+            if group is None:
+                group = _groups[name] = cls()
+            return group
 
     def next_name(self) -> str:
         with _joining:
             return next(self._names)
 
-    def others(self, name: str, now: float) -> tuple[PeerState, ...]:
-        """What the other members said last."""
-        known = sorted(self._notices.items())
-        return tuple(notice for other, (notice, until) in known if other != name and (now <= until or notice.pending))
-
-    def last(self, name: str) -> PeerState | None:
-        return self._notices[name][0] if name in self._notices else None
-
-    def post(self, notice: PeerState, tick_s: float) -> None:
-        until = notice.snapshot.at_s + max(SILENT_S, SILENT_TICKS * tick_s)
-        self._notices[notice.name] = notice, until
-
-    def leave(self, name: str) -> None:
-        self._notices.pop(name, None)
-
 
 class PeerModel:
-    """The policy of a model in a group: it sees the others in its snapshots. `needs` and `model` are as for `scale`."""
+    """The policy of a model in a group: it sees its peers in its snapshots. `needs` and `model` are as for `scale`."""
 
     def __init__(
         self,
@@ -83,24 +70,25 @@ class PeerModel:
         self._needs, self._model = tuple(needs), model
 
     def decide(self, snapshot: Snapshot, state: Any = None) -> Plan:
-        """What its policy says, which the others are let know. Not pure: to be called under the group's lock."""
-        others = self.group.others(self.name, snapshot.at_s)
+        """Return the plan of its policy, and post it to its peers. Not pure: to be called under the group's lock."""
+        now, states = snapshot.at_s, self.group.states
+        others = tuple(
+            peer
+            for name, (peer, until_s) in sorted(states.items())
+            if name != self.name and (now <= until_s or peer.pending)
+        )
         plan = self.policy.decide(replace(snapshot, name=self.name, others=others), state)
-        self.group.post(self._notice(snapshot, plan), self.tick_s)
+        last = states[self.name][0] if self.name in states else None
+        rows = moving_average(last.rows if last else 0.0, snapshot.traffic.running, ROWS_WEIGHT)
+        pending = plan.actions or (last.pending if last and snapshot.busy else ())
+        mine = PeerState(self.name, snapshot, self._needs, self._model, rows, pending, plan.short, plan.asks)
+        states[self.name] = mine, now + max(SILENT_S, SILENT_TICKS * self.tick_s)
         return plan
 
     def leave(self) -> None:
-        """Be no member any more, until the next decision. Waits for a tick of another member that is under way."""
+        """Leave the group, until the next decision. Waits for a tick of another member that is under way."""
         with self.group.lock:
-            self.group.leave(self.name)
-
-    def _notice(self, snapshot: Snapshot, plan: Plan) -> PeerState:
-        last = self.group.last(self.name)
-        rows = last.rows if last else 0.0
-        rows += ROWS_ALPHA * (snapshot.traffic.running - rows)
-        pending = last.pending if last and snapshot.busy else ()
-        pending = plan.actions or pending
-        return PeerState(self.name, snapshot, self._needs, self._model, rows, pending, plan.short, plan.asks)
+            self.group.states.pop(self.name, None)
 
 
 os.register_at_fork(after_in_child=_groups.clear)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.types import Restore, Swap
@@ -10,7 +10,7 @@ from elastic.types import Restore, Swap
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What a decoder layer takes at its place, in bytes of whole pages."""
+    """The bytes of a decoder layer at its place, in whole pages."""
 
     full: str
     """The name of its full precision, such as `float32`."""
@@ -34,12 +34,12 @@ class Step:
 
     @property
     def freed_bytes(self) -> int:
-        """What the KV cache gains; a restore takes as much."""
+        """Bytes that the KV cache gains; a restore takes as much."""
         return self.before_bytes - self.after_bytes
 
 
 def path(order: Sequence[int], levels: Sequence[str], sizes: Sequence[LayerSize], max_layers: int) -> tuple[Step, ...]:
-    """All steps, the first to do first: every layer to the first level, then every layer on to the next."""
+    """List all steps, the first to do first: every layer to the first level, then every layer on to the next."""
     steps = []
     for number, after in enumerate(levels):
         for layer in order[:max_layers]:
@@ -50,30 +50,25 @@ def path(order: Sequence[int], levels: Sequence[str], sizes: Sequence[LayerSize]
 
 
 def still_there(done: Sequence[Step], layers: Sequence[str]) -> tuple[Step, ...]:
-    """Of the steps that were asked for, those that the layers' variants show: none that failed, or that was undone."""
+    """Return the steps asked for that the layers' variants show: none that failed, or that was undone."""
     last = {step.layer: i for i, step in enumerate(done) if layers[step.layer] == step.after}
     return tuple(step for i, step in enumerate(done) if i <= last.get(step.layer, -1))
 
 
 def swaps(steps: Sequence[Step]) -> tuple[Swap, ...]:
-    """The actions that do these steps."""
-    return tuple(Swap(layers, variant) for variant, layers in _by_target([(s.layer, s.after) for s in steps]).items())
+    """Return the actions that do these steps."""
+    layers: dict[str, list[int]] = {}
+    for step in steps:
+        layers.setdefault(step.after, []).append(step.layer)
+    return tuple(Swap(tuple(indices), variant) for variant, indices in layers.items())
 
 
 def restores(steps: Sequence[Step], sizes: Sequence[LayerSize]) -> tuple[Swap | Restore, ...]:
-    """The actions that undo these steps, given in the order in which they are undone: last done, first undone."""
-    targets = {step.layer: step.before for step in steps}
-    actions: list[Swap | Restore] = []
-    for variant, layers in _by_target(targets.items()).items():
-        whole = tuple(layer for layer in layers if sizes[layer].full == variant)
-        rest = tuple(layer for layer in layers if sizes[layer].full != variant)
-        actions += [Restore(whole)] if whole else []
-        actions += [Swap(rest, variant)] if rest else []
-    return tuple(actions)
-
-
-def _by_target(targets: Iterable[tuple[int, str]]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for layer, variant in targets:
-        found[variant] = (*found.get(variant, ()), layer)
-    return found
+    """Return the actions that undo these steps, which are given last done first."""
+    layers: dict[tuple[str, bool], list[int]] = {}
+    for layer, variant in {step.layer: step.before for step in steps}.items():
+        layers.setdefault((variant, variant == sizes[layer].full), []).append(layer)
+    return tuple(
+        Restore(tuple(indices)) if full else Swap(tuple(indices), variant)
+        for (variant, full), indices in layers.items()
+    )

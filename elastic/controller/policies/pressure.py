@@ -1,16 +1,16 @@
-"""When layers should leave and when they should return: entry and exit, apart from whether it is possible."""
+"""Entry and exit of pressure: when layers should leave and when they should return, possible or not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from elastic.config import SLO, Policy
-from elastic.controller.snapshot import RequestStats
+from elastic.controller.snapshot import Quantiles, RequestStats
 
 
 @dataclass(frozen=True)
 class PressureReading:
-    """What entry and exit look at; smoothed, but for `stalled` and the traffic."""
+    """The figures behind entry and exit; smoothed, but for `stalled` and the traffic."""
 
     used_bytes: float
     capacity_bytes: int
@@ -31,17 +31,17 @@ class PressureReading:
 
     @property
     def idle(self) -> bool:
-        """Whether all requests have ended. Where none was ever counted, nobody counts: then it is not known."""
+        """True when all requests have ended. Where none was ever counted, nobody counts: then it is not known."""
         return bool(self.traffic.arrived) and not self.traffic.waiting and not self.traffic.running
 
 
 def share(used: float, capacity: int) -> float:
-    """Of a capacity that may be nothing."""
+    """Return the used share of a capacity that may be 0 or less."""
     return used / capacity if capacity > 0 else (1.0 if used > 0 else 0.0)
 
 
 def entry(reading: PressureReading, policy: Policy, slo: SLO | None = None) -> str | None:
-    """Which pressure there is, in words; None: none."""
+    """Name the pressure there is, in words; None: there is none."""
     if reading.idle:  # what caches then hold, nobody waits for
         return None
     if reading.use >= policy.kv_high:
@@ -58,24 +58,29 @@ def entry(reading: PressureReading, policy: Policy, slo: SLO | None = None) -> s
 
 
 def exit_wish(reading: PressureReading, policy: Policy, slo: SLO | None = None) -> bool:
-    """Whether the load would do without swapped layers. Whether they can return now is another question."""
+    """Tell whether the load would do without swapped layers; whether they can return now is another question."""
     if reading.stalled or reading.base_use > policy.kv_low:
         return False
     low_s = min(policy.queue_low_s, _queue_high_s(policy, slo))
     return reading.queue_s <= low_s or reading.base_use < policy.queue_kv
 
 
+def _queue_high_s(policy: Policy, slo: SLO | None) -> float:
+    """Return the policy's limit of waiting, or half of a TTFT that is promised, if that is less."""
+    return min(policy.queue_high_s, slo.ttft_s / 2) if slo and slo.ttft_s else policy.queue_high_s
+
+
 def missed(traffic: RequestStats, slo: SLO | None) -> tuple[str, ...]:
-    """The SLOs that more than one in twenty of the last requests missed."""
-    promised = (("ttft_s", slo.ttft_s, traffic.ttft_s), ("tpot_s", slo.tpot_s, traffic.tpot_s)) if slo else ()
-    return tuple(name for name, limit, seen in promised if limit and seen.p95 is not None and seen.p95 > limit)
+    """Name the SLOs that more than one in twenty of the last requests missed."""
+    return tuple(name for name, limit, times in promises(traffic, slo) if times.p95 is not None and times.p95 > limit)
+
+
+def promises(traffic: RequestStats, slo: SLO | None) -> list[tuple[str, float, Quantiles]]:
+    """List (name, seconds promised, seconds measured) of the SLOs that are set for each request or token."""
+    pairs = (("ttft_s", slo.ttft_s, traffic.ttft_s), ("tpot_s", slo.tpot_s, traffic.tpot_s)) if slo else ()
+    return [(name, limit, times) for name, limit, times in pairs if limit]
 
 
 def alone(traffic: RequestStats) -> bool:
-    """Whether what is slow now is slow by itself: no other request is in its way."""
+    """Tell whether what is slow now is slow by itself: no other request is in its way."""
     return not traffic.waiting and traffic.running <= 1
-
-
-def _queue_high_s(policy: Policy, slo: SLO | None) -> float:
-    """Half of a TTFT that is promised may be waiting, if that is less than the policy's."""
-    return min(policy.queue_high_s, slo.ttft_s / 2) if slo and slo.ttft_s else policy.queue_high_s

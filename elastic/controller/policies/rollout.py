@@ -1,4 +1,4 @@
-"""How a decision of many actions is handed out: in whole plans, within a budget of bytes; and what became of them."""
+"""A decision of many actions, issued in whole plans within a budget of bytes; and the outcome of each plan."""
 
 from __future__ import annotations
 
@@ -10,119 +10,105 @@ from elastic.planning.placement import ResourceDemand
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV
 
 MOST_ACTIONS = 8
-"""Of one plan; a snapshot has the last 16 events."""
+"""The most actions of one plan; a snapshot has the last 16 events."""
 MOST_DOUBLINGS = 5
-"""Of a time that doubles with each failure."""
+"""The most doublings of a time that doubles with each failure."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What was asked for, what is to follow it, and what is not asked for again soon."""
+    """The actions asked for, those that are to follow, and those that failed just now."""
 
-    asked: tuple[Action, ...] = ()
-    """What is not known to be done yet,"""
+    issued: tuple[Action, ...] = ()
+    """The actions of the last plan, until their outcome is known,"""
     event: int = -1
     """and the last event before it."""
-    todo: tuple[Action, ...] = ()
-    """What is to follow it."""
+    remaining: tuple[Action, ...] = ()
+    """The actions that follow the last plan."""
     failures: int = 0
     """Plans in a row that came to nothing."""
     refused: tuple[tuple[type, str, float], ...] = ()
-    """(kind, place, until): what came to nothing is not asked for again before then."""
+    """(kind, place, until): an action that came to nothing is not asked for again before then."""
 
-    def settled(self, snapshot: Snapshot, wait_s: float) -> Rollout:
-        """With what has become of the last plan, once that is known. `wait_s` doubles with each failure.
+    def with_outcome(self, snapshot: Snapshot, wait_s: float) -> Rollout:
+        """Add the outcome of the last plan, once it is known. `wait_s` doubles with each failure.
 
         Of a plan of several actions that failed it is not known which could not be done: none is refused for that, but
         the next plans have one action each.
         """
-        if snapshot.busy or not self.asked:
+        if snapshot.busy or not self.issued:
             return self
         done = [event.action for event in snapshot.events if event.id > self.event and event.ok]
-        if all(action in done for action in self.asked):
-            return replace(self, asked=(), failures=0)
+        if all(action in done for action in self.issued):
+            return replace(self, issued=(), failures=0)
         failures = min(MOST_DOUBLINGS, self.failures + 1)
-        refused = tuple(one for one in self.refused if one[2] > snapshot.at_s)
-        if len(self.asked) == 1:
-            (action,) = self.asked
+        refused = tuple(refusal for refusal in self.refused if refusal[2] > snapshot.at_s)
+        if len(self.issued) == 1:
+            (action,) = self.issued
             refused += ((type(action), getattr(action, "place", ""), snapshot.at_s + wait_s * (1 << failures)),)
-        return replace(self, asked=(), failures=failures, refused=refused, todo=())
+        return replace(self, issued=(), failures=failures, refused=refused, remaining=())
 
-    def refuses(self, kind: type, place: str, now: float) -> bool:
-        """Whether an action of this kind at this place came to nothing not long ago."""
-        return any(kind is k and place == p and now < until for k, p, until in self.refused)
+    def refuses(self, action: Action, now: float) -> bool:
+        """Tell whether an action of this kind at this place came to nothing not long ago."""
+        place = getattr(action, "place", "")
+        return any(kind is type(action) and where == place and now < until for kind, where, until in self.refused)
 
-    def refuses_action(self, action: Action, now: float) -> bool:
-        return self.refuses(type(action), getattr(action, "place", ""), now)
-
-    def handing(
-        self, actions: Sequence[Action], snapshot: Snapshot, needs: Sequence[ResourceDemand], most: int
+    def issue(
+        self, actions: Sequence[Action], snapshot: Snapshot, needs: Sequence[ResourceDemand], most_bytes: int
     ) -> Rollout:
-        """With the first of these actions as `asked`, `most` bytes of them, and the others as `todo`."""
-        now, later = first_of(actions, needs, most, 1 if self.failures else MOST_ACTIONS)
+        """Issue the first of these actions, as one plan of at most so many bytes; the others remain."""
+        first, rest = first_of(actions, needs, most_bytes, 1 if self.failures else MOST_ACTIONS)
         event = snapshot.events[-1].id if snapshot.events else -1
-        return replace(self, asked=now, event=event, todo=later)
+        return replace(self, issued=first, event=event, remaining=rest)
 
 
 def first_of(
-    actions: Sequence[Action], needs: Sequence[ResourceDemand], most: int, most_actions: int = MOST_ACTIONS
+    actions: Sequence[Action], needs: Sequence[ResourceDemand], most_bytes: int, most_actions: int = MOST_ACTIONS
 ) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Those that can be done as one, and the rest: `most` bytes of weights, but one layer at least.
+    """Divide actions into those of the next plan and the rest: so many bytes of weights, but one layer at least.
 
     All actions of a plan are prepared before any takes effect: none goes into room that an earlier one gives, and no
-    layer is moved twice.
+    layer is moved twice. The KV cache of layers that migrate goes in the same plan, also where only some of them do.
     """
-    now: list[Action] = []
-    later = list(actions)
-    while later and len(now) < most_actions and _goes_with(later[0], now):
-        action = later.pop(0)
-        count = _count(action, needs, most) if isinstance(action, Migrate | Replicate) else None
-        if count == 0 and now:
-            return tuple(now), (action, *later)
-        first, rest = _split(action, count)
-        now.append(first)
-        if rest is not None:
-            kv, others = _with_its_cache(first, later) if most_actions > 1 else ((), later)
-            return (*now, *kv), (rest, *others)
-        most -= _nbytes(first, needs)
-    return tuple(now), tuple(later)
+    plan: list[Action] = []
+    rest = list(actions)
+    while rest and len(plan) < most_actions and _goes_with(rest[0], plan):
+        action = rest[0]
+        if not isinstance(action, Migrate | Replicate):
+            plan.append(rest.pop(0))
+            continue
+        sizes = [needs[layer].nbytes for layer in action.layers]
+        count = min(len(sizes), most_bytes // max(1, max(sizes)))
+        if count <= 0 and plan:
+            break
+        count = max(1, count)
+        plan.append(replace(action, layers=action.layers[:count]))
+        if count < len(sizes):
+            rest[0] = replace(action, layers=action.layers[count:])
+            if most_actions > 1:
+                _bring_cache(plan, rest)
+            break
+        del rest[0]
+        most_bytes -= sum(sizes)
+    return tuple(plan), tuple(rest)
 
 
-def _goes_with(action: Action, before: Sequence[Action]) -> bool:
-    """Whether it can be prepared together with what comes before it."""
+def _bring_cache(plan: list[Action], rest: list[Action]) -> None:
+    """Move the KV cache of the layers that migrate at the end of a plan into it, from the action after the rest."""
+    migrate, cache = plan[-1], rest[1] if len(rest) > 1 else None
+    if isinstance(migrate, Migrate) and isinstance(cache, MigrateKV) and cache.place == migrate.place:
+        now = tuple(i for i in cache.layers if i in migrate.layers)
+        later = tuple(i for i in cache.layers if i not in migrate.layers)
+        plan += [replace(cache, layers=now)] if now else []
+        rest[1:2] = [replace(cache, layers=later)] if later else []
+
+
+def _goes_with(action: Action, plan: Sequence[Action]) -> bool:
+    """Tell whether an action can be prepared together with those before it in a plan."""
     if isinstance(action, ResizeKV):
         return True
-    moved = {i for one in before if isinstance(one, MigrateKV) == isinstance(action, MigrateKV) for i in _layers(one)}
-    needs_room = isinstance(action, Migrate | Replicate) and any(isinstance(one, Evict | Release) for one in before)
-    return not needs_room and moved.isdisjoint(action.layers)
-
-
-def _layers(action: Action) -> tuple[int, ...]:
-    return () if isinstance(action, ResizeKV) else action.layers
-
-
-def _nbytes(action: Action, needs: Sequence[ResourceDemand]) -> int:
-    return sum(needs[i].nbytes for i in action.layers) if isinstance(action, Migrate | Replicate) else 0
-
-
-def _count(action: Migrate | Replicate, needs: Sequence[ResourceDemand], most: int) -> int:
-    """So many of its layers may be copied now."""
-    return max(0, min(len(action.layers), most // max(1, max(needs[layer].nbytes for layer in action.layers))))
-
-
-def _split(action: Action, count: int | None) -> tuple[Action, Action | None]:
-    if count is None or isinstance(action, ResizeKV) or max(1, count) >= len(action.layers):
-        return action, None
-    most = max(1, count)
-    return replace(action, layers=action.layers[:most]), replace(action, layers=action.layers[most:])
-
-
-def _with_its_cache(first: Action, later: Sequence[Action]) -> tuple[tuple[Action, ...], list[Action]]:
-    """The KV cache of layers that migrate goes in the same plan, also where only a part of them does now."""
-    follows = later[0] if later else None
-    if not isinstance(first, Migrate) or not isinstance(follows, MigrateKV) or first.place != follows.place:
-        return (), list(later)
-    now = tuple(i for i in follows.layers if i in first.layers)
-    rest = tuple(i for i in follows.layers if i not in first.layers)
-    kv = (replace(follows, layers=now),) if now else ()
-    return kv, [*([replace(follows, layers=rest)] if rest else []), *later[1:]]
+    if isinstance(action, Migrate | Replicate) and any(isinstance(before, Evict | Release) for before in plan):
+        return False
+    moves_kv = isinstance(action, MigrateKV)
+    same = [a for a in plan if not isinstance(a, ResizeKV) and isinstance(a, MigrateKV) == moves_kv]
+    return all(set(before.layers).isdisjoint(action.layers) for before in same)

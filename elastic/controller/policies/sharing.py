@@ -1,11 +1,12 @@
-"""Several models that lend each other places: what each may take, and what others are to give back first. All pure."""
+"""Models that lend each other places: what one may take, and what its peers are to give back first. All pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elastic.config import Scale
 from elastic.controller.policies.shortage import PlaceLoad, describe
@@ -18,12 +19,12 @@ from elastic.types import Evict, Migrate, MigrateKV, Replicate, Restore
 
 
 @dataclass(frozen=True)
-class SharedCapacity:
-    """What a model may take now, and what others could give back for it."""
+class Offer:
+    """Capacity for replicas of one model: what it may take now, and what peers could give back for it."""
 
-    rooms: tuple[PlaceCapacity, ...]
+    places: tuple[PlaceCapacity, ...]
     gain: float = 1.0
-    """By what is asked, as a factor."""
+    """Speed-up with what is asked for, as a factor of the present one."""
     asks: tuple[EvictionRequest, ...] = ()
 
 
@@ -34,184 +35,175 @@ class Peer:
     name: str
     load: PlaceLoad
     model: CostModel
-    rows: int
+    rows: float
+    """Moving average of its running requests."""
 
 
-def asked_of(snapshot: Snapshot) -> tuple[Evict, ...]:
-    """What the others ask of this model, as far as it has such replicas."""
-    found: dict[str, set[int]] = {}
-    for ask in (ask for other in snapshot.others for ask in other.asks if ask.model == snapshot.name):
-        place = ask.action.place
-        here = [i for i in ask.action.layers if place in snapshot.residencies[i][1:]]
-        found.setdefault(place, set()).update(here)
-    return tuple(Evict(tuple(sorted(layers)), place) for place, layers in found.items() if layers)
+class SharedCapacity:
+    """The places of a model, alone or in a group. `load` is the model's own, beside what peers are about to take."""
+
+    def __init__(self, load: PlaceLoad, snapshot: Snapshot, settings: Scale) -> None:
+        self._snapshot, self._settings = snapshot, settings
+        self.load = _beside_peers(load, snapshot, settings) if snapshot.others else load
+
+    @cached_property
+    def _peers(self) -> list[Peer]:
+        """The peers that say where their layers are."""
+        return [
+            Peer(
+                peer.name,
+                describe(peer.snapshot, peer.needs, self._settings),
+                peer.model(max(1, math.floor(peer.rows + 0.5))),
+                peer.rows,
+            )
+            for peer in self._snapshot.others
+            if peer.snapshot.residencies and peer.snapshot.places
+        ]
+
+    def requested(self) -> tuple[Evict, ...]:
+        """Return the evictions that peers ask of this model, as far as it has such replicas."""
+        layers: dict[str, set[int]] = {}
+        for ask in (ask for peer in self._snapshot.others for ask in peer.asks if ask.model == self._snapshot.name):
+            place = ask.action.place
+            replicas = [i for i in ask.action.layers if place in self._snapshot.residencies[i][1:]]
+            layers.setdefault(place, set()).update(replicas)
+        return tuple(Evict(tuple(sorted(indices)), place) for place, indices in layers.items() if indices)
+
+    def guests(self, shortage: Deficit) -> tuple[EvictionRequest, ...]:
+        """Return the peers' replicas that are to leave a place where bytes are short, until the shortage is over.
+
+        Those of the model with the fewest rows leave first, of each the least useful first; none whose own place has no
+        room for its KV rows. Only a place where this model has layers of its own has guests.
+        """
+        if not any(places[0] == shortage.place for places in self.load.placement.layers):
+            return ()
+        asks: list[EvictionRequest] = []
+        for peer in sorted(self._peers, key=lambda peer: (peer.rows, peer.name)):
+            if shortage.over:
+                break
+            needs = [replace(need, compute=0.0) for need in peer.load.needs]  # at home they were computed before
+            placement, places = peer.load.placement, peer.load.places
+            result = scale_down(placement, needs, places, peer.model, shortage, remedies=("eviction",))
+            asks += [EvictionRequest(peer.name, action) for action in result.actions if isinstance(action, Evict)]
+            shortage = result.left
+        return tuple(asks)
+
+    def fair_share(self, model: CostModel) -> Offer:
+        """Return this model's share of all places: by `plan_together`, as if there were no replicas yet.
+
+        It may take what is not in the peers' shares, or not taken by them yet. Peers are asked for what they have
+        beyond their shares where this model lacks room for its own.
+        """
+        load, rooms = self.load, {place.name: place for place in self.load.places}
+        if not self._snapshot.others:
+            return Offer(load.places)
+        empty = rooms
+        for model_load in (load, *(peer.load for peer in self._peers)):
+            replicas = _added(model_load.placement.alone_at_home, model_load.placement)
+            empty = _occupied(empty, replicas, model_load.replica_needs, times=-1)
+        models = {peer.name: _planned(peer.load, peer.model) for peer in self._peers if math.floor(peer.rows + 0.5) > 1}
+        models[self._snapshot.name] = _planned(load, model)
+        targets = plan_together(models, list(empty.values()), self._settings.t_up)
+        for peer in self._peers:
+            to_come = _added(peer.load.placement, targets.get(peer.name, peer.load.placement))
+            rooms = _occupied(rooms, to_come, peer.load.replica_needs)
+        wanted = _added(load.placement, targets[self._snapshot.name])
+        after = load.placement
+        for layer, place in wanted:
+            after = after.with_replicas([layer], place)
+        gain = speedup(model, after) / speedup(model, load.placement)
+        return Offer(tuple(rooms.values()), gain, self._surplus(wanted, targets))
+
+    def _surplus(
+        self, wanted: Sequence[tuple[int, str]], targets: Mapping[str, Placement]
+    ) -> tuple[EvictionRequest, ...]:
+        """Return replicas of peers beyond their shares, where there is no room for what this model wants."""
+        rooms = _occupied({place.name: place for place in self.load.places}, wanted, self.load.replica_needs)
+        crowded = {name for _, name in wanted if rooms[name].free_bytes < rooms[name].margin * rooms[name].total_bytes}
+        asks: list[EvictionRequest] = []
+        for peer in self._peers:
+            target = targets.get(peer.name, peer.load.placement.alone_at_home)
+            surplus: list[OfLayers] = [
+                Evict((i,), place) for i, place in _added(target, peer.load.placement) if place in crowded
+            ]
+            asks += [EvictionRequest(peer.name, action) for action in joined(surplus) if isinstance(action, Evict)]
+        return tuple(asks)
+
+    def take_over(self, model: CostModel) -> Offer:
+        """Return all that is free, and of the replicas of one peer at one place those that gain most together.
+
+        The gain is the product of both models' speed-ups: what one doubles is worth what another halves, whoever is
+        larger.
+        """
+        load, rooms = self.load, {place.name: place for place in self.load.places}
+        offers = [Offer(load.places)]
+        for peer in self._peers:
+            for place in rooms:
+                layers = tuple(i for i, places in enumerate(peer.load.placement.layers) if place in places[1:])
+                if not layers:
+                    continue
+                freed = _occupied(rooms, [(i, place) for i in layers], peer.load.replica_needs, times=-1)
+                after = plan_up(load.placement, load.replica_needs, list(freed.values()), model, self._settings.t_up)
+                without = peer.load.placement.without_replicas(layers, place)
+                won = speedup(model, after) / speedup(model, load.placement)
+                lost = speedup(peer.model, peer.load.placement) / speedup(peer.model, without)
+                offers.append(Offer(load.places, won / lost, (EvictionRequest(peer.name, Evict(layers, place)),)))
+        return max(offers, key=lambda offer: offer.gain)
 
 
-def beside_others(load: PlaceLoad, snapshot: Snapshot, settings: Scale) -> PlaceLoad:
-    """Places as the other models leave them: less the bytes that they are about to take, and less what keeps the KV
-    caches of all that are there below the use that is a shortage."""
-    if not snapshot.others:
-        return load
-    taken = sum((_taken(other) for other in snapshot.others), Counter[str]())
-    used = {place.name: _kv_used(snapshot, place.name) for place in load.places}
-    places = tuple(_narrowed(place, taken[place.name], used[place.name], settings) for place in load.places)
-    return replace(load, places=places)
+def _beside_peers(load: PlaceLoad, snapshot: Snapshot, settings: Scale) -> PlaceLoad:
+    """Take from the places what peers are about to take, and the headroom of all models' KV caches beyond the margin.
 
-
-def guests(load: PlaceLoad, snapshot: Snapshot, shortage: Deficit, settings: Scale) -> tuple[EvictionRequest, ...]:
-    """Replicas of other models that are to leave a place where bytes are short: those of the model with the fewest rows
-    first, of each the least useful first, until the shortage is over.
-
-    Only at a place where the model has layers of its own. None that finds no room at home for its KV rows.
+    The headroom keeps the use of the caches that are there below that of a shortage.
     """
-    if not any(own == shortage.place for own, *_ in load.placement.layers):
-        return ()
-    asks: list[EvictionRequest] = []
-    for other in sorted(snapshot.others, key=lambda other: (other.rows, other.name)):
-        theirs = _partner(other, settings)
-        if shortage.over or theirs is None:
-            continue
-        needs = [replace(need, compute=0.0) for need in theirs.load.needs]  # at home they were computed before
-        placement, places = theirs.load.placement, theirs.load.places
-        found = scale_down(placement, needs, places, theirs.model, shortage, remedies=("eviction",))
-        asks += [EvictionRequest(other.name, action) for action in found.actions if isinstance(action, Evict)]
-        shortage = found.left
-    return tuple(asks)
+    kv_used: Counter[str] = Counter()
+    for reading in (snapshot, *(peer.snapshot for peer in snapshot.others)):
+        for place in reading.places:
+            kv_used[place.name] += place.kv_used_bytes
+    pending = sum(map(_pending_bytes, snapshot.others), Counter[str]())
+    places = []
+    for room in load.places:
+        headroom = math.ceil(kv_used[room.name] / (settings.kv_high - settings.margin)) - kv_used[room.name]
+        beyond_margin = max(0, headroom - math.floor(settings.margin * room.total_bytes))
+        places.append(replace(room, free_bytes=room.free_bytes - pending[room.name] - beyond_margin))
+    return replace(load, places=tuple(places))
 
 
-def share_out(load: PlaceLoad, snapshot: Snapshot, rows: int, model: CostModel, settings: Scale) -> SharedCapacity:
-    """The part of this model in all places: by `plan_together`, as if no replica were there yet.
-
-    Its rooms are the places less what is the others' part and not taken by them yet. What others have beyond their
-    parts, where this model lacks room for its own, they are asked for; the gain is the own one.
-    """
-    partners = _partners(snapshot, settings)
-    rooms = {place.name: place for place in load.places}
-    for each in (load, *(partner.load for partner in partners)):
-        rooms = _cleared(rooms, each)
-    instances = {one.name: _instance(one.load, one.model) for one in partners if one.rows > 1}
-    instances[snapshot.name] = _instance(load, model)
-    planned = plan_together(instances, list(rooms.values()), settings.t_up)
-    left = {place.name: place for place in load.places}
-    for one in partners:
-        left = _with(left, _added(one.load.placement, planned.get(one.name)), one.load.replica_needs)
-    after = _union(load.placement, planned[snapshot.name])
-    gain = speedup(model, after) / speedup(model, load.placement)
-    return SharedCapacity(tuple(left.values()), gain, _surplus(load, after, partners, planned))
+def _pending_bytes(peer: PeerState) -> Counter[str]:
+    """Count the bytes by place that a model has asked for, and may not have yet."""
+    pending: Counter[str] = Counter()
+    for action in peer.pending:
+        if isinstance(action, Migrate | Replicate):
+            pending[action.place] += sum(peer.needs[i].nbytes for i in action.layers)
+        elif isinstance(action, Restore):
+            for i in action.layers:
+                pending[peer.snapshot.residencies[i][0]] += peer.needs[i].nbytes
+        elif isinstance(action, MigrateKV):
+            pending[action.place] += sum(place.kv_used_bytes for place in peer.snapshot.places)
+    return pending
 
 
-def take_over(load: PlaceLoad, snapshot: Snapshot, model: CostModel, settings: Scale) -> SharedCapacity:
-    """Where speed is short: all that is free, and of what others have at one place, what gains most together.
-
-    The gain is the product of the speed-ups of both: what one doubles is worth what another halves, whoever is larger.
-    """
-    shares = [SharedCapacity(load.places)]
-    for partner in _partners(snapshot, settings):
-        theirs, rooms = partner.load.placement, {place.name: place for place in load.places}
-        for place in rooms:
-            gone = [i for i, here in enumerate(theirs.layers) if place in here[1:]]
-            offered = _with(rooms, [(i, place) for i in gone], partner.load.replica_needs, -1)
-            after = plan_up(load.placement, load.replica_needs, list(offered.values()), model, settings.t_up)
-            won = speedup(model, after) / speedup(model, load.placement)
-            lost = speedup(partner.model, theirs) / speedup(partner.model, theirs.without_replicas(gone, place))
-            if gone:
-                shares.append(
-                    SharedCapacity(load.places, won / lost, (EvictionRequest(partner.name, Evict(tuple(gone), place)),))
-                )
-    return max(shares, key=lambda share: share.gain)
+def _planned(load: PlaceLoad, model: CostModel) -> PlannedModel:
+    names = tuple(place.name for place in load.places)
+    return PlannedModel(load.placement.alone_at_home, load.replica_needs, model, names)
 
 
-def _surplus(
-    load: PlaceLoad, after: Placement, partners: Sequence[Peer], planned: Mapping[str, Placement]
-) -> tuple[EvictionRequest, ...]:
-    """Replicas that others have beyond their parts, at places where there is no room for this model's part."""
-    added = _added(load.placement, after)
-    rooms = _with({place.name: place for place in load.places}, added, load.replica_needs)
-    wanted = {place for _, place in added}
-    crowded = {name for name in wanted if rooms[name].free_bytes < rooms[name].margin * rooms[name].total_bytes}
-    asks = []
-    for partner in partners:
-        target = planned.get(partner.name, partner.load.placement.alone_at_home)
-        gone = [Evict((i,), place) for i, place in _added(target, partner.load.placement) if place in crowded]
-        actions: list[OfLayers] = list(gone)
-        asks += [EvictionRequest(partner.name, action) for action in joined(actions) if isinstance(action, Evict)]
-    return tuple(asks)
-
-
-def _partners(snapshot: Snapshot, settings: Scale) -> list[Peer]:
-    return [found for other in snapshot.others if (found := _partner(other, settings)) is not None]
-
-
-def _partner(other: PeerState, settings: Scale) -> Peer | None:
-    if not other.snapshot.residencies or not other.snapshot.places:
-        return None
-    load = describe(other.snapshot, other.needs, settings)
-    rows = math.floor(other.rows + 0.5)
-    return Peer(other.name, load, other.model(max(1, rows)), rows)
-
-
-def _instance(load: PlaceLoad, model: CostModel) -> PlannedModel:
-    places = tuple(place.name for place in load.places)
-    return PlannedModel(load.placement.alone_at_home, load.replica_needs, model, places)
-
-
-def _added(before: Placement, after: Placement | None) -> list[tuple[int, str]]:
-    """(layer, place) of the replicas that the one has and the other has not."""
-    if after is None:
-        return []
+def _added(before: Placement, after: Placement) -> list[tuple[int, str]]:
+    """List (layer, place) of the replicas that are in one placement and not in the other."""
     pairs = enumerate(zip(before.layers, after.layers, strict=True))
     return [(i, place) for i, (old, new) in pairs for place in new[1:] if place not in old]
 
 
-def _union(before: Placement, after: Placement) -> Placement:
-    for layer, place in _added(before, after):
-        before = before.with_replicas([layer], place)
-    return before
-
-
-def _with(
+def _occupied(
     rooms: dict[str, PlaceCapacity],
-    replicas: Sequence[tuple[int, str]],
+    replicas: Iterable[tuple[int, str]],
     needs: Sequence[ResourceDemand],
+    *,
     times: int = 1,
 ) -> dict[str, PlaceCapacity]:
-    """With these replicas in them, or with -1 without them."""
+    """Return the places with these (layer, place) in them, or with `times=-1` without them."""
     rooms = dict(rooms)
     for layer, place in replicas:
         if place in rooms:
             rooms[place] = rooms[place].having(needs[layer], times)
     return rooms
-
-
-def _cleared(rooms: dict[str, PlaceCapacity], load: PlaceLoad) -> dict[str, PlaceCapacity]:
-    """As if a model had no replicas."""
-    replicas = _added(load.placement.alone_at_home, load.placement)
-    return _with(rooms, replicas, load.replica_needs, -1)
-
-
-def _taken(other: PeerState) -> Counter[str]:
-    """Bytes by place that a model has asked for, and may not have yet."""
-    found: Counter[str] = Counter()
-    for action in other.pending:
-        if isinstance(action, Migrate | Replicate):
-            found[action.place] += sum(other.needs[i].nbytes for i in action.layers)
-        elif isinstance(action, Restore):
-            for i in action.layers:
-                found[other.snapshot.residencies[i][0]] += other.needs[i].nbytes
-        elif isinstance(action, MigrateKV):
-            found[action.place] += sum(place.kv_used_bytes for place in other.snapshot.places)
-    return found
-
-
-def _kv_used(snapshot: Snapshot, place: str) -> int:
-    """By all models of the group."""
-    seen = (snapshot, *(other.snapshot for other in snapshot.others))
-    return sum(one.kv_used_bytes for each in seen for one in each.places if one.name == place)
-
-
-def _narrowed(place: PlaceCapacity, taken: int, kv_used: int, settings: Scale) -> PlaceCapacity:
-    """The headroom of the caches, where it is more than the margin."""
-    target = settings.kv_high - settings.margin
-    headroom = math.ceil(kv_used / target) - kv_used
-    more = max(0, headroom - math.floor(settings.margin * place.total_bytes))
-    return replace(place, free_bytes=place.free_bytes - taken - more)

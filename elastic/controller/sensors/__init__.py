@@ -1,4 +1,4 @@
-"""What is measured, for snapshots: requests, host memory, GPUs.
+"""Sensors for snapshots: requests, host memory, GPUs.
 
 Way in: `monitor.Monitor`, `request_metrics.RequestMetrics`. The runtime and engines import it; it imports the snapshot.
 """

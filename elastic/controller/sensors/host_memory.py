@@ -1,4 +1,4 @@
-"""Host memory."""
+"""Host memory as psutil sees it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elastic.controller.snapshot import HostStats
 
 
 def read_host() -> HostStats:
-    """As psutil sees it; nothing where psutil is absent or does not know."""
+    """Read host memory in bytes; None for both where psutil is absent or does not know."""
     try:
         import psutil
 

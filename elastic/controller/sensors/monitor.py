@@ -1,4 +1,4 @@
-"""The monitor: everything that a policy sees, put into one snapshot."""
+"""The monitor: all that a policy sees, put into one snapshot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ SENSORS_S = 1.0
 
 
 @dataclass(frozen=True)
-class PlacementReadings:
-    """The fields of a snapshot that say where layers are, and what was done lately."""
+class InstanceReadings:
+    """The fields of a snapshot that the instance itself tells."""
 
+    kv: MemoryStats
+    layers: tuple[str, ...]
     residencies: tuple[tuple[str, ...], ...] = ()
     places: tuple[PlaceReading, ...] = ()
     events: tuple[Event, ...] = ()
@@ -31,42 +33,42 @@ class Monitor:
     def __init__(
         self,
         counters: RequestMetrics,
-        kv: Callable[[], MemoryStats],
-        layers: Callable[[], tuple[str, ...]],
+        instance: Callable[[], InstanceReadings],
         busy: Callable[[], bool],
-        devices: Callable[[], tuple[DeviceStats, ...]],
-        host: Callable[[], HostStats],
+        machine: Callable[[], tuple[tuple[DeviceStats, ...], HostStats]],
         clock: Callable[[], float] = time.monotonic,
-        placed: Callable[[], PlacementReadings] = PlacementReadings,
     ) -> None:
         self.counters = counters
-        self.kv = kv
-        """What the KV cache has; an engine with a cache of its own may put its own count here."""
-        self._layers = layers
+        self._instance = instance
         self._busy = busy
-        self._devices = devices
-        self._host = host
+        self._machine = machine
         self._clock = clock
-        self._placed = placed
-        self._machine: tuple[tuple[DeviceStats, ...], HostStats] = (), HostStats()
+        self._devices: tuple[DeviceStats, ...] = ()
+        self._host = HostStats()
         self._machine_s: float | None = None
-        self._asking = threading.Lock()
+        self._reading = threading.Lock()
 
     def read(self) -> Snapshot:
-        """Now."""
+        """Return the snapshot of now."""
         now = self._clock()
-        with self._asking:
+        with self._reading:
             if self._machine_s is None or now - self._machine_s >= SENSORS_S:
-                self._machine = self._devices(), self._host()
+                self._devices, self._host = self._machine()
                 self._machine_s = now
-        busy = self._busy()  # before the layers: if nothing is under way, they are as they stay
-        devices, host = self._machine
-        traffic, kv, layers, placed = self.counters.read(), self.kv(), self._layers(), self._placed()
-        places = _with_idle(placed.places, devices)
-        seen = Snapshot(now, traffic, kv, layers, busy, devices, host, placed.residencies, places, placed.events)
-        return replace(seen, apart=placed.apart)
-
-
-def _with_idle(places: tuple[PlaceReading, ...], devices: tuple[DeviceStats, ...]) -> tuple[PlaceReading, ...]:
-    used = {device.place: device.utilization for device in devices if device.utilization is not None}
-    return tuple(replace(place, idle=1 - used[place.name]) if place.name in used else place for place in places)
+            devices, host = self._devices, self._host
+        busy = self._busy()  # before the instance: if nothing is under way, layers are as they stay
+        traffic, instance = self.counters.read(), self._instance()
+        used = {device.place: device.utilization for device in devices if device.utilization is not None}
+        return Snapshot(
+            at_s=now,
+            traffic=traffic,
+            kv=instance.kv,
+            layers=instance.layers,
+            busy=busy,
+            devices=devices,
+            host=host,
+            residencies=instance.residencies,
+            places=tuple(replace(p, idle=1 - used[p.name]) if p.name in used else p for p in instance.places),
+            events=instance.events,
+            apart=instance.apart,
+        )

@@ -1,4 +1,4 @@
-"""What NVML tells about the GPUs of some places. Neither its absence nor that of any field is an error."""
+"""The GPUs of places as NVML sees them. Neither its absence nor that of any field is an error."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """How a CUDA device is known to NVML, whose ordinals are others than CUDA's; None: not known."""
+    """The names of a CUDA device in NVML, whose ordinals are others than CUDA's; None: not known."""
 
     ordinal: int
     uuid: str | None = None
-    """As `GPU-…`, or `MIG-…`."""
+    """In the form `GPU-…`, or `MIG-…`."""
     bus_id: str | None = None
-    """As `00000000:3B:00.0`."""
+    """In the form `00000000:3B:00.0`."""
 
 
 def identify(ordinal: int) -> Identity:
-    """The identity of a CUDA device of this process."""
+    """Return the identity of a CUDA device of this process."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(ordinal)
@@ -50,17 +50,17 @@ class NVMLSensor:
         self._nvml: Any = None
         self._opened = False
         self.absence = ""
-        """Why there is no NVML, in words."""
+        """The reason why there is no NVML, in words."""
 
     def read(self) -> tuple[DeviceStats, ...]:
-        """One record for each place; all None for what NVML does not tell. Some 40 ms, most of them asleep."""
+        """Return one record for each place; None where NVML does not tell. Takes some 40 ms, most of them asleep."""
         if not self._opened:
             self._open()
-        seen = {ordinal: self._read(ordinal) for ordinal in dict.fromkeys(self._ordinals.values())}
-        return tuple(DeviceStats(place, **seen[ordinal]) for place, ordinal in self._ordinals.items())
+        readings = {ordinal: self._read(ordinal) for ordinal in dict.fromkeys(self._ordinals.values())}
+        return tuple(DeviceStats(place, **readings[ordinal]) for place, ordinal in self._ordinals.items())
 
     def close(self) -> None:
-        """Can be called twice."""
+        """Shut NVML down. Can be called twice."""
         if self._nvml is not None:
             self._ask(-1, "shutdown", self._nvml.nvmlShutdown)
         self._nvml, self._handles = None, {}
@@ -83,7 +83,7 @@ class NVMLSensor:
                 self._handles[ordinal] = handle
 
     def _find(self, ordinal: int) -> Any:
-        """By the UUID, else the bus id, else the ordinal, which is CUDA's where none are hidden or sorted."""
+        """Look up a device by the UUID, else the bus id, else the ordinal: CUDA's where none are hidden or sorted."""
         try:
             identity = self._identity(ordinal)
         except Exception as error:  # whatever CUDA raises: NVML may still know the ordinal
@@ -111,29 +111,31 @@ class NVMLSensor:
             self._ask(ordinal, way, lambda way=way: nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, way)))
             for way in ("NVML_PCIE_UTIL_TX_BYTES", "NVML_PCIE_UTIL_RX_BYTES")
         )
+        own = self._ask(
+            ordinal,
+            "processes",
+            lambda: [
+                process.usedGpuMemory
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                if process.pid == os.getpid()
+            ],
+        )
         return {
             "utilization": None if rates is None else rates / 100,
             "used_bytes": None if memory is None else int(memory.used),
             "total_bytes": None if memory is None else int(memory.total),
-            "own_bytes": self._ask(ordinal, "processes", self._own_bytes, handle),
+            "own_bytes": int(own[0]) if own and own[0] is not None else None,
             "pcie_tx_bytes_per_s": None if sent is None else sent * 1024.0,  # NVML has KiB/s
             "pcie_rx_bytes_per_s": None if received is None else received * 1024.0,
         }
 
-    def _own_bytes(self, handle: Any) -> int | None:
-        found = [p for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
-        used = found[0].usedGpuMemory if found else None
-        return None if used is None else int(used)
-
     def _ask(self, ordinal: int, what: str, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer, or None. What a device does not support is not asked for again."""
+        """Return NVML's answer, or None. What a device does not support is not asked for again."""
         if (ordinal, what) in self._unsupported:
             return None
         try:
             return call(*args)
-        except (
-            Exception
-        ) as error:  # NVML has an error class of its own for each code; a field that is absent is no error
+        except Exception as error:  # NVML has an error class for each code; a field that is absent is no error
             logger.debug("NVML does not tell %s of device %d: %s", what, ordinal, str(error))
             not_supported = getattr(self._nvml, "NVMLError_NotSupported", ())
             if isinstance(error, (AttributeError, not_supported)):

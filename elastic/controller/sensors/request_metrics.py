@@ -1,4 +1,4 @@
-"""What an engine tells about its requests, and what follows from it."""
+"""Figures about requests, from what an engine tells of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from elastic.controller.sensors.histogram import Histogram, Histogramming
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, SlidingWindow, WindowSum
 from elastic.controller.snapshot import RequestStats
 
 Outcome = Literal["completed", "cancelled", "failed", "rejected"]
-Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s", "e2e_s"]
-TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s", "e2e_s")
+Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s"]
+TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s")
 
 
 @dataclass(slots=True)
@@ -43,14 +42,13 @@ class RequestMetrics:
         self._running: dict[str, _Request] = {}
         self._totals: Counter[str] = Counter()
         self._windows = {name: SlidingWindow() for name in TIMES}
-        self._histograms = {name: Histogramming() for name in TIMES}
         self._tokens = WindowSum()
         self._arrivals = WindowSum()
         self._began_s: float | None = None
         self._now_s = -math.inf
 
     def arrived(self, request: str, prompt_tokens: int, at_s: float | None = None, *, sequences: int = 1) -> None:
-        """A request was offered, to be decoded as so many sequences side by side."""
+        """Note that a request was offered, to be decoded as so many sequences side by side."""
         with self._lock:
             at_s = self._clock(at_s)
             if request in self._waiting or request in self._running:
@@ -61,98 +59,82 @@ class RequestMetrics:
             self._arrivals.add(1, self._now_s)
 
     def scheduled(self, request: str, at_s: float | None = None) -> None:
-        """Its first tokens go into a forward pass."""
+        """Note that a request's first tokens go into a forward pass."""
         with self._lock:
             at_s = self._clock(at_s)
             if request in self._waiting:
                 self._schedule(request, at_s)
 
     def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None:
-        """Tokens were generated, counted over its sequences."""
+        """Note that tokens were generated, counted over a request's sequences."""
         with self._lock:
             at_s = self._clock(at_s)
             if request in self._waiting and tokens > 0:
                 self._schedule(request, at_s)
-            known = self._running.get(request)
-            if known is None or tokens <= 0:
+            timing = self._running.get(request)
+            if timing is None or tokens <= 0:
                 return
-            if known.first_s is None:
-                known.first_s = at_s
-                self._observe("ttft_s", at_s - known.arrived_s)
+            if timing.first_s is None:
+                timing.first_s = at_s
+                self._windows["ttft_s"].add(at_s - timing.arrived_s, self._now_s)
             else:
-                self._observe("itl_s", at_s - known.last_s)
-            known.last_s = max(at_s, known.last_s)
-            known.tokens += tokens
+                self._windows["itl_s"].add(at_s - timing.last_s, self._now_s)
+            timing.last_s = max(at_s, timing.last_s)
+            timing.tokens += tokens
             self._totals["generated_tokens"] += tokens
             self._tokens.add(tokens, self._now_s)
 
     def ended(self, request: str, outcome: Outcome, at_s: float | None = None) -> None:
-        """It is over. One never told of is ignored."""
+        """Note that a request is over."""
         with self._lock:
-            at_s = self._clock(at_s)
-            known = self._waiting.pop(request, None) or self._running.pop(request, None)
-            if known is None:
+            self._clock(at_s)
+            timing = self._waiting.pop(request, None) or self._running.pop(request, None)
+            if timing is None:
                 return
             self._totals[outcome] += 1
-            if outcome == "completed":
-                self._observe("e2e_s", at_s - known.arrived_s)
-                steps = known.tokens / known.sequences
-                if known.first_s is not None and steps > 1:
-                    self._observe("tpot_s", (known.last_s - known.first_s) / (steps - 1))
+            steps = timing.tokens / timing.sequences
+            if outcome == "completed" and timing.first_s is not None and steps > 1:
+                self._windows["tpot_s"].add((timing.last_s - timing.first_s) / (steps - 1), self._now_s)
 
     def stalled(self, requests: int = 1) -> None:
-        """Running requests were left out of a step for want of KV blocks."""
+        """Note that running requests were left out of a step for want of KV blocks."""
         with self._lock:
             self._totals["stalls"] += requests
 
     def preempted(self, requests: int = 1) -> None:
-        """Running requests lost their cache."""
+        """Note that running requests lost their cache."""
         with self._lock:
             self._totals["preemptions"] += requests
 
     def read(self, at_s: float | None = None) -> RequestStats:
-        """Everything as of now."""
+        """Return everything as of now."""
         with self._lock:
             at_s = self._clock(at_s)
             now_s = self._now_s
             oldest = next(iter(self._waiting.values()), None)
-            span_s = self._span_s()
-            found: dict[str, Any] = {name: self._windows[name].read(now_s) for name in TIMES if name != "e2e_s"}
-            found |= self._totals
+            covered_s = (BUCKETS - 1) * BUCKET_S + now_s % BUCKET_S
+            began_s = now_s if self._began_s is None else self._began_s
+            span_s = max(BUCKET_S, min(covered_s, now_s - began_s))  # at the beginning less than the whole window
+            figures: dict[str, Any] = {name: window.read(now_s) for name, window in self._windows.items()}
+            figures |= self._totals
             return RequestStats(
                 waiting=len(self._waiting),
                 running=len(self._running),
                 queue_delay_s=max(0.0, at_s - oldest.arrived_s) if oldest else 0.0,
                 tokens_per_s=self._tokens.read(now_s) / span_s,
                 arrivals_per_s=self._arrivals.read(now_s) / span_s,
-                **found,
+                **figures,
             )
 
-    def histograms(self) -> dict[Time, Histogram]:
-        """Of all requests since the start, for exporters: `queued_s`, `ttft_s`, `tpot_s`, `itl_s`, `e2e_s`."""
-        with self._lock:
-            return {name: histogramming.read() for name, histogramming in self._histograms.items()}
-
     def _schedule(self, request: str, at_s: float) -> None:
-        known = self._running[request] = self._waiting.pop(request)
-        self._observe("queued_s", at_s - known.arrived_s)
-
-    def _observe(self, name: Time, seconds: float) -> None:
-        seconds = max(0.0, seconds)
-        self._windows[name].add(seconds, self._now_s)
-        self._histograms[name].add(seconds)
+        timing = self._running[request] = self._waiting.pop(request)
+        self._windows["queued_s"].add(at_s - timing.arrived_s, self._now_s)
 
     def _clock(self, at_s: float | None) -> float:
-        """The time that is meant. Windows go by the latest one ever told."""
+        """Return the time that is meant; windows go by the latest one ever told."""
         if at_s is None or not math.isfinite(at_s):
             at_s = time.perf_counter()
         self._now_s = max(self._now_s, at_s)
         if self._began_s is None:
             self._began_s = at_s
         return at_s
-
-    def _span_s(self) -> float:
-        """How much time the window covers: at the beginning less than all of it."""
-        covered = (BUCKETS - 1) * BUCKET_S + self._now_s % BUCKET_S
-        began = self._now_s if self._began_s is None else self._began_s
-        return max(BUCKET_S, min(covered, self._now_s - began))

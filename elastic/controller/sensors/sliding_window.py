@@ -1,4 +1,4 @@
-"""Observations of the last seconds: a ring of time buckets, each a small histogram. O(1) per observation."""
+"""Averages and quantiles of the last seconds: a ring of time buckets, each a small histogram. O(1) per observation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from elastic.controller.snapshot import Quantiles
 
 BUCKETS = 30
 BUCKET_S = 1.0
-"""A window covers the present bucket of time and the 29 before it."""
+"""Length of a bucket: a window covers the present bucket of time and the 29 before it."""
 SMALLEST_S = 1e-5
 LARGEST_S = 1e4
 RATIO = 1.1
 RELATIVE_ERROR = math.sqrt(RATIO) - 1
-"""Of a quantile, 4.9 %: the middle of its bin stands for it. Below `SMALLEST_S` it reads 0, above `LARGEST_S` that."""
-EMA_ALPHA = 0.25
+"""Error of a quantile, 4.9 %: the middle of its bin stands for it; 0 below `SMALLEST_S`, and `LARGEST_S` at most."""
+EMA_WEIGHT = 0.25
 _BINS = math.ceil(math.log(LARGEST_S / SMALLEST_S) / math.log(RATIO))
+
+
+def moving_average(average: float, value: float, weight: float) -> float:
+    """Return an exponential moving average after one more value, which has this weight."""
+    return average + weight * (value - average)
 
 
 class TimeBuckets:
@@ -28,7 +33,7 @@ class TimeBuckets:
         self._head: int | None = None
 
     def advance(self, at_s: float) -> int:
-        """How many buckets have passed since the last call, at most all; time that runs backwards passes none."""
+        """Count the buckets that have passed since the last call, at most all; time that runs backwards passes none."""
         now = math.floor(at_s / BUCKET_S)
         head = now if self._head is None else self._head
         self._head = max(now, head)
@@ -36,7 +41,7 @@ class TimeBuckets:
 
 
 class WindowSum:
-    """What was added within the window."""
+    """The sum of what was added within the window."""
 
     def __init__(self) -> None:
         self._ring = TimeBuckets()
@@ -44,18 +49,16 @@ class WindowSum:
         self._total = 0
 
     def add(self, amount: int, at_s: float) -> None:
-        self._advance(at_s)
+        """Add an amount, at a time in seconds."""
+        self._total = self.read(at_s) + amount
         self._sums[-1] += amount
-        self._total += amount
 
     def read(self, at_s: float) -> int:
-        self._advance(at_s)
-        return self._total
-
-    def _advance(self, at_s: float) -> None:
+        """Return the sum, as of a time in seconds."""
         for _ in range(self._ring.advance(at_s)):
             self._total -= self._sums[0]
             self._sums.append(0)
+        return self._total
 
 
 class SlidingWindow:
@@ -67,47 +70,37 @@ class SlidingWindow:
         self._sums = deque([0.0] * BUCKETS, maxlen=BUCKETS)
         self._totals = [0] * (_BINS + 1)  # by bin, over all buckets
         self._ema: float | None = None
-        self._known: Quantiles | None = Quantiles()  # None: something has changed since they were read
+        self._quantiles: Quantiles | None = Quantiles()  # None: something has changed since they were read
 
     def add(self, seconds: float, at_s: float) -> None:
-        """Observe a value of at least 0."""
+        """Observe a duration, below zero as 0, at a time in seconds."""
         self._advance(at_s)
-        index = _bin(seconds)
+        seconds, index = max(0.0, seconds), 0
+        if seconds > SMALLEST_S:
+            index = min(_BINS, 1 + int(math.log(seconds / SMALLEST_S) / math.log(RATIO)))
         self._bins[-1][index] += 1
         self._totals[index] += 1
         self._sums[-1] += seconds
-        self._known = None
-        self._ema = seconds if self._ema is None else self._ema + EMA_ALPHA * (seconds - self._ema)
+        self._quantiles = None
+        self._ema = seconds if self._ema is None else moving_average(self._ema, seconds, EMA_WEIGHT)
 
     def read(self, at_s: float) -> Quantiles:
-        """Quantiles by nearest rank."""
+        """Return the quantiles, by nearest rank, as of a time in seconds."""
         self._advance(at_s)
-        if self._known is None:
-            self._known = self._read()
-        return self._known
-
-    def _read(self) -> Quantiles:
-        cumulated = list(accumulate(self._totals))
-        count = cumulated[-1]
-        if not count:
-            return Quantiles()
-        p50, p95, p99 = (_middle(bisect_left(cumulated, math.ceil(q * count / 100))) for q in (50, 95, 99))
-        return Quantiles(count, math.fsum(self._sums) / count, p50, p95, p99, self._ema)
+        if self._quantiles is None:
+            cumulated = list(accumulate(self._totals))
+            count = cumulated[-1]
+            bins = [bisect_left(cumulated, math.ceil(q * count / 100)) for q in (50, 95, 99)]
+            p50, p95, p99 = (SMALLEST_S * RATIO ** (index - 0.5) if index else 0.0 for index in bins)
+            mean = math.fsum(self._sums) / max(1, count)
+            self._quantiles = Quantiles(count, mean, p50, p95, p99, self._ema) if count else Quantiles()
+        return self._quantiles
 
     def _advance(self, at_s: float) -> None:
+        """Forget the buckets that the window covers no more."""
         for _ in range(self._ring.advance(at_s)):
             for index, count in self._bins[0].items():
                 self._totals[index] -= count
-                self._known = None
+                self._quantiles = None
             self._bins.append(Counter())
             self._sums.append(0.0)
-
-
-def _bin(seconds: float) -> int:
-    if seconds <= SMALLEST_S:
-        return 0
-    return min(_BINS, 1 + int(math.log(seconds / SMALLEST_S) / math.log(RATIO)))
-
-
-def _middle(index: int) -> float:
-    return SMALLEST_S * RATIO ** (index - 0.5) if index else 0.0

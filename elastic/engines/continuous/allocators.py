@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
 
 from elastic.engines.continuous.sector_pool import SectorPool
-from elastic.kvcache.storage.paged import BlockGroup, GroupRanges
+from elastic.kvcache.storage.paged import GroupRanges
 
 
 class ElasticBlockLedger(BlockLedger):  # type: ignore[misc]
@@ -24,10 +24,12 @@ class ElasticBlockLedger(BlockLedger):  # type: ignore[misc]
     version = 0
 
     def acquire(self, block_id: int) -> None:
+        """Count one more request that shares a block."""
         self.version += 1
         super().acquire(block_id)
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
+        """Count one request fewer; return whether the block is free."""
         self.version += block_id in self.shared_ref_counts
         free: bool = super().release(block_id, no_cache)
         return free
@@ -46,7 +48,7 @@ class LayerBlocks:
 
 
 class _Blocks:
-    """What both kinds of allocator have in common."""
+    """The base of both kinds of allocator."""
 
     tokens_per_page: int
     bytes_per_page: int
@@ -59,11 +61,8 @@ class _Blocks:
     layers: dict[int, LayerBlocks]
     read_trash_index = sentinel_index = write_trash_index = 0  # of padding, which there is none
 
-    def group(self) -> BlockGroup:
-        return BlockGroup(tuple(self.layer_indices), self.bytes_per_page)
-
     def use(self, ranges: GroupRanges, pool: SectorPool) -> None:
-        """Have blocks in these ranges."""
+        """Take blocks from these ranges."""
         self.pool = pool
         self.ledger = ElasticBlockLedger()
         self.blocks_per_sector = pool.memory.blocks_per_sector(self.index)
@@ -71,7 +70,13 @@ class _Blocks:
         self.num_pages = self.num_blocks * len(self.layer_indices)
         self.block_physical_stride = 2 * self.tokens_per_page
         pool.set_blocks_per_sector(self.index, self.blocks_per_sector)
-        self.layers = {layer: self._views(ranges, layer) for layer in self.layer_indices}
+        self.layers = {}
+        tokens, heads, dim = self.tokens_per_page, self.num_key_value_heads, self.head_dim
+        for layer in self.layer_indices:
+            flat = ranges.view(layer, self.cache_dtype)
+            blocks = flat[: self.num_blocks * 2 * tokens * heads * dim].view(-1, 2, tokens, heads, dim)
+            rows = blocks.view(-1, heads, dim)
+            self.layers[layer] = LayerBlocks(blocks[:, 0], blocks[:, 1], rows, rows[tokens:])
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """Give a request the blocks for its next tokens.
@@ -79,31 +84,21 @@ class _Blocks:
         Only the last one is read before it is full. The slots that nobody wrote weigh 0 there, and 0 times NaN, which
         bytes of any earlier owner may be, is NaN: so it begins as zeros.
         """
-        known = len(self.block_table.get(request_id, ()))
+        before = len(self.block_table.get(request_id, ()))
         super().allocate_cache_to_request(request_id, past_length, query_length)  # type: ignore[misc]
         table = self.block_table[request_id]
-        if len(table) > known:
+        if len(table) > before:
             for layer in self.layers.values():
                 layer.keys[table[-1]].zero_()
                 layer.values[table[-1]].zero_()
 
     def reusable_sectors(self) -> int:
-        """Sectors in which every block is free or kept for reuse."""
-        cached = {block // self.blocks_per_sector for block in self.ledger.cached_blocks}
+        """Count the sectors in which every block is free or kept for reuse."""
+        size = self.blocks_per_sector
+        cached = {block // size for block in self.ledger.cached_blocks}
         if not cached:
             return 0
-        return len(cached - {block // self.blocks_per_sector for table in self.block_table.values() for block in table})
-
-    def drop(self) -> None:
-        """Hold no memory any more."""
-        self.layers = {}
-
-    def _views(self, ranges: GroupRanges, layer: int) -> LayerBlocks:
-        tokens, heads, dim = self.tokens_per_page, self.num_key_value_heads, self.head_dim
-        flat = ranges.view(layer, self.cache_dtype)
-        blocks = flat[: self.num_blocks * 2 * tokens * heads * dim].view(-1, 2, tokens, heads, dim)
-        rows = blocks.view(-1, heads, dim)
-        return LayerBlocks(blocks[:, 0], blocks[:, 1], rows, rows[tokens:])
+        return len(cached - {block // size for table in self.block_table.values() for block in table})
 
 
 class FullBlocks(_Blocks, FullAttentionCacheAllocator):  # type: ignore[misc]
@@ -111,10 +106,10 @@ class FullBlocks(_Blocks, FullAttentionCacheAllocator):  # type: ignore[misc]
 
 
 class SlidingBlocks(_Blocks, SlidingAttentionCacheAllocator):  # type: ignore[misc]
-    """Layers that see a window: the token at position p lies in slot p modulo the window."""
+    """Layers that see a window: the token at position p is in slot p modulo the window."""
 
     def recent_rows(self, request: str, past: int) -> list[int]:
-        """Rows of the last tokens before position `past` that a next one sees."""
+        """List the rows of the last tokens before position `past` that a next one sees."""
         count = min(past, self.sliding_window - 1)
         rows: list[int] = self._token_indices_to_physical_indices(request, past - count, count)
         return rows

@@ -29,8 +29,8 @@ def attend(
     """
     out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
     for prompt in batch.prompts:  # before new tokens overwrite old ones that have just left a sliding window
-        part = prompt.part
-        new = slice(part.start, part.start + part.count)
+        request = prompt.request
+        new = slice(request.start, request.start + request.count)
         out[new] = _prompt(query[:, new], keys[:, new], values[:, new], blocks, prompt, scaling)
     blocks.key_rows.index_copy_(0, write_index, keys.transpose(0, 1))
     blocks.value_rows.index_copy_(0, write_index, values.transpose(0, 1))

@@ -1,4 +1,4 @@
-"""What attention must know of one batch: which tokens are whose, and where their keys and values lie.
+"""Index tensors of one batch for attention: which tokens are whose, and where their keys and values are.
 
 Requests with one new token are computed together: their block tables are padded to the length of the longest, in groups
 whose lengths differ by less than two. The others, prompts or parts of them, are computed one by one.
@@ -43,7 +43,7 @@ class DecodeGroup:
 class PromptInputs:
     """A request with several new tokens."""
 
-    part: RequestTokens
+    request: RequestTokens
     past: torch.Tensor
     """[tokens]: rows of the tokens in the cache that the new ones see; may be none."""
     mask: torch.Tensor | None
@@ -61,45 +61,51 @@ class AttentionBatch:
 
 
 def make_batch(
-    parts: Sequence[RequestTokens], allocator: FullBlocks | SlidingBlocks, device: torch.device, dtype: torch.dtype
+    requests: Sequence[RequestTokens],
+    allocator: FullBlocks | SlidingBlocks,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> AttentionBatch:
-    """See a batch as an allocator's layers do."""
+    """Make the index tensors of a batch for an allocator's layers."""
     groups: dict[int, list[RequestTokens]] = defaultdict(list)
-    for part in parts:
-        if part.count == 1:
-            groups[len(allocator.block_table[part.request]).bit_length()].append(part)
+    for request in requests:
+        if request.count == 1:
+            groups[len(allocator.block_table[request.request]).bit_length()].append(request)
     decoding = tuple(_decoding(group, allocator, device, dtype) for group in groups.values())
-    prompts = tuple(_prompt(part, allocator, device) for part in parts if part.count > 1)
+    prompts = tuple(_prompt(request, allocator, device) for request in requests if request.count > 1)
     return AttentionBatch(decoding, prompts, only_decoding=len(decoding) == 1 and not prompts)
 
 
 def _decoding(
-    parts: Sequence[RequestTokens], allocator: FullBlocks | SlidingBlocks, device: torch.device, dtype: torch.dtype
+    requests: Sequence[RequestTokens],
+    allocator: FullBlocks | SlidingBlocks,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> DecodeGroup:
-    tables = [allocator.block_table[part.request] for part in parts]
+    tables = [allocator.block_table[request.request] for request in requests]
     longest = max(map(len, tables))
     window = getattr(allocator, "sliding_window", None)
-    lengths = torch.tensor([min(part.past + 1, window or part.past + 1) for part in parts])
+    lengths = torch.tensor([min(request.past + 1, window or request.past + 1) for request in requests])
     slots = torch.arange(longest * allocator.tokens_per_page)
-    mask = torch.zeros(len(parts), slots.numel(), dtype=dtype).masked_fill_(slots >= lengths[:, None], -torch.inf)
+    mask = torch.zeros(len(requests), slots.numel(), dtype=dtype).masked_fill_(slots >= lengths[:, None], -torch.inf)
     padded = [block for table in tables for block in (*table, *[table[0]] * (longest - len(table)))]
     return DecodeGroup(
-        at=torch.tensor([part.start for part in parts], device=device),
+        at=torch.tensor([request.start for request in requests], device=device),
         table=torch.tensor(padded, device=device),
         mask=mask[:, None, None].to(device),
     )
 
 
-def _prompt(part: RequestTokens, allocator: FullBlocks | SlidingBlocks, device: torch.device) -> PromptInputs:
+def _prompt(request: RequestTokens, allocator: FullBlocks | SlidingBlocks, device: torch.device) -> PromptInputs:
     window: int | None = None
     if isinstance(allocator, SlidingBlocks):
         window = allocator.sliding_window
-        rows = allocator.recent_rows(part.request, part.past)
+        rows = allocator.recent_rows(request.request, request.past)
     else:
-        rows = allocator.get_read_indices(part.request, part.past, 0) if part.past else []
+        rows = allocator.get_read_indices(request.request, request.past, 0) if request.past else []
     past = torch.tensor(rows, dtype=torch.long, device=device)
-    if not rows and (window is None or part.count <= window):
-        return PromptInputs(part, past, None)
-    ago = len(rows) + torch.arange(part.count)[:, None] - torch.arange(len(rows) + part.count)
-    seen = ago >= 0 if window is None else (ago >= 0) & (ago < window)
-    return PromptInputs(part, past, seen.to(device))
+    if not rows and (window is None or request.count <= window):
+        return PromptInputs(request, past, None)
+    ago = len(rows) + torch.arange(request.count)[:, None] - torch.arange(len(rows) + request.count)
+    visible = ago >= 0 if window is None else (ago >= 0) & (ago < window)
+    return PromptInputs(request, past, visible.to(device))

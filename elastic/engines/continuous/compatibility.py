@@ -1,4 +1,4 @@
-"""Which models continuous batching can serve: found out with one token, not by name."""
+"""The models and versions that continuous batching can serve: models are tried with one token, not by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.kvcache.attention import attends
 
 @torch.no_grad()
 def require_servable(model: Any) -> None:
-    """Raises `ConfigError` for a wrapped model whose caches do not come in equal blocks."""
+    """Raise `ConfigError` for a wrapped model whose caches do not come in equal blocks."""
     config = model.config.get_text_config(decoder=True)
     if not attends(model, config):
         raise ConfigError(
@@ -29,10 +29,10 @@ def require_servable(model: Any) -> None:
     shapes = {(tuple(layer.keys.shape[1::2]), tuple(layer.values.shape[1::2])) for layer in cache.layers}
     wanted = find_num_key_value_heads(config), find_head_dim(config)
     if len(cache.layers) != config.num_hidden_layers or shapes != {(wanted, wanted)}:
-        found = ", ".join(f"keys of {k}, values of {v}" for k, v in sorted(shapes))
+        actual = ", ".join(f"keys of {k}, values of {v}" for k, v in sorted(shapes))
         raise ConfigError(
             f"continuous batching needs keys and values of (heads, dim) {wanted} in all {config.num_hidden_layers} "
-            f"layers; {len(cache.layers)} layers have {found}"
+            f"layers; {len(cache.layers)} layers have {actual}"
         )
 
 
@@ -41,7 +41,7 @@ SUPPORTED = (5, 23)
 
 
 def require_supported(version: str | None = None) -> None:
-    """Raises `BackendUnavailable` where transformers is another version (None: the installed one)."""
+    """Raise `BackendUnavailable` where transformers is another version (None: the installed one)."""
     if version is None:
         import transformers
 

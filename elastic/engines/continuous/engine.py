@@ -27,6 +27,8 @@ from elastic.runtime.runtime import Runtime, runtime
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
+    from elastic.engines.continuous.manager import ElasticManager
+
 logger = logging.getLogger(__name__)
 GREEDY = Sampling()
 OUTCOMES: dict[FinishReason, Outcome] = {
@@ -73,7 +75,9 @@ class ContinuousEngine:
         share_prefixes: bool = True,
     ) -> None:
         require_supported()
-        _require_counts(max_requests=max_requests, max_batch_tokens=max_batch_tokens, block_tokens=block_tokens)
+        counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "block_tokens": block_tokens}
+        for name, count in counts.items():
+            require(count >= 1, name, count, "at least 1")
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
@@ -81,8 +85,6 @@ class ContinuousEngine:
         self._config = model.config.get_text_config(decoder=True)
         self._max_queue = max_queue
         self._live: dict[str, _ActiveRequest] = {}
-        self._forms: dict[tuple[str, ...], int] = {}
-        self._form = 0
         self._lock = threading.Lock()
         self._stack = ExitStack()
         self._state = "new"
@@ -93,21 +95,23 @@ class ContinuousEngine:
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
-            self._kv = _one_pool(model)
+            kv = _one_pool(model)
+            window = getattr(self._config, "sliding_window", None)  # a longer part of a prompt would overwrite itself
             self._cache = ElasticPagedCache(
                 self._config,
-                self._kv,
+                kv,
                 device=model.device,
                 dtype=model.dtype,
                 block_tokens=block_tokens,
-                max_batch_tokens=min(max_batch_tokens, _window(self._config) or max_batch_tokens),
+                max_batch_tokens=min(max_batch_tokens, window or max_batch_tokens),
                 share_prefixes=share_prefixes,
             )
             stack.callback(self._cache.close)
             self._manager = ElasticManager(model, self._cache, self, self._deliver, self._choose, max_requests)
-            stack.callback(model.register_forward_pre_hook(_VariantRecorder(self)).remove)
-            self._kv.pool.listeners.append(self._manager.wake)
-            stack.callback(self._kv.pool.listeners.remove, self._manager.wake)
+            self._variants = _VariantRecorder(self.runtime, self._manager)
+            stack.callback(model.register_forward_pre_hook(self._variants).remove)
+            kv.pool.listeners.append(self._manager.wake)
+            stack.callback(kv.pool.listeners.remove, self._manager.wake)
             self._stack = stack.pop_all()
 
     # -- what its users do
@@ -115,7 +119,7 @@ class ContinuousEngine:
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
         """The forms that the layers have had: for each, the layers' variants. `Output.weights` is an index into it."""
-        return tuple(self._forms)
+        return tuple(self._variants.forms)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -124,7 +128,7 @@ class ContinuousEngine:
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken: after `start`, until it is stopped or its thread has failed."""
+        """True while requests are taken: after `start`, until it is stopped or its thread has failed."""
         return self._state == "serving" and self._manager.background_thread_status.fatal_error is None
 
     def start(self) -> None:
@@ -164,11 +168,11 @@ class ContinuousEngine:
             self._forget(request.id, "failed")
             self._cache.free_blocks(request.id)
             raise StateError("the engine has stopped")
-        if not self._manager.is_running():  # it ended meanwhile, and has not seen this one
+        if not self._manager.is_running():  # it ended meanwhile, without this one
             self.cancelled(request.id)
 
     def cancel(self, request: str) -> None:
-        """End a request and free what it holds; its listener hears `cancelled`. Unknown or ended: nothing happens."""
+        """End a request and free what it holds; its listener gets `cancelled`. Unknown or ended: nothing happens."""
         if request in self._live:
             self._manager.cancel_request(request)
 
@@ -192,9 +196,10 @@ class ContinuousEngine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # -- what its thread tells
+    # -- what its thread calls
 
     def scheduled(self, request: str) -> None:
+        """Note when a request goes into a batch for the first time."""
         live = self._live.get(request)
         if live is not None and live.scheduled_s is None:
             live.scheduled_s = time.perf_counter()
@@ -202,15 +207,17 @@ class ContinuousEngine:
             self.counters.scheduled(request, live.scheduled_s)
 
     def stalled(self, requests: int) -> None:
+        """Count live requests that were left out of a batch for want of blocks."""
         self.counters.stalled(requests)
 
     def cancelled(self, request: str) -> None:
+        """Tell the listener of a request that it was cancelled."""
         live = self._forget(request, "cancelled")
         if live is not None:
-            self._tell(live, Output(request, (), "cancelled", at_s=time.perf_counter(), weights=self._form))
+            self._tell(live, Output(request, (), "cancelled", at_s=time.perf_counter(), weights=self._variants.current))
 
     def _deliver(self, output: GenerationOutput) -> None:
-        """New tokens of a request, or its end."""
+        """Tell the listener of a request its new tokens, or its end."""
         live = self._live.get(output.request_id)
         if live is None:
             return
@@ -222,7 +229,7 @@ class ContinuousEngine:
         if finish is not None:
             self._forget(output.request_id, OUTCOMES[finish])
         error = output.error if finish == "failed" else None
-        news = Output(output.request_id, tokens, finish, error, time.perf_counter(), self._form)
+        news = Output(output.request_id, tokens, finish, error, time.perf_counter(), self._variants.current)
         if first:
             news = replace(news, scheduled_s=live.scheduled_s, waited_for_kv_s=live.short_of_kv_s)
         self._tell(live, news)
@@ -235,15 +242,10 @@ class ContinuousEngine:
         return "stop" if tokens and tokens[-1] in request.stop_tokens else "length"
 
     def _choose(self, names: list[str], logits: torch.Tensor) -> torch.Tensor:
+        """Choose the next tokens [requests] from logits [requests, vocabulary], each by the rule of its request."""
         live = [self._live.get(name) for name in names]
-        rules = [x.request.sampling if x else GREEDY for x in live]
-        return choose(logits, rules, [x.generator if x else None for x in live])
-
-    def note_form(self) -> None:
-        """A forward pass has passed the gate: no layer changes until it has ended."""
-        if threading.current_thread() is self._manager.thread:
-            form = self.runtime.form()
-            self._form = self._forms.setdefault(form, len(self._forms))
+        rules = [request.request.sampling if request else GREEDY for request in live]
+        return choose(logits, rules, [request.generator if request else None for request in live])
 
     # -- inside
 
@@ -285,36 +287,32 @@ class ContinuousEngine:
 
 
 class _VariantRecorder(Hook):
-    """A pre-hook of the model, behind those of `wrap`."""
+    """A pre-hook of the model, behind those of `wrap`: notes the variants of the layers at each forward pass."""
 
-    def __init__(self, engine: ContinuousEngine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: Runtime, manager: ElasticManager) -> None:
+        self.forms: dict[tuple[str, ...], int] = {}
+        """The layers' variants -> a number, in the order in which they came."""
+        self.current = 0
+        self._runtime = runtime
+        self._manager = manager
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        self._engine.note_form()
-
-
-def _require_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        require(count >= 1, name, count, "at least 1")
+        # the pass is behind the gate: no layer changes until it has ended
+        if threading.current_thread() is self._manager.thread:
+            self.current = self.forms.setdefault(self._runtime.form(), len(self.forms))
 
 
 def _one_pool(model: Any) -> KVPool:
-    """The KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
-    pools = runtime(model).kv.memory.used_pools
+    """Return the KV pool of a model that the engine can serve. Raises `ConfigError` for others."""
+    pools = list(runtime(model).kv.memory.shares())
     if len(pools) != 1:
         raise ConfigError(f"its KV cache is at {len(pools)} places; continuous batching needs all of it at one")
     require_servable(model)
     return pools[0]
 
 
-def _window(config: Any) -> int | None:
-    """A part of a prompt longer than a sliding window would overwrite itself."""
-    return getattr(config, "sliding_window", None)
-
-
 def _stop_all() -> None:
-    """At exit: a thread that is in torch when the interpreter ends would abort it."""
+    """Stop all engines at exit: a thread that is in torch when the interpreter ends would abort it."""
     for engine in list(_engines):
         if not engine.runtime.in_forked_child:
             engine.stop(drain=False, timeout_s=10)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -33,9 +33,7 @@ Chooser = Callable[[list[str], torch.Tensor], torch.Tensor]
 class RequestOutputRouter(OutputRouter):  # type: ignore[misc]
     """Hands outputs to one function, on the engine's thread; the stock one to queues and event loops."""
 
-    def __init__(self, deliver: Callable[[GenerationOutput], None]) -> None:
-        super().__init__()
-        self.deliver = deliver
+    deliver: Callable[[GenerationOutput], None]
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         for output in outputs:
@@ -48,6 +46,7 @@ class SamplingModelRunner(ModelRunner):  # type: ignore[misc]
     choose: Chooser
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
+        """Run one forward pass, without the stock mask of all tokens against all."""
         # attention knows what each token sees: a finished mask keeps the model from building one of all against all
         batch_data["attention_mask"] = batch_data["input_ids"].new_ones((1, 1, 1, 1), dtype=torch.bool)
         batch_data.pop(
@@ -69,13 +68,13 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self,
         model: Any,
         cache: ElasticPagedCache,
-        watcher: SchedulerListener,
+        listener: SchedulerListener,
         deliver: Callable[[GenerationOutput], None],
         choose: Chooser,
         max_requests: int,
     ) -> None:
         self.cache = cache
-        self.scheduler = ElasticScheduler(cache, max_requests, watcher)
+        self.scheduler = ElasticScheduler(cache, max_requests, listener)
         self._choose = choose
         settings = ContinuousBatchingConfig(
             max_batch_tokens=cache.max_batch_tokens,
@@ -87,15 +86,16 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
             allow_block_sharing=cache.allow_block_sharing,
         )
         super().__init__(model, GenerationConfig(), settings)
-        self.output_router = RequestOutputRouter(deliver)
+        self.output_router = RequestOutputRouter()
+        self.output_router.deliver = deliver
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The one that computes."""
+        """The thread that computes."""
         return self._generation_thread
 
     def start(self) -> None:
-        """The stock thread is no daemon: a program that forgot to stop it would never end."""
+        """Start the thread, as a daemon: a program that forgot to stop the stock one would never end."""
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(target=self._run_generation_loop, name="elastic-engine", daemon=True)
         self._generation_thread.start()
@@ -105,12 +105,17 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._wake_up_loop.set()
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Nothing: the attention that `wrap` set knows this cache. (Stock: to flash attention or another one.)"""
+        """Do nothing: the attention that `wrap` set knows this cache. (Stock: to flash attention or another one.)"""
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """Make what puts batches together, with a runner that samples by request."""
+        config = copy.copy(self.model.config.get_text_config())
+        config._attn_implementation_internal = (
+            "elastic_sdpa"  # under this name no mask of all tokens against all is made
+        )
         processor = ContinuousBatchProcessor(
             cache=self.cache,
-            config=_maskless(self.model.config.get_text_config()),
+            config=config,
             generation_config=self.generation_config,
             continuous_batching_config=self.continuous_batching_config,
             logit_processor=self.logit_processor,
@@ -136,23 +141,13 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         return processor
 
     def _generation_step(self) -> None:
-        """One forward pass. An error fails the requests in it; the stock one fails all, and ends the loop."""
+        """Run one forward pass. An error fails the requests in it; the stock one fails all, and ends the loop."""
         try:
             super()._generation_step()
-        except Exception as error:  # whatever the model raises ends its batch: each request is told, the others go on
+        except Exception as error:  # whatever the model raises ends its batch, and each request in it; the others go on
             logger.exception("a forward pass of continuous batching failed; the requests in it end")
-            self._fail_batch(error)
-
-    def _fail_batch(self, error: Exception) -> None:
-        processor = self.batch_processor
-        entries, processor.inputs_and_outputs.requests_in_batch = processor.inputs_and_outputs.requests_in_batch, []
-        for entry in entries:
-            processor._handle_request_error(error, entry.state)
-            self.scheduler.finish_request(entry.state.request_id)
-
-
-def _maskless(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a config for which stock continuous batching makes no mask of all tokens against all."""
-    named = copy.copy(config)
-    named._attn_implementation_internal = "elastic_sdpa"
-    return named
+            batch = self.batch_processor.inputs_and_outputs
+            failed, batch.requests_in_batch = batch.requests_in_batch, []
+            for entry in failed:
+                self.batch_processor._handle_request_error(error, entry.state)
+                self.scheduler.finish_request(entry.state.request_id)

@@ -1,4 +1,4 @@
-"""Which requests go into the next batch: transformers' rule (the living first, then by arrival), with no eviction."""
+"""The choice of the next batch: transformers' rule (live requests first, then by arrival), with no eviction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _NO_LIMIT = 2**62  # the stock budget for reads from the cache is for index tens
 
 
 class SchedulerListener(Protocol):
-    """Who hears what the scheduler did."""
+    """The receiver of what the scheduler did."""
 
     def scheduled(self, request: str) -> None:
-        """A request goes into a batch for the first time."""
-        ...
+        """Note that a request goes into a batch for the first time."""
 
     def stalled(self, requests: int) -> None:
-        """So many that live were left out of this batch: no block was to be had."""
-        ...
+        """Count live requests that were left out of a batch: no block was to be had."""
 
-    def cancelled(self, request: str) -> None: ...
+    def cancelled(self, request: str) -> None:
+        """Note that a request was taken out because its user cancelled it."""
 
 
 class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]
@@ -38,42 +37,42 @@ class ElasticScheduler(FIFOScheduler):  # type: ignore[misc]
     cache: ElasticPagedCache
     starved_requests: list[tuple[RequestState, int]]
 
-    def __init__(self, cache: ElasticPagedCache, max_requests: int, watcher: SchedulerListener) -> None:
-        self._watcher = watcher
+    def __init__(self, cache: ElasticPagedCache, max_requests: int, listener: SchedulerListener) -> None:
+        self._listener = listener
         self.short_of_kv_s = 0.0
         self._last_s = time.perf_counter()
         super().__init__(cache, 0.0, max_requests)
 
     def add_waiting_request(self, state: RequestState) -> None:
+        """Queue a request, announced to the cache with all the tokens that it may come to hold."""
         self.cache.expect(state.request_id, len(state.initial_tokens) + (state.max_new_tokens or 0))
         super().add_waiting_request(state)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
+        """Take cancelled requests out; return them."""
         states: list[RequestState] = super().clear_cancelled_requests()
         for state in states:
-            self._watcher.cancelled(state.request_id)
+            self._listener.cancelled(state.request_id)
         return states
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[FutureRequestState], bool, int, int]:
-        """The next batch; empty when nothing can go on now, which the stock loop takes for "wait"."""
-        self._tell_time()
+        """Choose the next batch; empty when nothing can go on now, which the stock loop takes for "wait"."""
+        now = time.perf_counter()
+        if self.cache.refused:
+            self.short_of_kv_s += now - self._last_s
+        self._last_s = now
         self.cache.begin_step()
         fresh = {state.request_id for state in self._get_waiting_candidates()}
         batch, fast_path, new_tokens, read = super().schedule_batch(token_budget, _NO_LIMIT)
         stalled, self.starved_requests = len(self.starved_requests), []
         for entry in batch or ():
             if entry.state.request_id in fresh:
-                self._watcher.scheduled(entry.state.request_id)
+                self._listener.scheduled(entry.state.request_id)
         if stalled:
-            self._watcher.stalled(stalled)
+            self._listener.stalled(stalled)
         return batch or [], fast_path, new_tokens, read
 
     def _get_waiting_candidates(self) -> list[RequestState]:
+        """List those that may go into this batch for the first time. (Stock: all that wait.)"""
         first = islice(self.waiting_requests_order, self.max_requests_per_batch)
         return [self.waiting_requests[name] for name in first]
-
-    def _tell_time(self) -> None:
-        now = time.perf_counter()
-        if self.cache.refused:
-            self.short_of_kv_s += now - self._last_s
-        self._last_s = now

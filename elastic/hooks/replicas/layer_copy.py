@@ -26,14 +26,12 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-
-
 _ACCELERATE = ("forward", "_old_forward", "_hf_hook")
-"""What accelerate's `add_hook_to_module` leaves on a module; what it does with inputs, whoever calls a replica does."""
+"""The attributes that accelerate's `add_hook_to_module` leaves; inputs are sent by whoever calls a replica."""
 
 
 class LayerCopy:
-    """`module` computes like the one that it was made of, but that no hook is called.
+    """A module that computes like its original, except that no hook is called.
 
     Parameters, buffers and configs are the very objects of the original until others are put in.
     """
@@ -45,7 +43,7 @@ class LayerCopy:
             tensors = [*module._parameters.values(), *module._buffers.values()]
             memo |= {id(t): t for t in (*tensors, getattr(module, "config", None)) if t is not None}
             memo |= {id(hooks): OrderedDict() for name in _HOOKS if (hooks := module.__dict__.get(name)) is not None}
-            memo |= {id(left_out): () for name in _ACCELERATE if (left_out := module.__dict__.get(name)) is not None}
+            memo |= {id(value): () for name in _ACCELERATE if (value := module.__dict__.get(name)) is not None}
         self.module: nn.Module = copy.deepcopy(original, memo)
         for module in self.module.modules():
             for name in _ACCELERATE:
@@ -53,7 +51,7 @@ class LayerCopy:
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 
     def put(self, slots: Mapping[str, ParameterSlot], contents: Mapping[str, Content]) -> None:
-        """Have `contents` where the original has its slots of the same names; it is not known any more then."""
+        """Have `contents` where the original has its slots of the same names, and forget the original."""
         for name, slot in slots.items():
             for module, attribute in slot.homes:
                 self._copies[module]._parameters[attribute] = contents[name]  # type: ignore[assignment]
@@ -66,7 +64,7 @@ class LayerCopy:
             module._buffers.clear()
 
     def bring_buffers(self, device: Any) -> None:
-        """Have copies of the buffers on a device."""
+        """Have the buffers, or copies of them, on a device."""
         for module in self.module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
@@ -74,7 +72,7 @@ class LayerCopy:
 
 
 def _require_own_forward(layer: nn.Module) -> None:
-    """A `forward` on an instance is bound to it: what its copy calls would be the original."""
+    """Refuse a `forward` on an instance: it is bound to it, so a copy would call the original."""
     for name, module in layer.named_modules():
         if "forward" in module.__dict__ and not (dispatches(module) or _by_accelerate(module)):
             raise ConfigError(
@@ -84,8 +82,8 @@ def _require_own_forward(layer: nn.Module) -> None:
 
 
 def _by_accelerate(module: nn.Module) -> bool:
-    """Whether its `forward` is that of its class, wrapped by accelerate's `add_hook_to_module` to bring inputs."""
-    known, inside = module.__dict__, module.__dict__.get("_old_forward")
-    wrapped = getattr(known.get("forward"), "__wrapped__", None)
-    own = getattr(inside, "__func__", None) is type(module).forward and getattr(inside, "__self__", None) is module
-    return own and "_hf_hook" in known and wrapped == inside
+    """Return whether the `forward` of an instance is that of its class, wrapped by accelerate to bring inputs."""
+    attributes, inner = module.__dict__, module.__dict__.get("_old_forward")
+    wrapped = getattr(attributes.get("forward"), "__wrapped__", None)
+    plain = getattr(inner, "__func__", None) is type(module).forward and getattr(inner, "__self__", None) is module
+    return plain and "_hf_hook" in attributes and wrapped == inner

@@ -1,4 +1,4 @@
-"""How many rows of a batch each place computes, by how fast the places were."""
+"""The rows of a batch that each place computes, by how fast the places were."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ GAIN = 0.8
 
 
 class ThroughputEstimator:
-    """How fast places are for as many tokens: moving averages, one for each magnitude of their number.
+    """Seconds that places take for as many tokens: moving averages, one for each magnitude of their number.
 
     A few tokens take about as long as one. If places were compared by seconds per token whatever their shares, the one
     with the smaller share would look slow, and get less and less.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, int], float] = {}  # (place, bits of the number of tokens) -> for each of them
-        self._seen: Counter[tuple[str, int]] = Counter()
+        self._token_s: dict[tuple[str, int], float] = {}  # (place, bits of the number of tokens) -> for each of them
+        self._passes: Counter[tuple[str, int]] = Counter()
 
     def measured(self, place: str, tokens: int, seconds: float) -> None:
-        """A place took so long for a layer; the first times are not counted."""
-        size, each = (place, tokens.bit_length()), seconds / tokens
-        self._seen[size] += 1
-        if self._seen[size] > WARM_UP:
-            before = self._seconds.get(size, each)
-            self._seconds[size] = before + WEIGHT * (each - before)
+        """Count a measurement: a place took so long for a layer. The first ones are not counted."""
+        key, token_s = (place, tokens.bit_length()), seconds / tokens
+        self._passes[key] += 1
+        if self._passes[key] > WARM_UP:
+            before = self._token_s.get(key, token_s)
+            self._token_s[key] = before + WEIGHT * (token_s - before)
 
     def of(self, places: Sequence[str]) -> list[float]:
-        """Seconds of each place for the same tokens; all alike as long as there are none that all have had."""
-        known = list(self._seconds)
-        common = set.intersection(*({bits for place, bits in known if place == one} for one in places))
+        """Return the seconds of each place for the same tokens; all alike as long as none were measured at all."""
+        common = set.intersection(*({bits for other, bits in self._token_s if other == place} for place in places))
         if not common:
             return [1.0] * len(places)
-        return [sum(self._seconds[place, bits] * 2**bits for bits in common) for place in places]
+        return [sum(self._token_s[place, bits] * 2**bits for bits in common) for place in places]
 
     def knows_alone(self, place: str) -> bool:
-        """Whether it is known what a single token takes there."""
-        return (place, 1) in self._seconds
+        """Return whether a place was measured with a single token."""
+        return (place, 1) in self._token_s
 
     def best_alone(self, places: Sequence[str], present: int | None = None) -> int:
-        """Where one row is computed: where it is, or at the first place, unless another is clearly faster.
+        """Choose where one row is computed: where it is, or at the first place, unless another is clearly faster.
 
-        A row that has no KV cache yet goes where it is not known how fast that is.
+        A row that has no KV cache yet goes to a place that was not measured.
         """
         unknown = [index for index, place in enumerate(places) if not self.knows_alone(place)]
         if unknown:
             return unknown[0] if present is None else present
-        stays, seconds = present or 0, [self._seconds[place, 1] for place in places]
+        stays, seconds = present or 0, [self._token_s[place, 1] for place in places]
         best = min(range(len(places)), key=seconds.__getitem__)
         return best if seconds[best] < GAIN * seconds[stays] else stays
 
 
 def split_batch(batch: int, seconds: Sequence[float], present: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Rows for each place, at least one each; of fewer rows than places, one for the first and then the fastest.
+    """Choose rows for each place, at least one each; of fewer rows, one for the first place and then the fastest.
 
     `seconds` are those that a place takes for a row. `present` are the rows that hold KV now. They stay, and new rows
-    are shared out alike, unless the split that the places' speeds ask for is clearly faster.
+    are split evenly, unless the split that the places' speeds ask for is clearly faster.
     """
-    fast = _shared(batch, seconds)
-    usual = tuple(present) if present is not None and balanced(present) else _shared(batch, [1.0] * len(seconds))
-    return fast if _step(fast, seconds) < GAIN * _step(usual, seconds) else usual
+    fast = _split(batch, seconds)
+    usual = tuple(present) if present is not None and balanced(present) else _split(batch, [1.0] * len(seconds))
+    fast_s, usual_s = (max(n * row_s for n, row_s in zip(rows, seconds, strict=True)) for rows in (fast, usual))
+    return fast if fast_s < GAIN * usual_s else usual
 
 
-def _shared(batch: int, seconds: Sequence[float]) -> tuple[int, ...]:
+def _split(batch: int, seconds: Sequence[float]) -> tuple[int, ...]:
     order = sorted(range(len(seconds)), key=lambda place: (place > 0, seconds[place]))
     rows = [0] * len(seconds)
     for place in order[:batch]:
@@ -80,9 +80,5 @@ def _shared(batch: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def balanced(rows: Sequence[int]) -> bool:
-    """Whether every place has a row, as far as there are rows."""
+    """Return whether every place has a row, as far as there are rows."""
     return all(rows) or max(rows) == 1
-
-
-def _step(rows: Sequence[int], seconds: Sequence[float]) -> float:
-    return max(count * each for count, each in zip(rows, seconds, strict=True))

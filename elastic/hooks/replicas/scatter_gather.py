@@ -1,111 +1,112 @@
-"""One pass of a batch through a run of replicated layers: scattered where it begins, gathered where it ends."""
+"""One pass of a batch through a group of replicated layers: scattered where it begins, gathered where it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from elastic.errors import StateError
-from elastic.hooks.forward_override import call_next_instead
 from elastic.hooks.interceptor import Args, Kwargs
-from elastic.hooks.replicas.replica import HOME, ReplicaGroup
+from elastic.hooks.replicas.replica import ReplicaGroup
 from elastic.hooks.replicas.split_rows import BY_ROWS, BatchSlice, LayerInputs, SplitSpec, gather, hidden_of
 from elastic.hooks.replicas.timing import PendingTiming
 from elastic.hooks.replicas.worker import Mark, ReplicaShard, add_marks, mark, use_threads
-from elastic.weights.batch_context import clear_batch_share, set_batch_share
+from elastic.weights import batch_context
 
 
 class ScatterGatherPass:
-    """One pass of a batch through a run.
+    """One pass of a batch through a replica group.
 
-    `here`, the first place that has rows, computes them in this thread, the others theirs in their lanes.
+    The first place that has rows computes them in this thread, the others theirs in their workers.
     """
 
     def __init__(
         self,
-        run: ReplicaGroup,
+        group: ReplicaGroup,
         inputs: LayerInputs,
         counts: Sequence[int],
         caches: Sequence[Any],
-        reading: SplitSpec = BY_ROWS,
+        spec: SplitSpec = BY_ROWS,
     ) -> None:
-        self.run = run
-        self._at = 0
+        """`counts` are the rows of each place (by `BY_REQUESTS`, tokens), `caches` the KV cache that each one sees."""
+        self._group = group
+        self._step = 0  # layers that are done
         self._marks: list[tuple[Mark, Mark]] = []
-        self._threads = torch.get_num_threads()
-        batch, stops = sum(counts), [sum(counts[: i + 1]) for i in range(len(counts))]
-        devices = [run.device, *(lane.device for lane in run.lanes)]
-        rows = [BatchSlice(b - n, b, batch, d, reading) for b, n, d in zip(stops, counts, devices, strict=True)]
-        here = next(place for place, count in enumerate(counts) if count)
-        self._place, self._name, self._device = run.places[here], run.names[here], devices[here]
-        self._rows, self._cache, self._hidden = rows[here], caches[here], rows[here].take(inputs.hidden)
-        self._row_tokens = inputs.hidden.shape[1] if reading is BY_ROWS else 1
-        self._share = self._divide([d for d, count in zip(devices, counts, strict=True) if count])
-        self._parts = [
-            ReplicaShard(lane, its, inputs.hidden, cache, self._share)
-            for lane, its, cache in zip(run.lanes, rows[1:], caches[1:], strict=True)
-            if its.count and its is not self._rows
+        batch = sum(counts)
+        rows = [
+            BatchSlice(stop - count, stop, batch, device, spec)
+            for stop, count, device in zip(accumulate(counts), counts, group.devices, strict=True)
         ]
-
-    def enter(self, layer: int, inputs: LayerInputs) -> tuple[Args, Kwargs]:
-        """Begin the next layer: what its own forward is called with. Raises `NotSplittable`, with nothing begun."""
-        if self._at == len(self.run.layers) or self.run.layers[self._at] != layer:
-            raise StateError(
-                f"layer {layer} was called out of its turn in the replicated run {self.run.layers}: this model cannot "
-                "be computed by rows; evict the replicas"
-            )
-        own = inputs.take(self._rows, self._cache)
-        theirs = [inputs.take(part.rows, part.cache) for part in self._parts]
-        for part, its in zip(self._parts, theirs, strict=True):
-            part.step(self.run.replicas[self._at][part.lane.place].skeleton.module, its)
-        use_threads(self._device, self._share)
-        set_batch_share(self._rows.count, self._rows.batch)
-        call_next_instead(self.run.replicas[self._at][self._place].skeleton.module if self._place is not HOME else None)
-        self._began = mark(self._device)
-        return own.call(inputs.hidden if self._at and self._place is HOME else self._hidden)
-
-    def leave(self, output: Any) -> Any:
-        """The own forward of the layer has ended: after the last one, the output for all rows."""
-        add_marks(self._marks, self._began, mark(self._device))
-        clear_batch_share()
-        self._hidden = hidden_of(output)
-        self._at += 1
-        return None if not self.ended else self._gather(output)
+        self._place = place = next(place for place, count in enumerate(counts) if count)
+        self._device, self._rows, self._cache = group.devices[place], rows[place], caches[place]
+        self._hidden = self._rows.take(inputs.hidden)
+        self._row_tokens = inputs.hidden.shape[1] if spec is BY_ROWS else 1
+        self._all_threads = torch.get_num_threads()
+        on_cpu = sum(device.type == "cpu" for device, count in zip(group.devices, counts, strict=True) if count)
+        self._threads = max(1, self._all_threads // max(1, on_cpu))  # together no more than one place had
+        self._shards = [
+            ReplicaShard(worker, shard_rows, inputs.hidden, cache, self._threads)
+            for worker, shard_rows, cache in zip(group.workers, rows[1:], caches[1:], strict=True)
+            if shard_rows.count and shard_rows is not self._rows
+        ]
 
     @property
     def ended(self) -> bool:
-        return self._at == len(self.run.layers)
+        """Whether all layers of the group are done."""
+        return self._step == len(self._group.layers)
 
-    def abort(self) -> None:
-        """The forward pass has ended half way: return when nothing is computed for it any more."""
-        for part in self._parts:
-            part.join()
+    def enter(self, layer: int, inputs: LayerInputs) -> tuple[Args, Kwargs]:
+        """Begin the next layer; returns what its own forward is called with.
+
+        Raises `NotSplittable` for unknown inputs, with nothing begun, and `StateError` for another layer than the next.
+        """
+        group, step = self._group, self._step
+        if self.ended or group.layers[step] != layer:
+            raise StateError(
+                f"layer {layer} was called out of its turn in the replicated run {group.layers}: this model cannot "
+                "be computed by rows; evict the replicas"
+            )
+        local = inputs.take(self._rows, self._cache)
+        remote = [inputs.take(shard.rows, shard.cache) for shard in self._shards]
+        for shard, shard_inputs in zip(self._shards, remote, strict=True):
+            shard.step(group.replicas[step][shard.worker.place].copy.module, shard_inputs)
         use_threads(self._device, self._threads)
-        clear_batch_share()
-        call_next_instead(None)
+        self._rows.replica = group.replicas[step][group.places[self._place]].copy.module if self._place else None
+        batch_context.thread.share = self._rows
+        self._began = mark(self._device)
+        return local.call(inputs.hidden if step and not self._place else self._hidden)
 
-    def timings(self) -> list[PendingTiming]:
-        """What each place did, and when."""
-        mine = PendingTiming(self._name, self._device, self._rows.count, self._tokens(self._rows), self._marks)
-        others = [
-            PendingTiming(part.lane.place, part.lane.device, part.rows.count, self._tokens(part.rows), part.marks)
-            for part in self._parts
-        ]
-        return [mine, *others]
-
-    def _tokens(self, rows: BatchSlice) -> int:
-        return rows.count * self._row_tokens
-
-    def _gather(self, output: Any) -> Any:
+    def leave(self, output: Any) -> Any:
+        """End the layer, with the output of its own forward; after the last one, returns the output for all rows."""
+        add_marks(self._marks, self._began, mark(self._device))
+        batch_context.thread.share = None
+        self._hidden = hidden_of(output)
+        self._step += 1
+        if not self.ended:
+            return None
+        device = self._group.devices[0]
         try:
-            outputs = [output, *(part.finish(self.run.device) for part in self._parts)]
+            outputs = [output, *(shard.finish(device) for shard in self._shards)]
         finally:
             self.abort()
-        counts = [self._rows.count, *(part.rows.count for part in self._parts)]
-        return gather(outputs, counts, self.run.device, self._rows.reading.axis)
+        counts = [self._rows.count, *(shard.rows.count for shard in self._shards)]
+        return gather(outputs, counts, device, self._rows.spec.axis)
 
-    def _divide(self, devices: Sequence[torch.device]) -> int:
-        """Threads for each place on a CPU, so that they are no more together than one place had."""
-        return max(1, self._threads // max(1, sum(device.type == "cpu" for device in devices)))
+    def abort(self) -> None:
+        """Return when nothing is computed for the pass any more, also half way through it."""
+        for shard in self._shards:
+            shard.join()
+        use_threads(self._device, self._all_threads)
+        batch_context.thread.share = None
+
+    def timings(self) -> list[PendingTiming]:
+        """Return when each place computed its rows."""
+        measured = [(self._group.places[self._place], self._device, self._rows.count, self._marks)]
+        measured += [(s.worker.place, s.worker.device, s.rows.count, s.marks) for s in self._shards]
+        return [
+            PendingTiming(place, device, rows, rows * self._row_tokens, marks)
+            for place, device, rows, marks in measured
+        ]

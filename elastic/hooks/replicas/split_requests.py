@@ -19,24 +19,24 @@ FOR_THE_CACHE = {
     *("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 }
-"""Said of the whole batch, to the cache alone: what of it is whose is its affair."""
+"""Arguments of the whole batch that only the KV cache reads: passed to every part unchanged."""
 
 
 @runtime_checkable
 class RequestCache(Protocol):
-    """What runs need of an engine's KV cache, in a forward pass."""
+    """What replica groups need of an engine's KV cache, in a forward pass."""
 
     def new_tokens(self) -> Sequence[int]:
-        """Of each request of the batch, in order."""
+        """Return the number of new tokens of each request of the batch, in order."""
         ...
 
     def of_requests(self, start: int, stop: int) -> Any:
-        """The cache for these requests of the batch, good for threads of their own, and for any device."""
+        """Make the cache for these requests of the batch, good for threads of their own, and for any device."""
         ...
 
 
 def _span(axis: int) -> Take:
-    """Tokens lie along this axis, counted from the last."""
+    """Take tokens along this axis, counted from the last: of hidden states [1, tokens, hidden], -2."""
 
     def take(tensor: torch.Tensor, tokens: slice, count: int) -> torch.Tensor | None:
         if tensor.ndim < -axis or tensor.shape[axis] != count:
@@ -46,16 +46,12 @@ def _span(axis: int) -> Take:
     return take
 
 
-def _mask(tensor: torch.Tensor, tokens: slice, count: int) -> torch.Tensor | None:
-    """[1, 1, 1, 1]: the cache knows what each token sees."""
-    return tensor if tensor.numel() == 1 else None
-
-
 BY_REQUESTS = SplitSpec(
     axis=1,
     table={
         HIDDEN: _span(-2),
-        "attention_mask": _mask,
+        # [1, 1, 1, 1]: the cache knows what each token sees
+        "attention_mask": lambda tensor, tokens, count: tensor if tensor.numel() == 1 else None,
         "position_ids": _span(-1),
         "position_embeddings": _span(-2),
         "position_embeddings_global": _span(-2),
@@ -67,11 +63,11 @@ BY_REQUESTS = SplitSpec(
 
 
 def request_cache(inputs: LayerInputs) -> RequestCache | None:
-    """The cache of the engine that has called the model; None: none has.
+    """Return the cache of the engine that has called the model; None: no engine has.
 
     Raises `NotSplittable` if it has other tokens than the hidden states.
     """
-    cache, hidden = inputs.first(CACHES), inputs.hidden
+    cache, hidden = inputs.first_of(CACHES), inputs.hidden
     if not isinstance(cache, RequestCache):
         return None
     if hidden.ndim != 3 or hidden.shape[:2] != (1, sum(cache.new_tokens())):

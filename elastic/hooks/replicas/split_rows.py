@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,60 +13,44 @@ from torch import nn
 
 from elastic.errors import StateError
 from elastic.hooks.interceptor import Args, Kwargs
+from elastic.weights.batch_context import BatchShare
 
 Take = Callable[[torch.Tensor, slice, int], torch.Tensor | None]
-"""The rows of a tensor, given the batch; None: it is not of the shape that is known."""
+"""(tensor, rows, rows of the batch) -> the tensor's part for these rows; None: it is not of a known shape."""
 
 
-def _axis(axis: int, tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """The rows lie along this axis; of length 1 it stands for all of them."""
-    if tensor.shape[axis] == batch:
-        return tensor[(slice(None),) * axis + (rows,)]
-    return tensor if tensor.shape[axis] == 1 else None
+def _along(axes: Mapping[int, int]) -> Take:
+    """Take rows along an axis, by the number of dimensions; a tensor with one row stands for all of them."""
+
+    def take(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+        axis = axes.get(tensor.ndim)
+        if axis is None:
+            return None
+        if tensor.shape[axis] == batch:
+            return tensor[(slice(None),) * axis + (rows,)]
+        return tensor if tensor.shape[axis] == 1 else None
+
+    return take
 
 
-def _mask(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """[batch or 1, tokens], or [batch or 1, heads or 1, new tokens, tokens]"""
-    return _axis(0, tensor, rows, batch) if tensor.ndim in (2, 4) else None
-
-
-def _positions(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """[batch or 1, tokens], or with an axis before it for each kind of position."""
-    return _axis(tensor.ndim - 2, tensor, rows, batch) if tensor.ndim in (2, 3) else None
-
-
-def _rotary(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """[batch or 1, tokens, dim], or with an axis before it for each kind of position."""
-    return _axis(tensor.ndim - 3, tensor, rows, batch) if tensor.ndim in (3, 4) else None
-
-
-def _hidden(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """[batch, tokens, hidden]"""
-    return tensor[rows] if tensor.ndim == 3 else None
-
-
-def _by_heads(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
-    """[batch * heads, 1, tokens]"""
+def _alibi(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+    """Take rows of [batch * heads, 1, tokens]."""
     heads, rest = divmod(tensor.shape[0], batch)
     return None if rest or tensor.ndim != 3 else tensor[rows.start * heads : rows.stop * heads]
 
 
-def _whole(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
-    """The same for every row."""
-    return tensor
-
-
 HIDDEN = "hidden_states"
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+_ROTARY = _along({3: 0, 4: 1})  # [batch or 1, tokens, dim], or with an axis before it for each kind of position
 TABLE: dict[str, Take] = {
-    HIDDEN: _hidden,
-    "attention_mask": _mask,
-    "position_ids": _positions,
-    "position_embeddings": _rotary,
-    "position_embeddings_global": _rotary,
-    "position_embeddings_local": _rotary,
-    "alibi": _by_heads,
-    "cache_position": _whole,
+    HIDDEN: _along({3: 0}),  # [batch, tokens, hidden]
+    "attention_mask": _along({2: 0, 4: 0}),  # [batch or 1, tokens], [batch or 1, heads or 1, new tokens, tokens]
+    "position_ids": _along({2: 0, 3: 1}),  # [batch or 1, tokens], or with an axis before it for each kind of position
+    "position_embeddings": _ROTARY,
+    "position_embeddings_global": _ROTARY,
+    "position_embeddings_local": _ROTARY,
+    "alibi": _alibi,
+    "cache_position": lambda tensor, rows, batch: tensor,  # [tokens], the same for every row
 }
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
@@ -75,7 +60,7 @@ class SplitSpec:
     """How to find what of a layer's inputs belongs to a part of the batch."""
 
     axis: int
-    """Of hidden states [batch, tokens, hidden]: the one that is shared out."""
+    """Of hidden states [batch, tokens, hidden]: the one that is split."""
     table: Mapping[str, Take]
     caches: Collection[str]
     """Names of KV caches: each part has its own."""
@@ -90,31 +75,45 @@ class NotSplittable(Exception):
     """An input of which it is not known what of it belongs to which rows."""
 
 
-class BatchSlice:
-    """Some rows of a batch, or what another reading has for rows, for a device.
+class BatchSlice(BatchShare):
+    """Rows `start` to `stop` of a batch, or what another spec has for rows, for a device.
 
     What several layers are given alike is taken once.
     """
 
-    def __init__(self, start: int, stop: int, batch: int, device: torch.device, reading: SplitSpec = BY_ROWS) -> None:
-        self.reading = reading
-        self.slice = slice(start, stop)
-        self.count = stop - start
-        self.batch = batch
+    def __init__(self, start: int, stop: int, batch: int, device: torch.device, spec: SplitSpec = BY_ROWS) -> None:
+        super().__init__(stop - start, batch)
+        self.spec = spec
         self.fresh = False
         """Whether anything was taken since this was last set to False."""
+        self._slice = slice(start, stop)
         self._device = device
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, which so lives, and its rows
 
     def take(self, tensor: torch.Tensor, name: str = HIDDEN) -> torch.Tensor:
-        """Raises `NotSplittable`."""
+        """Return the rows of an input on the device: of hidden states [batch, tokens, hidden], [count, tokens, hidden].
+
+        Other inputs have the shapes in `spec.table`, by name. Raises `NotSplittable` for any other shape.
+        """
         if id(tensor) not in self._taken:
-            rows = self.reading.table[name](tensor, self.slice, self.batch)
+            rows = self.spec.table[name](tensor, self._slice, self.batch)
             if rows is None:
-                raise _not_by_rows(name, tensor)
+                raise NotSplittable(f"{name}, a tensor {list(tensor.shape)}")
             self._taken[id(tensor)] = tensor, rows.to(self._device, non_blocking=True)
             self.fresh = True
         return self._taken[id(tensor)][1]
+
+    def take_input(self, name: str, value: Any) -> Any:
+        """Return the rows of any input but a cache; hidden states as they are. Raises `NotSplittable`."""
+        if isinstance(value, PLAIN) or name == HIDDEN or name in self.spec.whole:
+            return value
+        if isinstance(value, tuple):
+            return tuple(self.take_input(name, item) for item in value)
+        if isinstance(value, torch.Tensor):
+            if name not in self.spec.table or not value.ndim:
+                raise NotSplittable(f"{name}, a tensor {list(value.shape)}")
+            return self.take(value, name)
+        raise NotSplittable(f"{name}, a {type(value).__name__}")
 
 
 class LayerInputs:
@@ -123,82 +122,59 @@ class LayerInputs:
     def __init__(self, names: Sequence[str], args: Args, kwargs: Kwargs) -> None:
         self._named = {**dict(zip(names, args, strict=False)), **kwargs}
         self._positional = tuple(names[: len(args)])
-        self._more = len(args) > len(names)
+        self._too_many = len(args) > len(names)
+        self.hidden: Any = self._named.get(HIDDEN)
 
-    @property
-    def hidden(self) -> Any:
-        return self._named.get(HIDDEN)
-
-    @property
-    def cache(self) -> Any:
-        return self.first(CACHES)
-
-    def first(self, names: Collection[str]) -> Any:
-        """The first input of these names that is there, if any."""
+    def first_of(self, names: Collection[str]) -> Any:
+        """Return the first input of these names that was given, if any."""
         return next((self._named[name] for name in names if self._named.get(name) is not None), None)
 
     def take(self, rows: BatchSlice, cache: Any) -> LayerInputs:
-        """The same call for some rows, with another cache; hidden states as they are. Raises `NotSplittable`."""
-        if self._more:
+        """Return the same call for some rows, with another cache; hidden states as they are. Raises `NotSplittable`."""
+        if self._too_many:
             raise NotSplittable("more positional arguments than its forward method names")
-        taken = LayerInputs((), (), {})
-        taken._positional = self._positional
+        taken = copy(self)
         taken._named = {
-            name: cache if name in rows.reading.caches and value is not None else _take(name, value, rows)
+            name: cache if name in rows.spec.caches and value is not None else rows.take_input(name, value)
             for name, value in self._named.items()
         }
         return taken
 
     def call(self, hidden: torch.Tensor) -> tuple[Args, Kwargs]:
-        """What the layer is called with, and these hidden states."""
+        """Return the arguments to call the layer with, for hidden states [rows, tokens, hidden]."""
         named = {**self._named, HIDDEN: hidden}
         args = tuple(named.pop(name) for name in self._positional)
         return args, named
 
 
 def parameter_names(layer: nn.Module) -> list[str]:
-    """Of a layer's forward method, in their order."""
+    """Return the positional parameters of a layer's forward method, in their order."""
     parameters = inspect.signature(type(layer).forward).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
-def gather(parts: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int = 0) -> Any:
-    """One output of the outputs for some rows each: tensors by rows are put together, of all else the first is taken.
+def gather(outputs: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int = 0) -> Any:
+    """Join one output of the outputs for some rows each: tensors by rows are joined, of all else the first is taken.
 
-    `axis` is the one of the rows, or of what was shared out for them. Raises `StateError` if hidden states are not by
-    rows.
+    `axis` is the one of the rows, or of what was split instead. Raises `StateError` if hidden states are not by rows.
     """
-    if [hidden_of(part).shape[axis] for part in parts] != list(counts):
-        raise StateError(f"a layer returned {hidden_of(parts[0]).shape[axis]} rows of {counts[0]}; evict its replicas")
-    return _gather(parts, counts, device, axis)
+    rows = [hidden_of(output).shape[axis] for output in outputs]
+    if rows != list(counts):
+        raise StateError(f"a layer returned {rows[0]} rows of {counts[0]}; evict its replicas")
+    return _gather(outputs, counts, device, axis)
 
 
-def _gather(parts: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int) -> Any:
-    first = parts[0]
+def _gather(outputs: Sequence[Any], counts: Sequence[int], device: torch.device, axis: int) -> Any:
+    first = outputs[0]
     if isinstance(first, tuple | list):
-        return type(first)(_gather(same, counts, device, axis) for same in zip(*parts, strict=True))
+        return type(first)(_gather(same, counts, device, axis) for same in zip(*outputs, strict=True))
     by_rows = [(count,) for count in counts]
-    if not isinstance(first, torch.Tensor) or [part.shape[axis : axis + 1] for part in parts] != by_rows:
+    if not isinstance(first, torch.Tensor) or [out.shape[axis : axis + 1] for out in outputs] != by_rows:
         return first
-    return torch.cat([part.to(device) for part in parts], axis)
+    return torch.cat([out.to(device) for out in outputs], axis)
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """What the next layer gets."""
+    """Return the hidden states, [rows, tokens, hidden], among what a layer returns."""
     hidden: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
     return hidden
-
-
-def _take(name: str, value: Any, rows: BatchSlice) -> Any:
-    if isinstance(value, PLAIN) or name == HIDDEN or name in rows.reading.whole:
-        return value
-    if isinstance(value, tuple):
-        return tuple(_take(name, one, rows) for one in value)
-    if name in rows.reading.table and isinstance(value, torch.Tensor) and value.ndim:
-        return rows.take(value, name)
-    raise _not_by_rows(name, value)
-
-
-def _not_by_rows(name: str, value: Any) -> NotSplittable:
-    kind = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    return NotSplittable(f"{name}, {kind}")

@@ -1,4 +1,4 @@
-"""When the places computed their parts of a batch: for the split of the next one, and for people."""
+"""Timings of the places that computed a batch: for the split of the next one, and for people."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from elastic.hooks.replicas.worker import Mark
 
 KEPT = 256
+"""Passes."""
 
 
 @dataclass(frozen=True)
 class PendingTiming:
-    """The same, while a device may still be on its way."""
+    """The work of one place in one pass, which its device may not have done yet."""
 
     place: str
     device: torch.device
@@ -27,14 +28,11 @@ class PendingTiming:
     tokens: int
     """In all of its rows."""
     marks: Sequence[tuple[Mark, Mark]]
-
-    @property
-    def over(self) -> bool:
-        return all(isinstance(stop, float) or stop.query() for _, stop in self.marks)  # type: ignore[no-untyped-call]
+    """When a layer began and ended; on CUDA the first began and the last ended."""
 
 
 class PassTimings:
-    """The last passes. Times of a device are read when it has got there, so nothing waits for them."""
+    """The timings of the last passes. Those of a device are read when it is done, so nothing waits for them."""
 
     def __init__(self, speeds: ThroughputEstimator) -> None:
         self._speeds = speeds
@@ -43,28 +41,26 @@ class PassTimings:
         self._pending: deque[tuple[int, Sequence[PendingTiming]]] = deque(maxlen=KEPT)
         self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
 
-    def passed(self, courses: Sequence[PendingTiming], layers: int) -> None:
-        """A batch has gone through so many layers."""
+    def add(self, timings: Sequence[PendingTiming], layers: int) -> None:
+        """Add those of a batch that has gone through so many layers, by place."""
         with self._lock:
-            self._pending.append((layers, courses))
-            self._resolve()
+            self._pending.append((layers, timings))
+            while self._pending and all(_done(timing) for timing in self._pending[0][1]):
+                self._resolve(*self._pending.popleft())
 
     def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
-        """Oldest first."""
+        """Return the timings of each pass, by place, the oldest pass first."""
         with self._lock:
             return tuple(self._passes)
 
-    def _resolve(self) -> None:
-        while self._pending and all(course.over for course in self._pending[0][1]):
-            layers, courses = self._pending.popleft()
-            parts = tuple(self._read(course, layers) for course in courses)
-            self._passes.append(parts)
-            for course, part in zip(courses, parts, strict=True):
-                self._speeds.measured(part.place, course.tokens, part.seconds / layers)
-
-    def _read(self, course: PendingTiming, layers: int) -> ShardTiming:
-        spans = tuple((self._seconds(a, course.device), self._seconds(b, course.device)) for a, b in course.marks)
-        return ShardTiming(course.place, course.rows, layers, spans)
+    def _resolve(self, layers: int, timings: Sequence[PendingTiming]) -> None:
+        shards = []
+        for timing in timings:
+            device = timing.device
+            spans = tuple((self._seconds(start, device), self._seconds(stop, device)) for start, stop in timing.marks)
+            shards.append(ShardTiming(timing.place, timing.rows, layers, spans))
+            self._speeds.measured(timing.place, timing.tokens, shards[-1].seconds / layers)
+        self._passes.append(tuple(shards))
 
     def _seconds(self, moment: Mark, device: torch.device) -> float:
         if isinstance(moment, float):
@@ -74,6 +70,10 @@ class PassTimings:
             origin.record(torch.cuda.current_stream(device))
             origin.synchronize()
             self._origins[device] = origin, time.perf_counter()
-        event, at = self._origins[device]
+        event, origin_s = self._origins[device]
         elapsed_ms: float = event.elapsed_time(moment)
-        return at + elapsed_ms / 1e3
+        return origin_s + elapsed_ms / 1e3
+
+
+def _done(timing: PendingTiming) -> bool:
+    return all(isinstance(stop, float) or stop.query() for _, stop in timing.marks)  # type: ignore[no-untyped-call]

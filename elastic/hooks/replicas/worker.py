@@ -1,4 +1,4 @@
-"""Where replicas compute: for each place a thread, and on CUDA a stream, beside the forward pass of the model."""
+"""The threads of replicas: one for each place, and on CUDA a stream, beside the forward pass of the model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, hidden_of
-from elastic.weights.batch_context import set_batch_share
+from elastic.weights import batch_context
 
 Mark = float | torch.cuda.Event
 """A moment: seconds of `time.perf_counter`, or an event of a device."""
 
 
 class TorchThreadState:
-    """What torch knows by thread, as the calling thread has it; to be entered in another one."""
+    """Captured grad, inference and autocast state of a thread, re-entered on a worker thread."""
 
     def __init__(self, device: torch.device) -> None:
         kind = device.type
@@ -33,11 +33,13 @@ class TorchThreadState:
             self._autocast = lambda: torch.autocast(kind, dtype, cache_enabled=cached)
 
     def run(self, work: Callable[[], None]) -> None:
-        self._context.run(self._run, work)
+        """Do work as the captured thread would."""
 
-    def _run(self, work: Callable[[], None]) -> None:
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), self._autocast():
-            work()
+        def in_modes() -> None:
+            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), self._autocast():
+                work()
+
+        self._context.run(in_modes)
 
 
 class ReplicaWorker:
@@ -51,26 +53,29 @@ class ReplicaWorker:
         self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
 
     def put(self, work: Callable[[], None]) -> Future[None]:
-        return self._thread.submit(self._do, work)
+        """Have work done on the thread, on its stream."""
+
+        def on_stream() -> None:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                work()
+
+        return self._thread.submit(on_stream)
 
     def close(self) -> None:
         """Finish, and take no more. Can be called twice."""
         self._thread.shutdown()
 
-    def _do(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            work()
-
 
 class ReplicaShard:
-    """Some rows of a batch on their way through the replicas of one place, a layer after another.
+    """Some rows of a batch, computed by the replicas of one place, a layer after another.
 
-    A layer that fails ends it: `finish` raises what it raised. What it is given is kept as long as the part is: on
+    A layer that fails ends it: `finish` raises what it raised. What it is given is kept as long as the shard is: on
     CUDA until what comes next is ordered after it.
     """
 
-    def __init__(self, lane: ReplicaWorker, rows: BatchSlice, hidden: torch.Tensor, cache: Any, threads: int) -> None:
-        self.lane = lane
+    def __init__(self, worker: ReplicaWorker, rows: BatchSlice, hidden: torch.Tensor, cache: Any, threads: int) -> None:
+        """`hidden` are those of the whole batch, [batch, tokens, hidden]; `cache` is the KV cache of these rows."""
+        self.worker = worker
         self.rows = rows
         self.cache = cache
         self._home = hidden.device
@@ -78,71 +83,65 @@ class ReplicaShard:
         self.marks: list[tuple[Mark, Mark]] = []
         """When a layer began and ended; on CUDA the first began and the last ended."""
         self.output: Any = None
-        self._mode = TorchThreadState(lane.device)
+        self._thread_state = TorchThreadState(worker.device)
         self._threads = threads
         self._error: BaseException | None = None
         self._last: Future[None] | None = None
 
     def step(self, layer: nn.Module, inputs: LayerInputs) -> None:
         """Have the next layer computed with these inputs, of its rows."""
-        devices = {self._home, self.lane.device} if self.rows.fresh else set()
-        after, self.rows.fresh = [event for event in map(record, devices) if event is not None], False
-        self._last = self.lane.put(lambda: self._compute(layer, inputs, after))
+        after: list[torch.cuda.Event] = []
+        if self.rows.fresh:  # what was taken is still being copied
+            cuda = {device for device in (self._home, self.worker.device) if device.type == "cuda"}
+            after = [torch.cuda.current_stream(device).record_event() for device in cuda]
+            self.rows.fresh = False
+        self._last = self.worker.put(lambda: self._compute(layer, inputs, after))
 
     def join(self) -> BaseException | None:
-        """Return when it computes no more; what went wrong, if anything."""
+        """Wait until nothing is computed; return the error of a layer, if one failed."""
         if self._last is not None:
             self._last.result()
         return self._error
 
     def finish(self, device: torch.device) -> Any:
-        """The output of the last layer, for what comes next on `device`. Raises what a layer raised."""
+        """Return the output of the last layer, for what comes next on `device`. Raises what a layer raised."""
         error, self._error = self.join(), None
         try:
             if error is not None:
                 raise error
         finally:
             del error  # it knows this frame
-        self._order_before(device)
+        if self.worker.device.type == "cuda":
+            stop = self.marks[-1][1]
+            assert isinstance(stop, torch.cuda.Event)
+            _order_after(stop, device)
+            for tensor in self.output if isinstance(self.output, tuple | list) else (self.output,):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self.output
 
     def _compute(self, layer: nn.Module, inputs: LayerInputs, after: Sequence[torch.cuda.Event]) -> None:
         if self._error is not None:
             return
         try:
-            use_threads(self.lane.device, self._threads)
+            use_threads(self.worker.device, self._threads)
             for event in after:
-                go_on_after(event, self.lane.device)
-            self._mode.run(lambda: self._forward(layer, inputs))
+                _order_after(event, self.worker.device)
+            self._thread_state.run(lambda: self._forward(layer, inputs))
         except BaseException as error:  # for `finish`, in the thread of the forward pass
             self._error = error
 
     def _forward(self, layer: nn.Module, inputs: LayerInputs) -> None:
-        device = self.lane.device
-        set_batch_share(self.rows.count, self.rows.batch)
+        device = self.worker.device
+        batch_context.thread.share = self.rows
         start = mark(device)
         args, kwargs = inputs.call(self._hidden)
         self.output = layer(*args, **kwargs)
         self._hidden = hidden_of(self.output)
         add_marks(self.marks, start, mark(device))
 
-    def _order_before(self, device: torch.device) -> None:
-        if self.lane.device.type != "cuda":
-            return
-        stop = self.marks[-1][1]
-        assert isinstance(stop, torch.cuda.Event)
-        go_on_after(stop, device)
-        for tensor in self.output if isinstance(self.output, tuple | list) else (self.output,):
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-
-def record(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all that this thread has begun on a device."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def go_on_after(event: torch.cuda.Event, device: torch.device) -> None:
+def _order_after(event: torch.cuda.Event, device: torch.device) -> None:
     """Have what this thread begins on a device from now on come after an event."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_event(event)
@@ -151,7 +150,7 @@ def go_on_after(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 def mark(device: torch.device) -> Mark:
-    """Now, or when the device gets there."""
+    """Return the moment now, or when the device gets there."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -160,11 +159,11 @@ def mark(device: torch.device) -> Mark:
 
 
 def add_marks(marks: list[tuple[Mark, Mark]], start: Mark, stop: Mark) -> None:
-    """A layer was computed: on a CPU a pair of its own, on CUDA as part of all that came before."""
+    """Add a layer that was computed: on a CPU a pair of its own, on CUDA as part of all that came before."""
     marks.append((start, stop) if isinstance(start, float) or not marks else (marks.pop()[0], stop))
 
 
 def use_threads(device: torch.device, count: int) -> None:
-    """Have what this thread computes on a CPU use so many."""
+    """Have operations of this thread on a CPU use so many threads."""
     if device.type == "cpu" and torch.get_num_threads() != count:
         torch.set_num_threads(count)

@@ -7,6 +7,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from elastic.errors import StateError
 from elastic.kvcache.layers.full import ElasticLayer, LayerMemory
 from elastic.kvcache.layers.synchronized import synchronized
+from elastic.kvcache.storage.pool import KVPool
 
 
 class ElasticSlidingLayer(ElasticLayer):
@@ -18,14 +19,20 @@ class ElasticSlidingLayer(ElasticLayer):
     is_sliding = True
 
     def __init__(
-        self, memory: LayerMemory, sliding_window: int, record_past: bool = False, index: int | None = None
+        self,
+        memory: LayerMemory,
+        sliding_window: int,
+        record_past: bool = False,
+        index: int | None = None,
+        fixed_pool: KVPool | None = None,
     ) -> None:
-        super().__init__(memory, index)
+        super().__init__(memory, index, fixed_pool)
         self.sliding_window = sliding_window
         self.record_past = record_past
 
     @property
     def cumulative_length(self) -> int:
+        """Tokens seen; transformers reads it under this name."""
         return self._length
 
     def activate_past_recording(self) -> None:
@@ -33,10 +40,12 @@ class ElasticSlidingLayer(ElasticLayer):
         self.record_past = True
 
     def get_max_length(self) -> int:
+        """Return the size of the window."""
         return self.sliding_window
 
     @synchronized
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens. Raises `StateError` where the window had lost those before."""
         if self._length >= self.sliding_window and not self.record_past:
             raise StateError(
                 f"the window of {self.sliding_window} tokens was passed without recording the past; call "
@@ -45,24 +54,19 @@ class ElasticSlidingLayer(ElasticLayer):
         super().crop(tokens_to_remove)
         if self._length:
             first = self._visible_from()
-            self._resident().narrow(first - self._origin, self._length - self._origin)
+            self._resident().hold(first - self._origin, self._length - self._origin)
             self._first = first
 
     @synchronized
     def to_stock(self) -> DynamicSlidingWindowLayer:
+        """Make a stock cache layer with a copy of what is held."""
         stock = DynamicSlidingWindowLayer(self.sliding_window)
-        stock.record_past = self.record_past
-        if self.is_initialized:
-            keys, values = self._copies(self._first if self.record_past else self._visible_from())
-            stock.lazy_initialization(keys, values)
-            stock.keys, stock.values, stock.cumulative_length = keys, values, self._length
-        return stock
+        stock.record_past, stock.cumulative_length = self.record_past, self._length
+        return self._copy_into(stock)
+
+    def like(self, fixed_pool: KVPool | None) -> ElasticLayer:
+        """Make an empty layer of the same kind and window."""
+        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past, self.index, fixed_pool)
 
     def _visible_from(self) -> int:
         return max(self._first, self._length - self.sliding_window + 1)
-
-    def _keep_from(self, visible_from: int) -> int:
-        return self._first if self.record_past else visible_from
-
-    def _like(self) -> ElasticLayer:
-        return ElasticSlidingLayer(self._memory, self.sliding_window, self.record_past, self.index)

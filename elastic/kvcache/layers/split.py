@@ -1,19 +1,21 @@
-"""A cache layer whose rows lie at several places: each part is computed where it lies, and they are one to others."""
+"""A cache layer whose rows are at several places: each part is computed where it is, and they are one to others."""
 
 from __future__ import annotations
 
-import copyreg
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError
+from elastic.kvcache.layers.base import PagedLayer
 from elastic.kvcache.layers.full import ElasticLayer
+from elastic.kvcache.layers.synchronized import synchronized
 from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.copy_engine import to_device
 
 Shape = tuple[tuple[KVPool | None, int], ...]
 """Of each part its pool and rows, in the order of the rows. None: the pool of the decoder layer's KV cache."""
@@ -28,28 +30,32 @@ class RowPart:
     """0: as many as come first."""
 
 
-class RowSplitLayer(CacheLayerMixin):  # type: ignore[misc]
+class RowSplitLayer(PagedLayer):
     """Keys and values of every row, [batch, kv_heads, tokens, head_dim], in parts.
 
     Between forward passes all parts hold the same tokens. `keys`, `values` and what `update` returns are copies where
-    there are several parts.
+    there are several parts. What does not depend on the rows is that of the first part.
     """
-
-    is_compileable = False
-    is_croppable = True
 
     def __init__(self, whole: ElasticLayer) -> None:
         # The base class would set `keys` and `values`, which are computed here.
         self.index = whole.index
         self.is_sliding = whole.is_sliding
+        self.lock = threading.RLock()
         keys = whole.keys if whole.get_seq_length() else None
         self.parts = [RowPart(whole, keys.shape[0] if keys is not None else 0)]
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up on the first part what every part has alike: its dtype, device, window, whether it is initialized."""
+        if name in ("is_initialized", "dtype", "device", "sliding_window", "cumulative_length", "record_past"):
+            return getattr(self.parts[0].layer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- the parts
 
     @property
     def shape(self) -> Shape | None:
-        """None: nothing is held."""
+        """The pool and the rows of each part; None: nothing is held."""
         return tuple((part.layer.fixed_pool, part.rows) for part in self.parts) if self.get_seq_length() else None
 
     def resplit(self, shape: Sequence[tuple[KVPool | None, int]]) -> None:
@@ -58,42 +64,23 @@ class RowSplitLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.shape == wanted:
             return
         if not self.get_seq_length():
-            self.parts = [RowPart(self._empty(pool), rows) for pool, rows in wanted or ((None, 0),)]
+            self.parts = [RowPart(self._empty_part(pool), rows) for pool, rows in wanted or ((None, 0),)]
             return
         self._require_rows(sum(rows for _, rows in wanted))
-        self._share_out(*self._gathered(), wanted)
+        self._share_out(*self.views(), wanted)
 
     def part(self, pool: KVPool | None) -> ElasticLayer:
-        """The part in a pool."""
+        """Return the part in a pool."""
         return next(part.layer for part in self.parts if part.layer.fixed_pool is pool)
 
     def whole(self) -> ElasticLayer | None:
-        """The one part at home that has all rows; None: there are others."""
+        """Return the part that follows the decoder layer if it has all rows, else None."""
         return self.parts[0].layer if len(self.parts) == 1 and self.parts[0].layer.fixed_pool is None else None
 
-    # -- what a cache layer does
-
-    @property
-    def is_initialized(self) -> bool:
-        return self._first.is_initialized
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._first.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._first.device
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return self._gathered()[0] if self.is_initialized else None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._gathered()[1] if self.is_initialized else None
+    # -- what a cache layer of transformers does
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Lease memory for states such as these, [batch, kv_heads, tokens, head_dim]. Raises `CapacityError`."""
         self._expect(key_states.shape[0])
         for part, keys, values in self._by_parts(key_states, value_states):
             part.lazy_initialization(keys, values)
@@ -101,30 +88,34 @@ class RowSplitLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `[batch, kv_heads, new, head_dim]` for all rows; returns what attention must see.
+        """Append [batch, kv_heads, new, head_dim]; return [batch, kv_heads, seen, head_dim] for attention.
 
         Raises `CapacityError` with the layer as it was.
         """
         self._expect(key_states.shape[0])
-        before, seen = self.get_seq_length(), []
+        before, states = self.get_seq_length(), []
         try:
             for part, keys, values in self._by_parts(key_states, value_states):
-                seen.append(part.update(keys, values, *args, **kwargs))
+                states.append(part.update(keys, values, *args, **kwargs))
         except BaseException:
             self.rewind(before)
             raise
-        return self._joined([keys for keys, _ in seen]), self._joined([values for _, values in seen])
+        return _concatenated([keys for keys, _ in states]), _concatenated([values for _, values in states])
 
     def get_seq_length(self) -> int:
-        return self._first.get_seq_length()
+        """Count the tokens seen, those included that a window has left behind."""
+        return self.parts[0].layer.get_seq_length()
 
     def get_max_length(self) -> int:
-        return self._first.get_max_length()
+        """Return the size of the window; -1: there is none."""
+        return self.parts[0].layer.get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._first.get_mask_sizes(query_length)
+        """Return how many tokens attention sees after `query_length` more, and the position of the first of them."""
+        return self.parts[0].layer.get_mask_sizes(query_length)
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens."""
         for part in self.parts:
             part.layer.crop(tokens_to_remove)
 
@@ -134,164 +125,117 @@ class RowSplitLayer(CacheLayerMixin):  # type: ignore[misc]
             part.layer.rewind(length)
 
     def reset(self) -> None:
+        """Forget every token."""
         for part in self.parts:
             part.layer.reset()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row i continue what row `beam_idx[i]` held."""
-        if not self.get_seq_length():
-            return
-        keys, values = (rows.index_select(0, beam_idx.to(rows.device)) for rows in self._gathered())
-        for part, its_keys, its_values in self._by_parts(keys, values):
-            part.overwrite(its_keys, its_values)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        if self.get_seq_length():
-            self._renew(*(rows.repeat_interleave(repeats, dim=0) for rows in self._gathered()))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only some rows."""
-        if self.get_seq_length():
-            self._renew(*(rows[indices.to(rows.device), ...] for rows in self._gathered()))
-
-    def offload(self) -> None:
-        raise StateError(
-            "an elastic cache layer moves with rt.kv, not with offload(); build a stock cache to offload it"
-        )
-
-    def prefetch(self) -> None:
-        """Nothing to do: the layer is where it is computed."""
-
-    # -- what a sliding window does otherwise
-
-    @property
-    def sliding_window(self) -> int:
-        window: int = self._first.sliding_window
-        return window
-
-    @property
-    def cumulative_length(self) -> int:
-        return self.get_seq_length()
-
-    @property
-    def record_past(self) -> bool:
-        return getattr(self._first, "record_past", False)
 
     def activate_past_recording(self) -> None:
         """Keep what slides out of a window until the next `crop`."""
         for part in self.parts:
             getattr(part.layer, "activate_past_recording", lambda: None)()
 
-    # -- copies
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(tokens={self.get_seq_length()}, rows={[part.rows for part in self.parts]})"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplitLayer:
         other: RowSplitLayer = object.__new__(type(self))
         memo[id(self)] = other
-        other.index, other.is_sliding = self.index, self.is_sliding
+        other.index, other.is_sliding, other.lock = self.index, self.is_sliding, threading.RLock()
         other.parts = [RowPart(part.layer.__deepcopy__(memo), part.rows) for part in self.parts]
         return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        stock = self.to_stock()
-        return copyreg._reconstructor, (type(stock), object, None), stock.__dict__  # type: ignore[attr-defined]
-
     def to_stock(self) -> Any:
-        """A stock cache layer with a copy of what is held."""
-        stocks = [part.layer.to_stock() for part in self.parts]
-        stock = stocks[0]
-        if stock.is_initialized and len(stocks) > 1:
-            stock.keys = torch.cat([each.keys.to(stock.device) for each in stocks])
-            stock.values = torch.cat([each.values.to(stock.device) for each in stocks])
+        """Make a stock cache layer with a copy of what is held."""
+        stock, *others = [part.layer.to_stock() for part in self.parts]
+        if stock.is_initialized and others:
+            stock.keys = _concatenated([stock.keys, *(other.keys for other in others)])
+            stock.values = _concatenated([stock.values, *(other.values for other in others)])
         return stock
 
-    def give_up(self) -> None:
-        """Hold nothing, until the next tokens bring a shape."""
-        for part in self.parts:
-            part.layer.give_up()
-
+    @synchronized
     def become_stock(self) -> None:
-        """Turn this very object into a stock layer with a copy of what is held; its memory goes back."""
+        """Turn this very object and its parts into stock layers with copies of what is held; the memory goes back."""
         stock, parts = self.to_stock(), self.parts
         self.__class__ = type(stock)
         self.__dict__ = stock.__dict__
         for part in parts:
             part.layer.become_stock()
 
+    # -- what it holds
+
+    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values held, [batch, kv_heads, tokens, head_dim] each; copies of several parts."""
+        held = [part.layer.views() for part in self.parts if part.layer.is_initialized]
+        return _concatenated([keys for keys, _ in held]), _concatenated([values for _, values in held])
+
+    def overwrite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold other contents of the same shape, [batch, kv_heads, tokens, head_dim] each."""
+        for part, part_keys, part_values in self._by_parts(keys, values):
+            part.overwrite(part_keys, part_values)
+
+    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold [new batch, kv_heads, tokens, head_dim] for the same tokens, shared out as the old rows were."""
+        stops = list(accumulate(part.rows for part in self.parts))
+        counts = [b - a for a, b in pairwise([0, *(stop * keys.shape[0] // stops[-1] for stop in stops)])]
+        pools = [part.layer.fixed_pool for part in self.parts]
+        self._share_out(keys, values, [(pool, rows) for pool, rows in zip(pools, counts, strict=True) if rows])
+
+    def give_up(self) -> None:
+        """Hold nothing, until the next tokens bring a shape."""
+        for part in self.parts:
+            part.layer.give_up()
+
     # -- inside
 
-    @property
-    def _first(self) -> ElasticLayer:
-        return self.parts[0].layer
-
     def _expect(self, batch: int) -> None:
-        """A batch of so many rows comes: an empty layer takes any."""
+        """Prepare for a batch of so many rows: an empty layer takes any. Raises `ConfigError`."""
         if not self.get_seq_length() and batch != sum(part.rows for part in self.parts):
-            self.parts = [RowPart(self._empty(None), batch)]
+            self.parts = [RowPart(self._empty_part(None), batch)]
         self._require_rows(batch)
 
     def _require_rows(self, batch: int) -> None:
-        held = sum(part.rows for part in self.parts)
-        if batch != held:
+        rows = sum(part.rows for part in self.parts)
+        if batch != rows:
             raise ConfigError(
-                f"the cache holds {self.get_seq_length()} tokens for {held} rows, and was given {batch}; a cache "
+                f"the cache holds {self.get_seq_length()} tokens for {rows} rows, and was given {batch}; a cache "
                 "belongs to one batch: build a new one, or reset() this one"
             )
 
-    def _empty(self, pool: KVPool | None) -> ElasticLayer:
-        """The part in a pool if it is there, else a new one."""
-        known = (part.layer for part in self.parts if part.layer.fixed_pool is pool)
-        return next(known, None) or self._first.like(pool)
+    def _empty_part(self, pool: KVPool | None) -> ElasticLayer:
+        """Return the part in a pool if there is one, else a new one."""
+        present = (part.layer for part in self.parts if part.layer.fixed_pool is pool)
+        return next(present, None) or self.parts[0].layer.like(pool)
 
     def _by_parts(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> list[tuple[ElasticLayer, torch.Tensor, torch.Tensor]]:
+        """Cut [batch, kv_heads, tokens, head_dim] each into the rows of each part, on its device."""
         cuts = pairwise(accumulate((part.rows for part in self.parts), initial=0))
         return [
-            (part.layer, _brought(keys[a:b], part.layer), _brought(values[a:b], part.layer))
+            (part.layer, _on_device_of(part.layer, keys[a:b]), _on_device_of(part.layer, values[a:b]))
             for part, (a, b) in zip(self.parts, cuts, strict=True)
         ]
 
-    def _gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            [rows for part in self.parts if (rows := getattr(part.layer, name)) is not None]
-            for name in ("keys", "values")
-        )
-        return self._joined(keys), self._joined(values)
-
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])
-
-    def _renew(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold other rows for the same tokens, as many of them in each part as there are of the old."""
-        before, after = sum(part.rows for part in self.parts), keys.shape[0]
-        stops = [stop * after // before for stop in accumulate(part.rows for part in self.parts)]
-        counts = [b - a for a, b in pairwise([0, *stops])]
-        pools = [part.layer.fixed_pool for part in self.parts]
-        self._share_out(keys, values, [(pool, rows) for pool, rows in zip(pools, counts, strict=True) if rows])
-
     def _share_out(self, keys: torch.Tensor, values: torch.Tensor, shape: Sequence[tuple[KVPool | None, int]]) -> None:
         """Hold these rows for the same tokens in new parts, all or none."""
-        made: list[RowPart] = []
+        parts: list[RowPart] = []
+        first, start = self.parts[0].layer, 0
         try:
-            start = 0
             for pool, rows in shape:
-                made.append(RowPart(self._first.like(pool), rows))
-                its = (_brought(each[start : start + rows], made[-1].layer) for each in (keys, values))
-                made[-1].layer.hold_as(self._first, *its)
+                layer, cut = first.like(pool), slice(start, start + rows)
+                parts.append(RowPart(layer, rows))
+                layer.hold_as(first, _on_device_of(layer, keys[cut]), _on_device_of(layer, values[cut]))
                 start += rows
         except BaseException:
-            for part in made:
+            for part in parts:
                 part.layer.give_up()
             raise
-        old, self.parts = self.parts, made
+        old, self.parts = self.parts, parts
         for part in old:
             part.layer.give_up()
 
 
-def _brought(rows: torch.Tensor, part: ElasticLayer) -> torch.Tensor:
-    """On the device of the part."""
-    return rows if part.fixed_pool is None else rows.to(part.fixed_pool.pool.backend.device)
+def _on_device_of(part: ElasticLayer, rows: torch.Tensor) -> torch.Tensor:
+    return rows if part.fixed_pool is None else to_device(rows, part.fixed_pool.pool.backend.device)
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate parts [rows, ...] along the rows, on the device of the first."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])

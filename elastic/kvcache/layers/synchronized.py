@@ -19,7 +19,7 @@ Owner = TypeVar("Owner", bound=Locked)
 
 
 def synchronized(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
-    """The method, under the `lock` of its object.
+    """Have a method run under the `lock` of its object.
 
     Beams are reordered and tokens cropped between forward passes, which is where caches migrate.
     """

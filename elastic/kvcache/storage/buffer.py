@@ -25,65 +25,66 @@ class KVBuffer:
         self.first = self.stop = 0
         self._pool = pool
         self._on_dead = on_dead
-        self._range = VirtualRange(pool, geometry.rows * geometry.row_slots, readable_gaps=geometry.layout.has_gaps)
-        self._spans: list[MappedStorage] = []  # the last one is current; earlier ones are shown by tensors outside
-        self._flat: torch.Tensor | None = None
+        self.range = VirtualRange(pool, geometry.rows * geometry.row_slots, readable_gaps=geometry.layout.has_gaps)
+        self._storages: list[MappedStorage] = []  # the last one is current; earlier ones are shown by tensors outside
+        self._flat: torch.Tensor | None = None  # [elements of the window, with the gaps between its rows]
+        self._flat_offset = 0  # elements of a row before it
 
-    @property
-    def pages(self) -> int:
-        """Mapped pages."""
-        return len(self._range.slots)
-
-    @property
-    def page_ids(self) -> list[int]:
-        return list(self._range.slots.values())
-
-    @property
-    def shown_outside(self) -> bool:
-        """Whether tensors that Elastic does not hold show this memory. Drops Elastic's own."""
+    def is_shown_outside(self) -> bool:
+        """Drop the tensors that Elastic holds; return whether others still show this memory."""
         self._flat = None
-        for span in self._spans:
-            span.drop()
-        self._spans = [span for span in self._spans if span.alive]
-        return bool(self._spans)
+        for storage in self._storages:
+            storage.drop()
+        self._storages = [storage for storage in self._storages if storage.alive]
+        return bool(self._storages)
 
     def missing(self, first: int, stop: int) -> int:
-        """Pages to add before the window reaches `stop` (and starts at `first`, if it is empty now)."""
-        return self.geometry.rows * max(0, stop - (self.stop if self.pages else first))
+        """Count the pages to add before the window reaches `stop` (and starts at `first`, if it is empty now)."""
+        return self.geometry.rows * max(0, stop - (self.stop if self.range.slots else first))
 
     def extend(self, first: int, stop: int, pages: Sequence[int]) -> None:
         """Map `pages`, as many as `missing` said, at the end of every row; all or none."""
-        at = self.stop if self.pages else first
-        count = stop - at
+        begin = self.stop if self.range.slots else first
+        count, row_slots = stop - begin, self.geometry.row_slots
         done = 0
         try:
             for row in range(self.geometry.rows):
-                self._range.map(self._slot(row, at), pages[row * count : (row + 1) * count])
+                self.range.map(row * row_slots + begin, pages[row * count : (row + 1) * count])
                 done += 1
         except BaseException:
             for row in range(done):
-                self._range.unmap(self._slot(row, at), count)
+                self.range.unmap(row * row_slots + begin, count)
             raise
         self.first, self.stop = (self.first if self.stop > self.first else first), stop
         self._renew()
 
     def retreat(self, first: int, stop: int) -> int:
-        """Shrink the window to [first, stop) and park the pages outside it; returns how many, all or none.
+        """Shrink the window to [first, stop) and free the pages outside it; return how many, all or none.
 
         Nothing happens while tensors outside show the memory.
         """
         first, stop = max(first, self.first), min(stop, self.stop)
         cuts = [(self.first, first), (stop, self.stop)] if first < stop else [(self.first, self.stop)]
         cuts = [cut for cut in cuts if cut[0] < cut[1]]
-        if not cuts or self.shown_outside:
+        if not cuts or self.is_shown_outside():
             return 0
-        pages = self._unmap(cuts)
+        unmapped: list[tuple[int, list[int]]] = []  # slot, pages from there on
+        try:
+            for row in range(self.geometry.rows):
+                for begin, end in cuts:
+                    slot = row * self.geometry.row_slots + begin
+                    unmapped.append((slot, self.range.unmap(slot, end - begin)))
+        except BaseException:
+            for slot, pages in unmapped:
+                self.range.map(slot, pages)
+            raise
         self.first, self.stop = (first, stop) if first < stop else (0, 0)
-        self._pool.free(pages)
-        return len(pages)
+        freed = [page for _, pages in unmapped for page in pages]
+        self._pool.free(freed)
+        return len(freed)
 
     def view(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens [start, stop) of the window, [batch, heads, stop - start, dim]."""
+        """View the tokens [start, stop) of the window, [batch, heads, stop - start, dim]."""
         g = self.geometry
         if start == stop:
             with torch.inference_mode(False):
@@ -91,35 +92,15 @@ class KVBuffer:
         if self._flat is None:
             self._renew()
         assert self._flat is not None
-        offset = start * g.token_stride - self.first * g.page_bytes // g.dtype.itemsize
-        return self._flat.as_strided((g.batch, g.heads, stop - start, g.dim), g.strides, offset)
-
-    def close(self) -> None:
-        """Give the address space of an empty buffer back."""
-        self._range.close()
-
-    def _slot(self, row: int, slot: int) -> int:
-        return row * self.geometry.row_slots + slot
-
-    def _unmap(self, cuts: list[tuple[int, int]]) -> list[int]:
-        done: list[tuple[int, list[int]]] = []
-        try:
-            for row in range(self.geometry.rows):
-                for a, b in cuts:
-                    done.append((self._slot(row, a), self._range.unmap(self._slot(row, a), b - a)))
-        except BaseException:
-            for slot, pages in done:
-                self._range.map(slot, pages)
-            raise
-        return [page for _, pages in done for page in pages]
+        shape, offset = (g.batch, g.heads, stop - start, g.dim), start * g.token_stride - self._flat_offset
+        return self._flat.as_strided(shape, g.strides, offset)
 
     def _renew(self) -> None:
         """Show the window as it is now, by a storage of exactly its size."""
-        self._flat = None
-        for span in self._spans:
-            span.drop()
-        self._spans = [span for span in self._spans if span.alive]
+        self.is_shown_outside()
         if self.stop > self.first:
-            slots = (self.geometry.rows - 1) * self.geometry.row_slots + self.stop - self.first
-            self._spans.append(self._range.span(self.first, slots * self.geometry.page_bytes, self._on_dead))
-            self._flat = self._spans[-1].tensor(self.geometry.dtype)
+            g = self.geometry
+            slots = (g.rows - 1) * g.row_slots + self.stop - self.first
+            self._storages.append(self.range.storage(self.first, slots * g.page_bytes, self._on_dead))
+            self._flat = self._storages[-1].tensor(g.dtype)
+            self._flat_offset = self.first * g.page_bytes // g.dtype.itemsize

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-import torch
-
 from elastic.kvcache.storage.buffer import KVBuffer
 from elastic.kvcache.storage.layout import StoreGeometry
+from elastic.memory.copy_engine import synchronize
 from elastic.memory.page_pool import PagePool
 
 
@@ -25,8 +24,12 @@ class StoreState(Enum):
 class LayerStore:
     """A pair of buffers that grow and shrink together. Guarded by the lock of its KV pool."""
 
-    def __init__(self, pool: PagePool, keys: StoreGeometry, values: StoreGeometry, on_dead: Callable[[], Any]) -> None:
+    def __init__(
+        self, pool: PagePool, geometries: tuple[StoreGeometry, StoreGeometry], on_dead: Callable[[], Any]
+    ) -> None:
         self.pool = pool
+        self.geometries = geometries
+        self.buffers = KVBuffer(pool, geometries[0], on_dead), KVBuffer(pool, geometries[1], on_dead)
         self.state = StoreState.LIVE
         self.limit_epoch = 0
         """The revision of the KV limit when the present cache took this store."""
@@ -34,56 +37,39 @@ class LayerStore:
         """Counts the caches that have used this store; a note about an earlier one is void."""
         self.start = self.stop = 0
         """The tokens that may be read or written now: pages outside them can be given away."""
+        self.first_mapped = self.stop_mapped = 0
+        """The tokens that pages are mapped for, in both buffers."""
+        self.spare_from = 1
+        """If no token before this one is kept, whole pages at the beginning hold none."""
         self.unwanted = False
         """Whether its pages are not to be kept for the next cache."""
-        self._growing = False
-        """Whether pages are being found for it: its own are none of those that can be spared for that."""
         self.stream = 0
         """The CUDA stream that used it last."""
-        self.keys = KVBuffer(pool, keys, on_dead)
-        self.values = KVBuffer(pool, values, on_dead)
-
-    @property
-    def buffers(self) -> tuple[KVBuffer, KVBuffer]:
-        return self.keys, self.values
-
-    @property
-    def geometries(self) -> tuple[StoreGeometry, StoreGeometry]:
-        return self.keys.geometry, self.values.geometry
+        self._growing = False
+        """Whether pages are being found for it: its own are none of those that can be spared for that."""
 
     @property
     def pages(self) -> int:
-        return self.keys.pages + self.values.pages
-
-    @property
-    def shown_outside(self) -> bool:
-        return any(buffer.shown_outside for buffer in self.buffers)
+        """Mapped pages."""
+        return len(self.buffers[0].range.slots) + len(self.buffers[1].range.slots)
 
     @property
     def adoptable(self) -> bool:
-        """Whether a cache can begin in it: a window that slid on has left the first token behind."""
-        return not self.unwanted and all(b.first == 0 for b in self.buffers)
+        """True if a cache can begin in it: a window that slid on has left the first token behind."""
+        return not self.unwanted and all(buffer.first == 0 for buffer in self.buffers)
+
+    def is_shown_outside(self) -> bool:
+        """Drop the tensors that Elastic holds; return whether others still show this memory."""
+        return any(buffer.is_shown_outside() for buffer in self.buffers)
 
     def missing(self, start: int, stop: int) -> int:
-        """Pages to add before the tokens [start, stop) are mapped."""
-        return sum(b.missing(*b.geometry.slots(start, stop)) for b in self.buffers)
-
-    def holds(self, start: int, stop: int) -> bool:
-        """Whether the tokens [start, stop) are mapped."""
-        for b in self.buffers:
-            size, page = b.geometry.token_bytes, b.geometry.page_bytes
-            if start * size < b.first * page or stop * size > b.stop * page:
-                return False
-        return True
-
-    def has_pages_before(self, start: int) -> bool:
-        """Whether whole pages lie before token `start`."""
-        return any(start * b.geometry.token_bytes // b.geometry.page_bytes > b.first for b in self.buffers)
+        """Count the pages to add before the tokens [start, stop) are mapped."""
+        return sum(buffer.missing(*buffer.geometry.slots(start, stop)) for buffer in self.buffers)
 
     def extend(self, start: int, stop: int, owner: str) -> None:
         """Map pages for the tokens [start, stop). Raises `CapacityError`; pages mapped by then stay, as spare ones."""
-        windows = [b.geometry.slots(start, stop) for b in self.buffers]
-        counts = [b.missing(*w) for b, w in zip(self.buffers, windows, strict=True)]
+        windows = [geometry.slots(start, stop) for geometry in self.geometries]
+        counts = [buffer.missing(*window) for buffer, window in zip(self.buffers, windows, strict=True)]
         self._growing = True
         try:
             pages = self.pool.allocate(owner, sum(counts))
@@ -97,31 +83,38 @@ class LayerStore:
             except BaseException:
                 self.pool.free(pages)
                 raise
+            finally:
+                self._note_windows()
             pages = pages[count:]
 
     def spare(self) -> int:
-        """Mapped pages that hold none of the tokens [start, stop)."""
-        return 0 if self._growing else self.pages - self._needed()
-
-    def trim(self) -> int:
-        """Give spare pages back, as far as no tensor outside shows them; returns how many."""
+        """Count the mapped pages that hold none of the tokens [start, stop)."""
         if self._growing:
             return 0
-        self.settle()
-        return sum(b.retreat(*b.geometry.slots(self.start, self.stop)) for b in self.buffers)
+        windows = [geometry.slots(self.start, self.stop) for geometry in self.geometries]
+        needed = [g.rows * (stop - first) for g, (first, stop) in zip(self.geometries, windows, strict=True)]
+        return self.pages - sum(needed)
 
-    def settle(self) -> None:
-        """Wait until no kernel can still read or write it: before pages are unmapped (law 6) or copied elsewhere."""
-        if self.pool.backend.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.backend.device)
+    def trim(self) -> int:
+        """Give spare pages back, as far as no tensor outside shows them; return how many."""
+        if self._growing:
+            return 0
+        synchronize(self.pool.backend.device)  # no kernel may still read or write what is unmapped (law 6)
+        try:
+            return sum(buffer.retreat(*buffer.geometry.slots(self.start, self.stop)) for buffer in self.buffers)
+        finally:
+            self._note_windows()
 
     def close(self) -> None:
         """Give the address space of an empty store back."""
         assert not self.pages, "trim first"
         self.state = StoreState.CLOSED
         for buffer in self.buffers:
-            buffer.close()
+            buffer.range.close()
 
-    def _needed(self) -> int:
-        windows = (b.geometry.slots(self.start, self.stop) for b in self.buffers)
-        return sum(b.geometry.rows * (w[1] - w[0]) for b, w in zip(self.buffers, windows, strict=True))
+    def _note_windows(self) -> None:
+        """Translate the buffers' windows of slots into tokens: what each decode step asks is one comparison."""
+        sizes = [(buffer, buffer.geometry.token_bytes, buffer.geometry.page_bytes) for buffer in self.buffers]
+        self.first_mapped = max(-(-buffer.first * page // token) for buffer, token, page in sizes)
+        self.stop_mapped = min(buffer.stop * page // token for buffer, token, page in sizes)
+        self.spare_from = min(-(-(buffer.first + 1) * page // token) for buffer, token, page in sizes)

@@ -1,4 +1,4 @@
-"""Where a key or value vector lies: the order of batch, head, token and dimension in memory."""
+"""The order of batch, head, token and dimension of keys and values in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.errors import ConfigError
 
 @dataclass(frozen=True)
 class KVLayout:
-    """An order of the axes. Memory falls into `rows`, stretches that grow by tokens, each from a page of its own."""
+    """An order of the axes. Memory falls into `rows`, which grow by tokens, each from a page of its own."""
 
     name: str
     rows_over: str
@@ -23,7 +23,7 @@ class KVLayout:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a view spans unmapped memory between its rows."""
+        """True if a view spans unmapped memory between its rows."""
         return bool(self.rows_over)
 
 
@@ -32,13 +32,16 @@ HEAD_MAJOR = KVLayout("head_major", "bh", "d")
 BATCH_MAJOR = KVLayout("batch_major", "b", "hd")
 """[batch, token, head, dim]: one page per sequence at least."""
 TOKEN_MAJOR = KVLayout("token_major", "", "bhd")
-"""[token, batch, head, dim]: a single growing stretch, no gaps; the rule where pages are large (CUDA)."""
+"""[token, batch, head, dim]: one growing row, no gaps; the rule where pages are large (CUDA)."""
 
 LAYOUTS = {layout.name: layout for layout in (HEAD_MAJOR, BATCH_MAJOR, TOKEN_MAJOR)}
 
 
 def choose_layout(name: str | None, device: torch.device) -> KVLayout:
-    """The layout by name, or the best for a device. CUDA allows only layouts without gaps (a read there is fatal)."""
+    """Return the layout by name, or the best for a device. Raises `ConfigError`.
+
+    CUDA allows only layouts without gaps (a read there is fatal).
+    """
     if name is None:
         return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
     allowed = [n for n, layout in LAYOUTS.items() if device.type == "cpu" or not layout.has_gaps]
@@ -61,7 +64,7 @@ class StoreGeometry:
 
     @cached_property
     def rows(self) -> int:
-        """Growing stretches."""
+        """Growing rows."""
         sizes = {"b": self.batch, "h": self.heads}
         return math.prod(sizes[axis] for axis in self.layout.rows_over)
 
@@ -92,8 +95,12 @@ class StoreGeometry:
         }
         return steps[self.layout.rows_over]
 
+    def fits(self, states: torch.Tensor) -> bool:
+        """Return whether states, [batch, heads, tokens, dim] of a dtype, can be stored in it."""
+        batch, heads, _, dim = states.shape
+        return batch == self.batch and heads == self.heads and dim == self.dim and states.dtype == self.dtype
+
     def slots(self, start: int, stop: int) -> tuple[int, int]:
-        """The window of slots in every row that holds the tokens [start, stop)."""
-        if start == stop:
-            return start * self.token_bytes // self.page_bytes, start * self.token_bytes // self.page_bytes
-        return start * self.token_bytes // self.page_bytes, -(-stop * self.token_bytes // self.page_bytes)
+        """Return the window of slots in every row that holds the tokens [start, stop)."""
+        first = start * self.token_bytes // self.page_bytes
+        return first, first if start == stop else -(-stop * self.token_bytes // self.page_bytes)

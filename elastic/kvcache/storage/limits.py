@@ -1,8 +1,8 @@
-"""How many pages KV caches may have: a limit that its user moves, and a maximum that moves with the weights."""
+"""The pages that KV caches may have: a limit that its user moves, and a maximum that moves with the weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,56 +15,27 @@ class KVLimits:
     """As last set; at the maximum it follows the maximum."""
     floor: int
     """The maximum that weights leave to caches at the least."""
-    wanted: int = 0
+    held_back: int = 0
     """Pages that weights wait for: new caches do not get them."""
     revision: int = 0
     shrinks: int = 0
-    """How often caches that live were promised more than new ones."""
-
-    @classmethod
-    def of(cls, maximum: int) -> KVLimits:
-        return cls(maximum, maximum, maximum)
+    """Counts how often caches that live were promised more than new ones."""
 
     @property
     def open(self) -> int:
         """The limit for new caches."""
-        return max(0, min(self.limit, self.maximum - self.wanted))
+        return max(0, min(self.limit, self.maximum - self.held_back))
 
-    @property
-    def claimable(self) -> int:
-        """Pages that weights may take from the maximum at most."""
-        return self.maximum - min(self.floor, self.limit)
+    def with_limit(self, limit: int, revision: int | None) -> KVLimits:
+        """Set the limit, under a revision (None: the next)."""
+        revision = self.revision + 1 if revision is None else revision
+        return replace(self, limit=limit, revision=revision, shrinks=self.shrinks + (limit < self.limit))
 
-    def bound(self, born: int) -> int:
-        """The limit for a cache begun after so many shrinks: one that lived before the last may grow past it."""
-        return self.maximum if self.shrinks > born else self.open
-
-    def is_stale(self, revision: int | None) -> bool:
-        return revision is not None and revision <= self.revision
-
-    def moved(self, limit: int, revision: int | None) -> KVLimits:
-        """With another limit, under a revision (None: the next)."""
-        return KVLimits(
-            self.maximum,
-            limit,
-            self.floor,
-            self.wanted,
-            self.revision + 1 if revision is None else revision,
-            self.shrinks + (limit < self.limit),
-        )
-
-    def lent(self, pages: int) -> KVLimits:
-        """With more pages from the weights, or fewer (below zero)."""
-        maximum = self.maximum + pages
+    def with_maximum(self, maximum: int) -> KVLimits:
+        """Set the maximum; a limit at the old one follows."""
         limit = maximum if self.limit == self.maximum else min(self.limit, maximum)
-        return KVLimits(maximum, limit, self.floor, self.wanted, self.revision, self.shrinks)
+        return replace(self, maximum=maximum, limit=limit)
 
-    def settled(self, pages: int) -> KVLimits:
-        """With weights of so many pages that have come to stay, or gone for good (below zero)."""
-        floor = max(0, self.floor - pages)
-        return KVLimits(self.maximum, self.limit, floor, self.wanted, self.revision, self.shrinks)
-
-    def reserved(self, wanted: int) -> KVLimits:
-        """With so many pages that weights wait for."""
-        shrinks = self.shrinks + (wanted > self.wanted)
-        return KVLimits(self.maximum, self.limit, self.floor, wanted, self.revision, shrinks)
+    def with_held_back(self, pages: int) -> KVLimits:
+        """Set the pages that weights wait for."""
+        return replace(self, held_back=pages, shrinks=self.shrinks + (pages > self.held_back))

@@ -17,7 +17,7 @@ import torch
 
 from elastic.errors import IntegrityError
 from elastic.kvcache.storage.pool import OWNER, KVPool
-from elastic.memory.mapped_storage import MappedStorage
+from elastic.memory.copy_engine import synchronize
 from elastic.memory.virtual_range import VirtualRange
 
 
@@ -37,109 +37,109 @@ class GroupRanges:
         self.group = group
         self.layer_pages = layer_pages
         self.mapped: dict[int, None] = {}  # sector ids, as a set in order
-        self._pool = kv.pool
         readable = kv.pool.backend.device.type == "cpu"  # so that printing a tensor over it does not crash
-        self.ranges = [
-            VirtualRange(kv.pool, sectors * layer_pages, readable_gaps=readable) for _ in range(len(group.layers))
-        ]
+        self.ranges = [VirtualRange(kv.pool, sectors * layer_pages, readable_gaps=readable) for _ in group.layers]
         nbytes = sectors * layer_pages * kv.pool.page_bytes
-        self._spans: list[MappedStorage] = [r.span(0, nbytes, lambda: None) for r in self.ranges]
-
-    @property
-    def pages(self) -> int:
-        """Of one sector, in all layers."""
-        return self.layer_pages * len(self.ranges)
+        self._storages = [layer_range.storage(0, nbytes, lambda: None) for layer_range in self.ranges]
 
     def view(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """All address space of a layer in one dimension. Only mapped sectors may be written."""
-        return self._spans[self.group.layers.index(layer)].tensor(dtype)
+        """View all address space of a layer as [elements] of `dtype`. Only mapped sectors may be written."""
+        return self._storages[self.group.layers.index(layer)].tensor(dtype)
 
     def map(self, sector: int, pages: Sequence[int]) -> None:
-        """Have a sector in every layer, or in none."""
+        """Map a sector in every layer, or in none. Raises `CapacityError`."""
         done = 0
         try:
-            for i, range_ in enumerate(self.ranges):
-                range_.map(sector * self.layer_pages, pages[i * self.layer_pages : (i + 1) * self.layer_pages])
+            for i, layer_range in enumerate(self.ranges):
+                layer_range.map(sector * self.layer_pages, pages[i * self.layer_pages : (i + 1) * self.layer_pages])
                 done += 1
         except BaseException:
-            for range_ in self.ranges[:done]:
-                range_.unmap(sector * self.layer_pages, self.layer_pages)
+            for layer_range in self.ranges[:done]:
+                layer_range.unmap(sector * self.layer_pages, self.layer_pages)
             raise
         self.mapped[sector] = None
 
     def unmap(self, sector: int) -> list[int]:
-        """Take a sector out of every layer, or of none; returns its pages."""
+        """Take a sector out of every layer, or of none; return its pages."""
         done: list[list[int]] = []
         try:
-            for range_ in self.ranges:
-                done.append(range_.unmap(sector * self.layer_pages, self.layer_pages))
+            for layer_range in self.ranges:
+                done.append(layer_range.unmap(sector * self.layer_pages, self.layer_pages))
         except BaseException:
-            for range_, pages in zip(self.ranges, done, strict=False):
-                range_.map(sector * self.layer_pages, pages)
+            for layer_range, pages in zip(self.ranges, done, strict=False):
+                layer_range.map(sector * self.layer_pages, pages)
             raise
         del self.mapped[sector]
         return list(chain.from_iterable(done))
 
     def close(self) -> None:
         """Give everything back."""
-        for span in self._spans:
-            span.drop()
-        for range_ in self.ranges:
-            range_.close()
+        for storage in self._storages:
+            storage.drop()
+        for layer_range in self.ranges:
+            layer_range.close()
         self.mapped.clear()
 
 
 class BlockMemory:
     """Sectors of one engine on one place. Guarded by the lock of its KV pool, `lock`.
 
-    Its owner answers, under the lock, `promised`: how many more sectors live requests must get, one after another, for
+    Its owner answers under the lock. `promised`: how many more sectors live requests must get, one after another, for
     all to end; `reusable`: how many allocated ones hold only blocks kept for reuse; `give_up_reusable` frees them.
     """
 
-    def __init__(self, kv: KVPool, groups: Sequence[BlockGroup]) -> None:
+    def __init__(
+        self,
+        kv: KVPool,
+        groups: Sequence[BlockGroup],
+        *,
+        promised: Callable[[], int] = lambda: 0,
+        reusable: Callable[[], int] = lambda: 0,
+        give_up_reusable: Callable[[], object] = lambda: None,
+    ) -> None:
         self.kv = kv
         self.lock = kv.lock
-        self.sector_pages = _sector_pages(groups, kv.pool.page_bytes)
+        self.promised = promised
+        self._reusable = reusable
+        self._give_up_reusable = give_up_reusable
+        page_bytes = kv.pool.page_bytes
+        # the fewest pages that hold whole blocks, and whole pages, in every layer of every group
+        group_bytes = (len(group.layers) * math.lcm(group.block_bytes, page_bytes) for group in groups)
+        self.sector_pages = math.lcm(*group_bytes) // page_bytes
+        self.sector_bytes = self.sector_pages * page_bytes
         self.sectors = kv.pool.budget_pages // self.sector_pages
-        self.promised: Callable[[], int] = lambda: 0
-        self.reusable: Callable[[], int] = lambda: 0
-        self.give_up_reusable: Callable[[], object] = lambda: None
         self.groups = [GroupRanges(kv, g, self.sectors, self.sector_pages // len(g.layers)) for g in groups]
         self._absent = list(range(self.sectors))  # heap: low ids first
         self._idle: list[dict[int, None]] = [{} for _ in groups]
         kv.join(self)
 
     @property
-    def sector_bytes(self) -> int:
-        return self.sector_pages * self.kv.pool.page_bytes
-
-    @property
     def used_pages(self) -> int:
-        """In sectors that live requests need."""
+        """Pages in sectors that live requests need."""
         mapped = sum(len(group.mapped) for group in self.groups)
         return mapped * self.sector_pages - self.idle_pages
 
     @property
     def idle_pages(self) -> int:
-        """Mapped in sectors that no live request needs."""
-        return (sum(map(len, self._idle)) + self.reusable()) * self.sector_pages
+        """Pages mapped in sectors that no live request needs."""
+        return (sum(map(len, self._idle)) + self._reusable()) * self.sector_pages
 
     @property
     def promised_pages(self) -> int:
-        """That must remain to be had beside those in use."""
+        """Pages that must remain to be had beside those in use."""
         return self.promised() * self.sector_pages
 
     def blocks_per_sector(self, group: int) -> int:
+        """Count the blocks that a sector has in each layer of a group."""
         ranges = self.groups[group]
         return ranges.layer_pages * self.kv.pool.page_bytes // ranges.group.block_bytes
 
     def room(self, *, growing: bool) -> int:
-        """Sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
-        with self.lock:
-            return self.kv.available(growing=growing) // self.sector_pages
+        """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
+        return self.kv.available(growing=growing) // self.sector_pages
 
     def allocate(self, group: int) -> int:
-        """A sector for a group, mapped in all of its layers. Raises `CapacityError`, and nothing has changed."""
+        """Map a sector in all layers of a group. Raises `CapacityError`, and nothing has changed."""
         with self.lock:
             if self._idle[group]:
                 return self._idle[group].popitem()[0]
@@ -155,15 +155,15 @@ class BlockMemory:
             return sector
 
     def free(self, group: int, sector: int) -> None:
-        """A sector holds nothing any more: it stays mapped for the next until its pages are needed elsewhere."""
+        """Have a sector be idle: it stays mapped for the next use until its pages are needed elsewhere."""
         with self.lock:
             self._idle[group][sector] = None
 
     def trim(self, pages: int) -> int:
-        """Give idle sectors back until `pages` pages came free; returns how many did."""
+        """Give idle sectors back until `pages` pages came free; return how many did."""
         with self.lock:
-            self.give_up_reusable()
-            self._settle()
+            self._give_up_reusable()
+            synchronize(self.kv.pool.backend.device)  # no kernel may still read what is unmapped (law 6)
             freed = 0
             for group, idle in zip(self.groups, self._idle, strict=True):
                 while idle and freed < pages:
@@ -180,28 +180,18 @@ class BlockMemory:
         if sorted([*mapped, *self._absent]) != list(range(self.sectors)):
             raise IntegrityError(f"sectors {sorted(mapped)} are mapped, {sorted(self._absent)} absent")
         for group, idle in zip(self.groups, self._idle, strict=True):
-            for range_ in group.ranges:
-                if len(range_.slots) != len(group.mapped) * group.layer_pages:
-                    raise IntegrityError(f"a layer shows {len(range_.slots)} pages of {len(group.mapped)} sectors")
+            for layer_range in group.ranges:
+                shown = len(layer_range.slots)
+                if shown != len(group.mapped) * group.layer_pages:
+                    raise IntegrityError(f"a layer shows {shown} pages of {len(group.mapped)} sectors")
             if not idle.keys() <= group.mapped.keys():
                 raise IntegrityError(f"sectors {sorted(idle)} are idle, {sorted(group.mapped)} mapped")
 
     def close(self) -> None:
         """Give everything back; what is in it is lost. Can be called twice."""
         with self.lock:
-            self._settle()
+            synchronize(self.kv.pool.backend.device)
             for group, idle in zip(self.groups, self._idle, strict=True):
                 group.close()
                 idle.clear()
             self.kv.leave(self)
-
-    def _settle(self) -> None:
-        """Wait until no kernel can still read what is unmapped next (law 6)."""
-        if self.kv.pool.backend.device.type == "cuda":
-            torch.cuda.synchronize(self.kv.pool.backend.device)
-
-
-def _sector_pages(groups: Sequence[BlockGroup], page_bytes: int) -> int:
-    """The fewest pages that hold whole blocks, and whole pages, in every layer of every group."""
-    sizes = (len(group.layers) * math.lcm(group.block_bytes, page_bytes) for group in groups)
-    return math.lcm(*sizes) // page_bytes

@@ -18,54 +18,41 @@ class PageBackend(Protocol):
 
     device: torch.device
     page_bytes: int
-
-    @property
-    def mappings(self) -> int:
-        """Contiguous mappings now in force."""
-        ...
-
-    @property
-    def created(self) -> int:
-        """Physical pages that exist now."""
-        ...
+    mappings: int
+    """Contiguous mappings now in force."""
+    created: int
+    """Physical pages that exist now."""
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         """Reserve address space of a whole number of pages; returns its address.
 
         Unmapped parts fault when touched, or read as zero with `readable_gaps` (CPU only).
         """
-        ...
 
     def unreserve(self, address: int, nbytes: int) -> None:
         """Give address space back; nothing may be mapped in it."""
-        ...
 
     def create(self, pages: Sequence[int]) -> None:
         """Make physical memory for these pages."""
-        ...
 
     def destroy(self, pages: Sequence[int]) -> None:
         """Give the memory of these pages back to the system; none may be mapped."""
-        ...
 
     def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
         """Show created pages one after another from `address` on, readable and writable."""
-        ...
 
     def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
         """Take `count` mapped pages out of the address space from `address` on. The pages keep their contents.
 
-        `readable_gaps` is that of the reservation: what the addresses do afterwards.
+        `readable_gaps` is that of the reservation: it says what the addresses do afterwards.
         """
-        ...
 
     def close(self) -> None:
         """Release everything. Can be called twice."""
-        ...
 
 
 def runs(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive ids as (first, count), in the given order: `[4, 5, 6, 9] -> [(4, 3), (9, 1)]`."""
+    """Group consecutive ids as (first, count), in the given order: `[4, 5, 6, 9] -> [(4, 3), (9, 1)]`."""
     if not pages:
         return []
     if list(map(sub, pages[1:], pages)).count(1) == len(pages) - 1:

@@ -1,4 +1,4 @@
-"""How much memory this process may have: a container's bound is often far below what the machine has."""
+"""The memory that this process may have: a container's bound is often far below what the machine has."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-OWN, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def memory_limit(own: Path = OWN, mount: Path = MOUNT) -> int | None:
-    """The lowest bound in bytes of the control groups that this process is in; None where there is none.
+def memory_limit(groups: Path = GROUPS, mount: Path = MOUNT) -> int | None:
+    """Return the lowest bound in bytes of the control groups that this process is in; None where there is none.
 
-    `own` lists the groups, `mount` is where their hierarchy is: one for all (version 2), or one for memory (version 1).
+    `groups` lists them, `mount` is where their hierarchy is: one for all (version 2), or one for memory (version 1).
     Inside a container a group may be listed by a path that only its host has: the root is the container's then.
     """
     limits = []
-    for file in _files(own, mount):
+    for file in _files(groups, mount):
         with suppress(OSError, ValueError):  # absent, or "max"
             limits.append(int(file.read_text()))
     return min(limits, default=None)
 
 
-def _files(own: Path, mount: Path) -> Iterator[Path]:
+def _files(groups: Path, mount: Path) -> Iterator[Path]:
     try:
-        lines = own.read_text().splitlines()
+        lines = groups.read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -35,5 +35,5 @@ def _files(own: Path, mount: Path) -> Iterator[Path]:
             top, name = mount, "memory.max"
         else:
             continue
-        here = top / path.lstrip("/")
-        yield from (folder / name for folder in (here, *here.parents) if folder.is_relative_to(top))
+        group = top / path.lstrip("/")
+        yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(top))

@@ -35,39 +35,33 @@ def require_cuda(device: torch.device) -> None:
 
 
 class CudaBackend:
-    """`PageBackend` on `cuMemCreate`, `cuMemAddressReserve` and `cuMemMap`.
+    """`PageBackend` on `cuMemCreate`, `cuMemAddressReserve` and `cuMemMap`."""
 
-    With `shareable`, pages can be exported to other processes as POSIX file descriptors; that is decided at creation.
-    `peers` are the indices of other devices that may read and write the pages.
-    """
-
-    def __init__(
-        self, device: torch.device, page_bytes: int | None = None, *, shareable: bool = False, peers: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, device: torch.device, page_bytes: int | None = None) -> None:
         require_cuda(device)
         index = device.index or 0
         self.device = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._cu = _driver()
+        self._cu = cu = _driver()
         self._thread = threading.local()
         self._context = self._call("cuDevicePrimaryCtxRetain", index)
-        self._properties = self._allocation_properties(index, shareable)
-        granularity = self._granularity()
+        location = cu.CUmemLocation()
+        location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = index
+        self._properties, access = cu.CUmemAllocationProp(), cu.CUmemAccessDesc()
+        self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location = access.location = location
+        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._access = [access]
+        minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
         self.page_bytes = page_bytes or granularity
         if self.page_bytes % granularity:
             raise ConfigError(f"page_bytes={self.page_bytes} must be a multiple of {granularity} on {self.device}")
-        self._access = [self._access_for(i) for i in (index, *peers)]
+        self.mappings = 0
+        self.created = 0
         self._handles: dict[int, Any] = {}  # page -> driver handle
-        self._mappings = 0
         self._closed = False
-
-    @property
-    def mappings(self) -> int:
-        return self._mappings
-
-    @property
-    def created(self) -> int:
-        return len(self._handles)
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         if readable_gaps:
@@ -87,11 +81,13 @@ class CudaBackend:
                 self._call("cuMemRelease", handle)
             raise
         self._handles |= made
+        self.created = len(self._handles)
 
     def destroy(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._call("cuMemRelease", self._handles[page])
             del self._handles[page]
+            self.created = len(self._handles)
 
     def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
         mapped = 0
@@ -107,48 +103,18 @@ class CudaBackend:
             for i in range(mapped):
                 self._call("cuMemUnmap", address + i * self.page_bytes, self.page_bytes)
             raise
-        self._mappings += mapped
+        self.mappings += mapped
 
     def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
         for i in range(count):
             self._call("cuMemUnmap", address + i * self.page_bytes, self.page_bytes)
-            self._mappings -= 1
-
-    def export(self, page: int) -> int:
-        """A POSIX file descriptor for a page of a shareable backend; the caller closes it."""
-        kind = self._cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return int(self._call("cuMemExportToShareableHandle", self._handles[page], kind, 0))
+            self.mappings -= 1
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.destroy(list(self._handles))
             self._call("cuDevicePrimaryCtxRelease", self.device.index)
-
-    def _allocation_properties(self, index: int, shareable: bool) -> Any:
-        cu = self._cu
-        properties = cu.CUmemAllocationProp()
-        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location = self._location(index)
-        if shareable:
-            properties.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return properties
-
-    def _location(self, index: int) -> Any:
-        location = self._cu.CUmemLocation()
-        location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        location.id = index
-        return location
-
-    def _access_for(self, index: int) -> Any:
-        access = self._cu.CUmemAccessDesc()
-        access.location = self._location(index)
-        access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        return access
-
-    def _granularity(self) -> int:
-        minimum = self._cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        return int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
 
     def _call(self, name: str, *args: Any) -> Any:
         """Call the driver with the device's context current on this thread; an error becomes an exception."""

@@ -18,6 +18,7 @@ import torch
 
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
 from elastic.memory.backends.base import runs
+from elastic.memory.backends.libc import FAILED, libc
 from elastic.memory.backends.mapping_quota import AddressSpace, MappingQuota
 from elastic.memory.backends.page_table_cache import PageTableCache
 
@@ -26,14 +27,7 @@ _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MAPPED = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_ALLOCATE, _PUNCH_HOLE = 0, 1 | 2  # modes of fallocate; a hole leaves the file as long as it was
 
 
 class MemfdBackend:
@@ -48,131 +42,113 @@ class MemfdBackend:
             raise ConfigError(f"page_bytes={self.page_bytes} must be a multiple of {mmap.PAGESIZE}")
         if not hasattr(os, "memfd_create"):
             raise BackendUnavailable("CPU pages need Linux (memfd_create); on this system only CUDA places can be used")
+        self.mappings = 0
+        self.created = 0
         self._file = os.memfd_create(name, os.MFD_CLOEXEC)
         self._file_bytes = 0
         self._sizes = threading.Lock()  # pages are created by several threads, each of which may lengthen the file
         self._pid = os.getpid()
-        self._created = 0
         self._space = AddressSpace(self.page_bytes, quota)
-        self._parking = PageTableCache(self._file, self.page_bytes)
-
-    @property
-    def mappings(self) -> int:
-        return self._space.mapped
-
-    @property
-    def created(self) -> int:
-        return self._created
+        self._page_tables = PageTableCache(self._file, self.page_bytes)
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         protection = mmap.PROT_READ if readable_gaps else 0
-        address = _libc.mmap(None, nbytes, protection, _RESERVED, -1, 0)
-        if address == _FAILED:
-            raise self._failed("reserve address space", nbytes)
+        address = libc.mmap(None, nbytes, protection, _RESERVED, -1, 0)
+        if address == FAILED:
+            raise self._failure("reserve address space", nbytes)
         try:
             self._space.reserve(address, nbytes)
         except CapacityError:
-            _libc.munmap(address, nbytes)
+            libc.munmap(address, nbytes)
             raise
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        if _libc.munmap(address, nbytes):
-            raise self._failed("give back address space", nbytes)
+        if libc.munmap(address, nbytes):
+            raise self._failure("give back address space", nbytes)
         self._space.unreserve(address)
 
     def create(self, pages: Sequence[int]) -> None:
-        self._grow_file(max(pages, default=-1) + 1)
-        done: list[tuple[int, int]] = []
-        for first, count in runs(sorted(pages)):
-            if self._fallocate(0, first, count):
-                error = self._failed("create pages", count * self.page_bytes)
-                for undo in done:
-                    self._fallocate(_KEEP_SIZE | _PUNCH_HOLE, *undo)
-                raise error
-            done.append((first, count))
-        for first, count in done:
-            self._parking.fill(first, count)
         with self._sizes:
-            self._created += len(pages)
+            nbytes = (max(pages, default=-1) + 1) * self.page_bytes
+            if nbytes > self._file_bytes:
+                os.ftruncate(self._file, nbytes)
+                self._file_bytes = nbytes
+        for first, count in self._fallocate(_ALLOCATE, pages, "create pages"):
+            self._page_tables.fill(first, count)
+        with self._sizes:
+            self.created += len(pages)
 
     def destroy(self, pages: Sequence[int]) -> None:
-        done: list[tuple[int, int]] = []
-        for first, count in runs(sorted(pages)):
-            if self._fallocate(_KEEP_SIZE | _PUNCH_HOLE, first, count):
-                error = self._failed("give pages back", count * self.page_bytes)
-                for undo in done:
-                    self._fallocate(0, *undo)
-                raise error
-            done.append((first, count))
-        for first, count in done:
-            self._parking.empty(first, count)
+        for first, count in self._fallocate(_PUNCH_HOLE, pages, "give pages back"):
+            self._page_tables.empty(first, count)
         with self._sizes:
-            self._created -= len(pages)
+            self.created -= len(pages)
 
     def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
         pieces = runs(pages)
-        cut = self._space.map(address, pieces)
-        at = address
+        remap = self._space.plan_map(address, pieces)
+        end = address
         for first, count in pieces:
             size = count * self.page_bytes
-            if not self._show(at, first, count):
-                error = self._failed("map pages", size)
-                self._hide(address, at - address, readable_gaps)
-                self._space.drop(cut)
+            moved = self._page_tables.move_out(first, count, end)
+            if not moved and libc.mmap(end, size, _READ_WRITE, _MAPPED, self._file, first * self.page_bytes) == FAILED:
+                error = self._failure("map pages", size)
+                self._hide(address, end - address, readable_gaps)
+                self._space.quota.undo(remap.added)
                 raise error
-            at += size
-        self._space.make(cut)
+            end += size
+        self.mappings += self._space.apply(remap)
 
     def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
         if not count:
             return
         size = count * self.page_bytes
-        cut = self._space.unmap(address, size)
-        for shown in self._space.shown(address, size):
-            self._parking.move_in(*shown)
+        remap = self._space.plan_unmap(address, size)
+        for mapped in self._space.range_at(address).mapped(address, address + size):
+            self._page_tables.move_in(*mapped)
         if not self._hide(address, size, readable_gaps):
-            self._space.drop(cut)
-            raise self._failed("unmap pages", size)
-        self._space.make(cut)
+            self._space.quota.undo(remap.added)
+            raise self._failure("unmap pages", size)
+        self.mappings += self._space.apply(remap)
 
     def close(self) -> None:
-        self._parking.close()
+        self._page_tables.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _show(self, address: int, first: int, count: int) -> bool:
-        if self._parking.move_out(first, count, address):
-            return True
-        size = count * self.page_bytes
-        return bool(_libc.mmap(address, size, _READ_WRITE, _MAPPED, self._file, first * self.page_bytes) != _FAILED)
-
     def _hide(self, address: int, size: int, readable_gaps: bool) -> bool:
-        """Have reserved addresses show nothing."""
+        """Have reserved addresses show nothing; return whether the system did so."""
         if not size:
             return True
         protection = mmap.PROT_READ if readable_gaps else 0
-        return bool(_libc.mmap(address, size, protection, _RESERVED | _MAP_FIXED, -1, 0) != _FAILED)
+        return bool(libc.mmap(address, size, protection, _RESERVED | _MAP_FIXED, -1, 0) != FAILED)
 
-    def _grow_file(self, pages: int) -> None:
-        with self._sizes:
-            if pages * self.page_bytes > self._file_bytes:
-                os.ftruncate(self._file, pages * self.page_bytes)
-                self._file_bytes = pages * self.page_bytes
+    def _fallocate(self, mode: int, pages: Sequence[int], what: str) -> list[tuple[int, int]]:
+        """Make or unmake these pages of the file, all or none; return them as runs of (first, count)."""
+        pieces = runs(sorted(pages))
+        for done, (first, count) in enumerate(pieces):
+            if self._refuses(mode, first, count):
+                error = self._failure(what, count * self.page_bytes)
+                for undone in pieces[:done]:
+                    self._refuses(_PUNCH_HOLE if mode == _ALLOCATE else _ALLOCATE, *undone)
+                raise error
+        return pieces
 
-    def _fallocate(self, mode: int, first: int, count: int) -> int:
+    def _refuses(self, mode: int, first: int, count: int) -> bool:
+        """Call `fallocate` until no signal interrupts it; return whether the system refused it."""
         if os.getpid() != self._pid:
             raise StateError("these pages belong to the parent process; wrap the model in the child instead")
-        while True:
-            refused = _libc.fallocate(self._file, mode, first * self.page_bytes, count * self.page_bytes)
-            if not refused or ctypes.get_errno() != errno.EINTR:
-                return int(refused)
+        while libc.fallocate(self._file, mode, first * self.page_bytes, count * self.page_bytes):
+            if ctypes.get_errno() != errno.EINTR:
+                return True
+        return False
 
-    def _failed(self, what: str, nbytes: int) -> Exception:
+    def _failure(self, what: str, nbytes: int) -> Exception:
         code = ctypes.get_errno()
         if code in (errno.ENOMEM, errno.ENOSPC):
-            total = self._created * self.page_bytes
+            total = self.created * self.page_bytes
             message = f"the system refused to {what}: {os.strerror(code)}"
             return CapacityError(message, requested_bytes=nbytes, free_bytes=0, total_bytes=total)
         return StateError(f"could not {what} ({nbytes:,} bytes): {os.strerror(code)}")

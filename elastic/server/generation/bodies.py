@@ -1,4 +1,4 @@
-"""Reading the bodies of requests: as JSON, apart from the event loop, and bounded in its parts before it is parsed.
+"""Bodies of requests read as JSON: apart from the event loop, and bounded in their parts before they are parsed.
 
 Parsing holds the interpreter's lock to its end. What it takes grows with the objects, lists and values in a body, not
 with the length of its texts: those are counted first, in Python, where other threads have their turn. So no body within
@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from elastic.server.generation.schemas import MOST_PROMPTS
 
 MOST_PARTS = 50_000
-"""Objects, lists and fields of a body: some fifteen for each of as many messages as there may be."""
+"""Objects, lists and fields of a body: some fifteen for each of the messages that there may be."""
 _SMALL = 64 << 10
 """Bytes of a body that is parsed at once: however it is made, that takes a few milliseconds."""
 
@@ -33,17 +33,15 @@ class Bodies:
         self._thread = ThreadPoolExecutor(1, "elastic-json")
 
     async def parse(self, body: bytes) -> Any:
-        """What a body says. Raises `HTTPException`: 400 for what is not JSON, 413 for too many parts."""
+        """Return the JSON of a body. Raises `HTTPException`: 400 for what is not JSON, 413 for too many parts."""
         if len(body) <= _SMALL:
             return _parsed(body)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, body)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, check_parts, body, self._most_values)
+        return await loop.run_in_executor(self._thread, _parsed, body)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _parse(self, body: bytes) -> Any:
-        check_parts(body, self._most_values)
-        return _parsed(body)
 
 
 class JSONRoute(APIRoute):
@@ -77,7 +75,7 @@ def check_parts(body: bytes, most_values: int | None) -> None:
 
 
 def _between_strings(body: bytes) -> Iterator[bytes]:
-    """What of a JSON document is no text. In steps that each take little time under the interpreter's lock."""
+    """Yield the pieces of a JSON document that are no text: each in little time under the interpreter's lock."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     end = 0
     while (start := plain.find(b'"', end)) >= 0:

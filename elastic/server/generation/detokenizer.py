@@ -1,4 +1,4 @@
-"""From token ids to text while they arrive: whole characters only, and nothing after a stop string."""
+"""Text from token ids while they arrive: whole characters only, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What a decoder gives for bytes that are no character, or not one yet."""
+"""The decoder's text for bytes that are no character, or not one yet."""
 _CONTEXT = 5
 """Tokens of the prompt that are decoded along: a first word keeps its leading space."""
 _LONGEST, _KEPT = 64, 32
-"""Where decoding does not come to a clean end for so many tokens, only the last ones are decoded again."""
+"""Tokens without a clean end of decoding, after which only the last ones, so many, are decoded again."""
 _UNSURE = 8
 """Replacements at the end that may still become characters: with byte fallback up to three for the one that is
 incomplete and four for the one before it, which a decoder takes back with it."""
@@ -31,31 +31,33 @@ class Detokenizer:
         """Tokens at the end of the window since text last came to a clean end."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that is certain now; may be empty."""
-        return "".join(self._push(token) for token in tokens if token not in self._special)
+        """Take tokens, and return the text that is certain now; may be empty."""
+        pieces = []
+        for token in tokens:
+            if token in self._special:
+                continue
+            self._window.append(token)
+            self._new += 1
+            text = self._decode()
+            unsure = min(len(text) - len(text.rstrip(REPLACEMENT)), _UNSURE)
+            sure = len(text) - unsure
+            pieces.append(text[self._said : sure])
+            self._said = max(self._said, sure)
+            if pieces[-1] and not unsure:
+                self._keep(self._new, 0)
+                self._new = 0
+            elif len(self._window) > _LONGEST:
+                self._keep(_KEPT, len(text) - self._said)
+        return "".join(pieces)
 
     def flush(self) -> str:
-        """What is left at the end, replacements for bytes without a character included."""
+        """Return the rest at the end, replacements for bytes without a character included."""
         text = self._decode()[self._said :]
         self._said += len(text)
         return text
 
-    def _push(self, token: int) -> str:
-        self._window.append(token)
-        self._new += 1
-        text = self._decode()
-        unsure = min(len(text) - len(text.rstrip(REPLACEMENT)), _UNSURE)
-        sure = len(text) - unsure
-        piece = text[self._said : sure]
-        self._said = max(self._said, sure)
-        if piece and not unsure:
-            self._keep(self._new, 0)
-            self._new = 0
-        elif len(self._window) > _LONGEST:
-            self._keep(_KEPT, len(text) - self._said)
-        return piece
-
     def _keep(self, tokens: int, unsaid: int) -> None:
+        """Keep so many tokens in the window, of whose text so many characters are still to be said."""
         self._window = self._window[-tokens:]
         self._said = len(self._decode()) - unsaid
 
@@ -74,21 +76,18 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that no stop string can begin in any more; once one is found, what was before it, then nothing."""
+        """Take text, and return what no stop string can begin in; when one is found, the text before it."""
         if self.found:
             return ""
         text = self._held + piece
         at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
         self.found = at >= 0
-        ready = at if self.found else len(text) - self._begun(text)
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        ready = at if self.found else len(text) - max(begun, default=0)
         self._held = text[ready:]
         return text[:ready]
 
     def flush(self) -> str:
-        """What was held back, if it was no stop string."""
+        """Return what was held back, if it was no stop string."""
         text, self._held = "" if self.found else self._held, ""
         return text
-
-    def _begun(self, text: str) -> int:
-        """The length of the longest end of a text that a stop string begins with."""
-        return max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

@@ -1,8 +1,8 @@
 """The bridge from the engine's thread to the event loop: the answers to one HTTP request, and their cancellation.
 
-The engine's listener only appends to a queue and wakes the event loop once for all that came since. What a client has
-not read yet waits as token ids, never as text: at most `max_tokens` small integers for each answer. So a client that
-does not read costs little and holds up nobody: its request runs to its end and frees its KV.
+The engine's listener only appends to a queue and wakes the event loop once for all that came since. Tokens that a
+client has not read yet wait as ids, never as text: at most `max_tokens` small integers for each answer. So a client
+that does not read costs little and holds up nobody: its request runs to its end and frees its KV.
 
 `Engine.submit` and `Engine.cancel` are called on the event loop and must return soon.
 """
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from elastic.engines.base import Engine, Output, Request
@@ -27,7 +28,7 @@ _AT_ONCE = 256
 
 
 class LoopQueue:
-    """Hands news from any thread to one event loop, in order."""
+    """A queue of news from any thread to one event loop, in order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -37,7 +38,7 @@ class LoopQueue:
     def put(self, take: Callable[[Output], None], output: Output) -> None:
         """Have `take(output)` called on the loop. Called on any thread; never waits, never raises."""
         self._news.append((take, output))
-        if not self._woken:  # `_deliver` clears it before it empties the queue: nothing is left lying
+        if not self._woken:  # `_deliver` clears it before it empties the queue: nothing stays behind
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self.loop.call_soon_threadsafe(self._deliver)
@@ -54,7 +55,7 @@ class TextDelta:
     """More of one answer."""
 
     index: int
-    """Which of the prompts it answers."""
+    """The number of the prompt that it answers."""
     text: str
     finish: Ended | None = None
 
@@ -71,24 +72,20 @@ class ChoiceStream:
         self.tokens = 0
         """Generated, as far as they were read; after a stop string, those up to its end."""
         self.generated = 0
-        """As far as the engine has said."""
-        self._waiting: list[int] = []
-        self._text, self._stops = Detokenizer(tokenizer, request.prompt), StopStrings(stops)
+        """Generated, as far as the engine has said."""
+        self.unread: list[int] = []
+        """Tokens to read."""
         self.read_to_end = False
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are tokens to read."""
-        return bool(self._waiting)
+        self._text, self._stops = Detokenizer(tokenizer, request.prompt), StopStrings(stops)
 
     @property
     def complete(self) -> bool:
-        """Whether the client got all that it asked for."""
+        """True when the client got all that it asked for."""
         return self._stops.found or (self.last is not None and self.last.finish in ("stop", "length"))
 
     def take(self, output: Output) -> None:
-        """News from the engine."""
-        self._waiting += output.tokens
+        """Take news from the engine."""
+        self.unread += output.tokens
         self.generated += len(output.tokens)
         if output.tokens and self.first_s is None:
             self.first_s = output.at_s or time.perf_counter()
@@ -96,40 +93,37 @@ class ChoiceStream:
             self.last = output
 
     def read(self) -> TextDelta | None:
-        """What is new, if anything. Raises `APIError` if the engine gave up on the request."""
+        """Return what is new, if anything. Raises `APIError` if the engine gave up on the request."""
         if self.read_to_end:
             return None
-        text = self._take_text()
+        text = self._read_text()
         finish: Ended | None = None
         if self._stops.found:
             finish = "stop"
-        elif self.last and not self._waiting:
-            finish = _how_it_ended(self.last)
+        elif self.last and not self.unread:
+            finish = _reason(self.last)
             text += self._stops.push(self._text.flush())
             text += self._stops.flush()
             finish = "stop" if self._stops.found else finish
         self.read_to_end = finish is not None
         return TextDelta(self.index, text, finish) if text or finish else None
 
-    def _take_text(self) -> str:
-        """Text of the tokens that wait, up to a stop string."""
-        now, self._waiting = self._waiting[:_AT_ONCE], self._waiting[_AT_ONCE:]
+    def _read_text(self) -> str:
+        """Make text of the next unread tokens, up to a stop string or a token that only ends the answer."""
+        tokens, self.unread = self.unread[:_AT_ONCE], self.unread[_AT_ONCE:]
         text = ""
-        for token in now:
+        for token in tokens:
             self.tokens += 1
-            if self._is_end(token):
+            if token in self.request.stop_tokens:
                 break
             text += self._stops.push(self._text.push((token,)))
             if self._stops.found:
                 break
         return text
 
-    def _is_end(self, token: int) -> bool:
-        """Whether a token only says that the answer is over: it is none of its text."""
-        return token in self.request.stop_tokens
 
-
-def _how_it_ended(last: Output) -> Ended:
+def _reason(last: Output) -> Ended:
+    """Return the reason that a request ended for. Raises `APIError` if it was not completed."""
     if last.finish in ("stop", "length"):
         return last.finish
     if last.finish == "cancelled":
@@ -140,21 +134,21 @@ def _how_it_ended(last: Output) -> Ended:
 class ResponseStream:
     """All answers to one HTTP request. Made on the event loop; `close` it in any case.
 
-    An eager one has pieces as tokens come, others at the end of each answer: enough where nobody reads before that.
+    An eager one has deltas as tokens come, others at the end of each answer: enough where nobody reads before that.
     """
 
     def __init__(
         self,
         engine: Engine,
         answers: Sequence[ChoiceStream],
-        box: LoopQueue,
+        queue: LoopQueue,
         on_end: Callable[[ChoiceStream], None],
         on_news: Callable[[Output], None],
         *,
         eager: bool,
     ) -> None:
         self.answers = tuple(answers)
-        self._engine, self._box, self._on_end, self._on_news = engine, box, on_end, on_news
+        self._engine, self._queue, self._on_end, self._on_news = engine, queue, on_end, on_news
         self._eager = eager
         self._news = asyncio.Event()
         self._closed = False
@@ -169,56 +163,9 @@ class ResponseStream:
             self.close()
             raise
 
-    async def pieces(self) -> AsyncGenerator[TextDelta, None]:
-        """The answers, piece by piece, until all are complete. Raises `APIError`."""
-        while not all(answer.read_to_end for answer in self.answers):
-            await self._news.wait()
-            self._news.clear()
-            if self._closed:
-                raise APIError(499, "the client is gone", code="client_closed_request")
-            for answer in self.answers:
-                if piece := answer.read():
-                    if piece.finish:
-                        self._finish(answer)
-                    yield piece
-            if any(answer.waiting for answer in self.answers):
-                self._news.set()
-                await asyncio.sleep(0)  # others have their turn
-
-    def close(self) -> None:
-        """Cancel what still runs. Can be called twice."""
-        self._closed = True
-        self._news.set()
-        for answer in self.answers:
-            self._cancel(answer)
-
-    @contextlib.asynccontextmanager
-    async def while_connected(self, receive: Callable[[], Any]) -> AsyncIterator[None]:
-        """Close the job when the client disconnects, or when this ends."""
-        watch = asyncio.ensure_future(self._close_when_gone(receive))
-        try:
-            yield
-        finally:
-            watch.cancel()
-            self.close()
-
-    async def _close_when_gone(self, receive: Callable[[], Any]) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.close()
-
-    def _finish(self, answer: ChoiceStream) -> None:
-        """An answer is complete; the engine may not know yet, after a stop string. Then it counts as completed."""
-        if answer.last is None:
-            self._engine.counters.ended(answer.request.id, "completed")
-        self._cancel(answer)
-
-    def _cancel(self, answer: ChoiceStream) -> None:
-        if answer.submitted and answer.last is None:
-            answer.submitted = False  # once is enough
-            self._engine.cancel(answer.request.id)
-
     def _listener(self, answer: ChoiceStream) -> Callable[[Output], None]:
+        """Return the engine's listener for an answer: it only queues the news, for the event loop to take."""
+
         def take(output: Output) -> None:
             answer.take(output)
             self._on_news(output)
@@ -227,5 +174,57 @@ class ResponseStream:
             if self._eager or output.finish:
                 self._news.set()
 
-        box = self._box
-        return lambda output: box.put(take, output)
+        return partial(self._queue.put, take)
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield the answers, delta by delta, until all are complete. Raises `APIError`."""
+        while not all(answer.read_to_end for answer in self.answers):
+            await self._news.wait()
+            self._news.clear()
+            if self._closed:
+                raise APIError(499, "the client is gone", code="client_closed_request")
+            for answer in self.answers:
+                if delta := answer.read():
+                    if delta.finish:
+                        if answer.last is None:  # after a stop string, the engine does not know yet
+                            self._engine.counters.ended(answer.request.id, "completed")
+                        self._cancel(answer)
+                    yield delta
+            if any(answer.unread for answer in self.answers):
+                self._news.set()
+                await asyncio.sleep(0)  # others have their turn
+
+    async def whole(self) -> list[TextDelta]:
+        """Return the answers when all are complete. Raises `APIError`."""
+        answers = [TextDelta(answer.index, "") for answer in self.answers]
+        async for delta in self.deltas():
+            answers[delta.index] = TextDelta(delta.index, answers[delta.index].text + delta.text, delta.finish)
+        return answers
+
+    def close(self) -> None:
+        """Cancel the requests that still run. Can be called twice."""
+        self._closed = True
+        self._news.set()
+        for answer in self.answers:
+            self._cancel(answer)
+
+    def _cancel(self, answer: ChoiceStream) -> None:
+        if answer.submitted and answer.last is None:
+            answer.submitted = False  # once is enough
+            self._engine.cancel(answer.request.id)
+
+    @contextlib.asynccontextmanager
+    async def while_connected(self, receive: Callable[[], Any]) -> AsyncIterator[None]:
+        """Close the stream when the client disconnects, or when this ends."""
+
+        async def close_when_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.close()
+
+        watch = asyncio.ensure_future(close_when_gone())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            self.close()

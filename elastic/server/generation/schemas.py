@@ -1,7 +1,8 @@
 """The bodies of requests. What is not supported is refused with its name; nothing is dropped in silence.
 
-Of vLLM's further fields, `top_k`, `ignore_eos`, `stop_token_ids` and `continuous_usage_stats` are supported. What other
-fields may hold is in `neutral.py`. Lists stop at their first error: a body of a million wrong elements is one error.
+Of vLLM's further fields, `top_k`, `ignore_eos`, `stop_token_ids` and `continuous_usage_stats` are supported. The
+values that other fields may have are in `neutral_fields.py`. Lists stop at their first error: a body of a million wrong
+elements is one error.
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_PROMPTS = 128
 MOST_MESSAGES = 4096
-_GREEDY = 1e-5
-"""A temperature below this is 0: dividing by it could overflow."""
 
 
 def _check_unicode(text: str) -> str:
-    """JSON can say half of a surrogate pair, which is no character and cannot be tokenized."""
+    """Refuse half of a surrogate pair: JSON can say it, but it is no character and cannot be tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -54,59 +53,51 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
+    """Options of a stream."""
+
     include_usage: bool | None = None
     """Send the usage in a last chunk."""
     continuous_usage_stats: bool | None = None
     """Send the usage so far in every chunk, of the answer that it belongs to."""
 
-    def check(self) -> None:
-        check_neutral(self.model_extra, STREAM_OPTIONS, "stream_options.")
-
 
 class SamplingBody(RequestBody):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions have in common."""
 
     neutral: ClassVar[Neutral]
 
     model: str | None = None
     """None: the one there is."""
     max_tokens: Count | None = None
+    """Tokens to generate at most; None: 16 for a completion, all of the context for a chat completion."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     """0 is greedy; None is 1, as OpenAI has it."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    """Share of the probability that is drawn from; None: all."""
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    """None, 0 or -1: all."""
+    """Likeliest tokens that are drawn from; None, 0 or -1: all."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    """Texts that end an answer, and are no part of it."""
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    """True: the model's own end tokens do not end an answer."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    """Only with `stream=true`."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """For the same tokens again, from the same logits."""
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature is not None and self.temperature < _GREEDY
 
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def wants_usage_always(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
     def check(self) -> None:
-        """Raises `APIError` for what is not supported."""
+        """Raise `APIError` for what is not supported."""
         check_neutral(self.model_extra, self.neutral)
         if self.stream_options is not None:
             if not self.stream:
                 raise invalid("stream_options", "goes with stream=true only")
-            self.stream_options.check()
+            check_neutral(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options.")
 
 
 class CompletionBody(SamplingBody):
@@ -118,18 +109,22 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or more, each text or token ids."""
+        """One or more prompts, each text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if not self.prompt or isinstance(self.prompt[0], int) else self.prompt  # type: ignore
 
 
 class TextPart(RequestBody):
+    """One text of a message."""
+
     type: Literal["text"]
     text: Text
 
 
 class Message(RequestBody):
+    """One message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     """None is for the assistant, who may have said nothing."""
@@ -142,7 +137,7 @@ class Message(RequestBody):
         return self.content or ""
 
     def check(self, path: str) -> None:
-        """Raises `APIError` for what is not supported; `path` says where this message is."""
+        """Raise `APIError` for what is not supported; `path` is that to this message in the body."""
         if self.content is None and self.role != "assistant":
             raise invalid(f"{path}.content", f"is null; a message of role {self.role!r} has a text or a list of texts")
         check_neutral(self.model_extra, MESSAGE, f"{path}.")

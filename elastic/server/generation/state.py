@@ -1,21 +1,21 @@
-"""What the endpoints of one server share: the engine, the tokenizer, and whether requests are taken."""
+"""The state that the endpoints of one server share: the engine, the tokenizer, and whether requests are taken."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from elastic.engines.base import Engine, Request
+from elastic.engines.base import Engine, Output, Request
 from elastic.server.generation.bodies import Bodies
 from elastic.server.generation.errors import unavailable
 from elastic.server.generation.metrics import Metrics, Operation
 from elastic.server.generation.request_builder import RequestBuilder
 from elastic.server.generation.response_stream import ChoiceStream, LoopQueue, ResponseStream
-from elastic.server.generation.work import Work
 
 State = Literal["serving", "draining", "stopped"]
 SHUTTING_DOWN = "the server is shutting down; try another, or again later"
@@ -30,13 +30,15 @@ class ServerState:
         self.bodies = Bodies(max_model_len=max_model_len)
         self.prompts = RequestBuilder(tokenizer, max_model_len=max_model_len, end_tokens=lambda: engine.end_tokens)
         self.metrics = Metrics(engine, name)
-        self.work = Work()
-        self._tokenizer = tokenizer
+        self.answering = 0
+        """HTTP requests whose answers are not complete."""
         self.forced = False
-        """Whether the server ends without waiting for the engine's step."""
+        """True when the server ends without waiting for the engine's step."""
+        self._tokenizer = tokenizer
         self._draining = False
-        self._answering = 0
-        self._box: LoopQueue | None = None
+        self._queue: LoopQueue | None = None
+        self._tokens: Counter[int] = Counter()
+        """Index into `Engine.weights` -> tokens that were generated with them. Counted on the event loop."""
 
     @property
     def state(self) -> State:
@@ -44,17 +46,12 @@ class ServerState:
             return "draining"
         return "serving" if self.engine.serving else "stopped"
 
-    @property
-    def answering(self) -> int:
-        """HTTP requests whose answers are not complete."""
-        return self._answering
-
     def drain(self) -> None:
         """Refuse new requests from now on. Thread-safe."""
         self._draining = True
 
     def require_serving(self) -> None:
-        """Raises `APIError` while requests are not taken."""
+        """Raise `APIError` while requests are not taken."""
         if self.state == "draining":
             raise unavailable(SHUTTING_DOWN)
         if self.state == "stopped":
@@ -62,30 +59,42 @@ class ServerState:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Around the answer to a request."""
-        self._answering += 1
+        """Count a request as being answered, in a `with` around its answer."""
+        self.answering += 1
         try:
             yield
         finally:
-            self._answering -= 1
+            self.answering -= 1
+
+    async def idle(self) -> None:
+        """Return when nothing is being answered."""
+        while self.answering:
+            await asyncio.sleep(0.05)
 
     def close(self) -> None:
         """End the threads."""
         self.bodies.close()
         self.prompts.close()
 
-    async def idle(self) -> None:
-        """Return when nothing is being answered."""
-        while self._answering:
-            await asyncio.sleep(0.05)
-
-    def job(
-        self, requests: Sequence[Request], stops: Sequence[str], operation: Operation, *, stream: bool
+    def respond(
+        self, requests: Sequence[Request], stops: Sequence[str], operation: Operation, *, eager: bool
     ) -> ResponseStream:
-        """The answers to requests; called on the event loop."""
+        """Make the answers to requests; called on the event loop."""
         loop = asyncio.get_running_loop()
-        if self._box is None or self._box.loop is not loop:
-            self._box = LoopQueue(loop)
+        if self._queue is None or self._queue.loop is not loop:
+            self._queue = LoopQueue(loop)
         answers = [ChoiceStream(i, request, self._tokenizer, stops) for i, request in enumerate(requests)]
         observe = partial(self.metrics.observe, operation)
-        return ResponseStream(self.engine, answers, self._box, observe, self.work.add, eager=stream or bool(stops))
+        return ResponseStream(self.engine, answers, self._queue, observe, self._count, eager=eager)
+
+    def _count(self, output: Output) -> None:
+        self._tokens[output.weights] += len(output.tokens)
+
+    def token_layers(self) -> dict[str, int]:
+        """Count the pairs of a generated token and a decoder layer, by the layer's variant then. On any thread."""
+        weights = self.engine.weights
+        pairs: Counter[str] = Counter()
+        for index, tokens in self._tokens.copy().items():
+            for variant in weights[index] if index < len(weights) else ():
+                pairs[variant] += tokens
+        return dict(pairs)

@@ -1,4 +1,4 @@
-"""`/elastic/actions`: what can be done to a running model, what it would do, and doing it.
+"""`/elastic/actions`: the actions on a running model, their dry runs, and doing them.
 
 `GET` lists the kinds. `POST {"actions": [{"kind": "swap", "layers": [3, 4], "variant": "int4"}], "dry_run": true}`
 answers with the steps of a plan; without `dry_run`, with the results, once the actions are committed: all, or none.
@@ -7,7 +7,7 @@ answers with the steps of a plan; without `dry_run`, with the results, once the 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,8 +18,7 @@ from elastic.errors import CapacityError, ConfigError
 from elastic.runtime.runtime import Runtime
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.errors import APIError
-from elastic.server.routes.status import action as as_json
-from elastic.server.routes.status import plain
+from elastic.server.routes.status import plain, with_kind
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
 WHY = "by HTTP"
@@ -98,7 +97,7 @@ class ResizeKVBody(_ActionBody):
     """None: the only place there is."""
 
 
-Asked = Annotated[
+AnyActionBody = Annotated[
     SwapBody | RestoreBody | ReleaseBody | ResizeKVBody | MigrateBody | MigrateKVBody | ReplicateBody | EvictBody,
     Field(discriminator="kind"),
 ]
@@ -107,12 +106,12 @@ Asked = Annotated[
 class ActionsBody(_ActionBody):
     """`POST /elastic/actions`."""
 
-    actions: Annotated[list[Asked], Field(min_length=1, max_length=100, fail_fast=True)]
+    actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]
     dry_run: bool = False
 
 
 def closed() -> APIRouter:
-    """What stands there while actions are off: how to open them."""
+    """Make the endpoints while actions are off: they tell how to open them."""
     router = APIRouter()
 
     @router.api_route("/elastic/actions", methods=["GET", "POST"], include_in_schema=False)
@@ -123,13 +122,13 @@ def closed() -> APIRouter:
 
 
 def routes(engine: Engine) -> APIRouter:
-    """The endpoints."""
+    """Make the endpoints."""
     router = APIRouter(route_class=JSONRoute)
 
     @router.get("/elastic/actions")
     async def kinds() -> dict[str, Any]:
         _runtime(engine)
-        return {"kinds": {_kind(model): _what_it_takes(model) for model in _MODELS}}
+        return {"kinds": dict(map(_described, get_args(get_args(AnyActionBody)[0])))}
 
     @router.post("/elastic/actions")
     async def act(body: ActionsBody) -> dict[str, Any]:
@@ -142,78 +141,62 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-_MODELS: tuple[type[_ActionBody], ...] = (
-    SwapBody,
-    RestoreBody,
-    ReleaseBody,
-    ResizeKVBody,
-    MigrateBody,
-    MigrateKVBody,
-    ReplicateBody,
-    EvictBody,
-)
-_AT_PLACES: dict[type[PlaceBody], type[MigrateKV | Replicate | Evict]] = {
-    MigrateKVBody: MigrateKV,
-    ReplicateBody: Replicate,
-    EvictBody: Evict,
-}
-
-
 def _runtime(engine: Engine) -> Runtime:
+    """Return the engine's runtime. Raises `APIError` where there is none."""
     if engine.runtime is None:
         raise APIError(404, "the model of this server is not wrapped: there is nothing to act on", code="not_found")
     return engine.runtime
 
 
+def _described(model: type[_ActionBody]) -> tuple[str, dict[str, Any]]:
+    """Return the kind of an action, and its description for clients."""
+    schema = model.model_json_schema()
+    properties: dict[str, dict[str, Any]] = schema["properties"]
+    kind: str = properties.pop("kind")["const"]
+    return kind, {
+        "what": " ".join(str(model.__doc__).split()),
+        "fields": {name: {key: field[key] for key in field if key != "title"} for name, field in properties.items()},
+        "required": [name for name in schema["required"] if name != "kind"],
+    }
+
+
 def _act(runtime: Runtime, body: ActionsBody) -> dict[str, Any]:
+    """Plan the actions, or do them."""
     actions = [_action(asked, runtime) for asked in body.actions]
     if body.dry_run:
         steps = runtime.plan(actions)
-        return {"dry_run": True, "steps": [{**plain(step), "action": as_json(step.action)} for step in steps]}
+        return {"dry_run": True, "steps": [{**plain(step), "action": with_kind(step.action)} for step in steps]}
     results = runtime.apply(actions, why=WHY)
     pairs = zip(actions, results, strict=True)
-    return {"dry_run": False, "results": [{**plain(result), "action": as_json(action)} for action, result in pairs]}
+    return {"dry_run": False, "results": [{**plain(result), "action": with_kind(action)} for action, result in pairs]}
 
 
-def _action(asked: Asked, runtime: Runtime) -> Action:
-    """The runtime's action. Raises `ConfigError`."""
-    if isinstance(asked, ResizeKVBody):
-        return ResizeKV(_place(asked.place, runtime), parse_limit(asked.limit, option="limit"))
-    layers = tuple(runtime.at_home if asked.layers is None else asked.layers)
+def _action(body: AnyActionBody, runtime: Runtime) -> Action:
+    """Return the runtime's action. Raises `ConfigError`."""
+    if isinstance(body, ResizeKVBody):
+        place, places = body.place, [kv.place for kv in runtime.status().kv]
+        if place is None and len(places) == 1:
+            place = places[0]
+        if place not in places:
+            raise ConfigError(f"place={place!r}: choose one of {places}")
+        return ResizeKV(str(place), parse_limit(body.limit, option="limit"))
+    layers = tuple(runtime.at_home if body.layers is None else body.layers)
     count = runtime.status().layers
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong:
         raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {count - 1}")
-    if isinstance(asked, ReleaseBody):
-        return Release(layers)
-    if isinstance(asked, PlaceBody):
-        return _AT_PLACES[type(asked)](layers, asked.place)
-    parts = tuple(asked.parts)
-    if isinstance(asked, MigrateBody):
-        return Migrate(layers, asked.place, parts)
-    return Swap(layers, asked.variant, parts) if isinstance(asked, SwapBody) else Restore(layers, parts)
-
-
-def _place(name: str | None, runtime: Runtime) -> str:
-    places = [kv.place for kv in runtime.status().kv]
-    if name is None and len(places) == 1:
-        return places[0]
-    if name not in places:
-        raise ConfigError(f"place={name!r}: choose one of {places}")
-    return str(name)
-
-
-def _kind(model: type[_ActionBody]) -> str:
-    kind: str = model.model_json_schema()["properties"]["kind"]["const"]
-    return kind
-
-
-def _what_it_takes(model: type[_ActionBody]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    fields = {name: _of_field(field) for name, field in schema["properties"].items() if name != "kind"}
-    required = [name for name in schema["required"] if name != "kind"]
-    return {"what": " ".join(str(model.__doc__).split()), "fields": fields, "required": required}
-
-
-def _of_field(field: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in field.items() if key != "title"}
+    match body:
+        case SwapBody():
+            return Swap(layers, body.variant, tuple(body.parts))
+        case RestoreBody():
+            return Restore(layers, tuple(body.parts))
+        case ReleaseBody():
+            return Release(layers)
+        case MigrateBody():
+            return Migrate(layers, body.place, tuple(body.parts))
+        case MigrateKVBody():
+            return MigrateKV(layers, body.place)
+        case ReplicateBody():
+            return Replicate(layers, body.place)
+        case EvictBody():
+            return Evict(layers, body.place)

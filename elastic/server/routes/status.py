@@ -1,6 +1,7 @@
-"""`GET /elastic/status`: everything of this moment in one JSON document, for `elastic top` and for other programs.
+"""The endpoints that only look: health, metrics, and everything of this moment in one JSON document.
 
-The keys are stable; new ones may be added, and `version` grows when one changes its meaning:
+`GET /elastic/status` is for `elastic top` and for other programs. The keys are stable; new ones may be added, and
+`version` grows when one changes its meaning:
 
 - `version`: 1
 - `model`: the name that it is served under
@@ -25,52 +26,72 @@ import math
 import time
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elastic.runtime.runtime import Runtime
+from fastapi import APIRouter, Response
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse
+
 from elastic.server.generation.collector import variants
-from elastic.types import KINDS, Event
+from elastic.server.generation.errors import RETRY_AFTER_S
+from elastic.server.generation.state import ServerState
+from elastic.server.routes import STATUS_VERSION
+from elastic.types import KINDS
 
-if TYPE_CHECKING:
-    from elastic.server.generation.state import ServerState
-
-VERSION = 1
 EVENTS_SHOWN = 100
 
 
+def routes(serving: ServerState) -> APIRouter:
+    """Make the endpoints. Those that read the runtime run in threads: it may be busy for a moment."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        ok = serving.state == "serving"
+        headers = {} if ok else {"Retry-After": str(RETRY_AFTER_S)}
+        return JSONResponse({"status": serving.state}, 200 if ok else 503, headers)
+
+    @router.get("/metrics")
+    def metrics(http: HTTPRequest) -> Response:
+        body, content_type = serving.metrics.render(http.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
+
+    @router.get("/elastic/status")
+    def status() -> Response:
+        return JSONResponse(document(serving))
+
+    return router
+
+
 def document(serving: ServerState) -> dict[str, Any]:
-    """The document of a server."""
+    """Return the status document of a server."""
     engine = serving.engine
     runtime = engine.runtime
     status = runtime.status() if runtime else None
+    events = (runtime.events() if runtime else ())[-EVENTS_SHOWN:]
     now = time.time()
     return {
-        "version": VERSION,
+        "version": STATUS_VERSION,
         "model": serving.name,
         "state": serving.state,
         "at_s": now,
         "uptime_s": now - serving.since_s,
         "traffic": plain(engine.counters.read()),
         "layers": variants(status) if status else [],
-        "token_layers": serving.work.by_variant(engine.weights),
+        "token_layers": serving.token_layers(),
         "status": plain(status),
-        "events": [event(e) for e in (runtime.events() if runtime else ())[-EVENTS_SHOWN:]],
-        "controller": _health(runtime),
+        "events": [{**plain(event), "action": with_kind(event.action)} for event in events],
+        "controller": plain(runtime.health()) if runtime else None,
     }
 
 
-def event(happened: Event) -> dict[str, Any]:
-    """One event as JSON."""
-    return {**plain(happened), "action": action(happened.action)}
-
-
-def action(asked: Any) -> dict[str, Any]:
-    """One action as JSON, with its kind."""
-    return {"kind": KINDS.get(type(asked), type(asked).__name__.lower()), **plain(asked)}
+def with_kind(action: Any) -> dict[str, Any]:
+    """Return one action as JSON, with its kind."""
+    return {"kind": KINDS.get(type(action), type(action).__name__.lower()), **plain(action)}
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say of records, enums and containers; what is no number is null, what is unknown its text."""
+    """Return records, enums and containers as JSON; what is no finite number is null, what is unknown its text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
@@ -82,8 +103,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)
-
-
-def _health(runtime: Runtime | None) -> Any:
-    health = getattr(runtime, "health", None)
-    return plain(health() if callable(health) else health)

@@ -1,4 +1,4 @@
-"""Where the value of a weight comes from whose bytes are not in the slot."""
+"""The full weight of a parameter whose bytes are not in the slot: absent, or packed at its place."""
 
 from __future__ import annotations
 
@@ -9,55 +9,44 @@ from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, on_values, register
 from elastic.weights.proxy.weight_home import WeightHome
 
 
-class HostBacked:
-    """A parameter whose full bytes the host store has."""
+class HostSource:
+    """A weight in host memory; while its absent layer is called, also in a prefetch buffer on the device.
 
-    def __init__(self, layer: WeightHome, name: str) -> None:
-        self._layer = layer
+    With a `variant`, the parameter is packed in it at its place, and cannot be written.
+    """
+
+    def __init__(self, unit: WeightHome, name: str, variant: str = "") -> None:
+        self._unit = unit
         self._name = name
-
-    def value(self) -> torch.Tensor:
-        return self.copy().to(self._layer.pool.backend.device)
-
-    def copy(self) -> torch.Tensor:
-        return self._layer.host_tensor(self._name).clone()
-
-    def stored(self) -> torch.Tensor:
-        return self._layer.host_tensor(self._name)
-
-
-class HostSource(HostBacked):
-    """A weight that is in host memory only; while its layer is called, also in a stage on the device."""
-
-    def value(self) -> torch.Tensor:
-        staged = self._layer.staged
-        if staged is not None and self._layer.entered:
-            return staged[self._name]
-        return super().value()
-
-    def write(self, value: torch.Tensor) -> None:
-        self._layer.write(self._name, value)
-
-    def describe(self) -> str:
-        return f"of {self._layer.name}, which is in host memory"
-
-
-class PackedFallbackSource(HostBacked):
-    """The full weight of a parameter that is in a variant at its place."""
-
-    def __init__(self, layer: WeightHome, name: str, variant: str) -> None:
-        super().__init__(layer, name)
         self._variant = variant
 
+    def value(self) -> torch.Tensor:
+        """Return the weight on the device of its place, in the same shape and dtype."""
+        staged = self._unit.staged.tensors
+        return self.copy().to(self._unit.pool.backend.device) if staged is None else staged[self._name]
+
+    def copy(self) -> torch.Tensor:
+        """Return a copy in host memory, in the same shape and dtype."""
+        return self.stored().clone()
+
+    def stored(self) -> torch.Tensor:
+        """Return the tensor of the host store, in the same shape and dtype. Not to be written."""
+        return self._unit.host_tensor(self._name)
+
     def write(self, value: torch.Tensor) -> None:
-        layer = self._layer.name
-        raise StateError(
-            f"{layer}.{self._name} is in variant {self._variant!r}, which does not follow what is written; restore it "
-            f"first: model.elastic.restore({layer!r})"
-        )
+        """Replace the weight by `value`, of any shape that broadcasts to it. Raises `StateError` for a packed one."""
+        layer = self._unit.name
+        if self._variant:
+            raise StateError(
+                f"{layer}.{self._name} is in variant {self._variant!r}, which does not follow what is written; "
+                f"restore it first: model.elastic.restore({layer!r})"
+            )
+        self._unit.write(self._name, value)
 
     def describe(self) -> str:
-        return f"of {self._layer.name}, which is in variant {self._variant!r}"
+        """Say for an error message where the weight is."""
+        state = f"in variant {self._variant!r}" if self._variant else "in host memory"
+        return f"of {self._unit.name}, which is {state}"
 
 
 register(HostSource, FORWARD_FUNCTIONS, on_values)

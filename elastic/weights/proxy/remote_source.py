@@ -1,7 +1,7 @@
 """Parameters at a place of another device than their layer computes on (CoCoServe, section 3.3).
 
-A product with a matrix is computed where the matrix is: what it is multiplied with travels there, once however many
-matrices want it. Of everything else that is done with such a parameter the value comes.
+A product with a matrix is computed where the matrix is: what it is multiplied with is copied there, once however many
+matrices want it. For everything else that is done with such a parameter its value is copied to the layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic.weights.proxy.remote_tensor import RemoteTensor, away
+from elastic.weights.proxy.remote_tensor import RemoteTensor, wrap_remote
 from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
 from elastic.weights.proxy.transfer_cache import moved
 from elastic.weights.proxy.weight_home import WeightHome
@@ -22,66 +22,70 @@ _T = torch.Tensor
 class RemoteSource:
     """A parameter that is at its unit's place: plain there, or a `WeightProxy` of a variant; or a view of one."""
 
-    def __init__(self, unit: WeightHome, there: torch.Tensor) -> None:
+    def __init__(self, unit: WeightHome, at_place: torch.Tensor) -> None:
         self.unit = unit
-        self.there = there if isinstance(there, WeightProxy) else there.detach()
+        self.at_place = at_place if isinstance(at_place, WeightProxy) else at_place.detach()
+        self._packed = at_place.source if isinstance(at_place, WeightProxy) else None
 
     def value(self) -> torch.Tensor:
-        there = self.there.source.value() if isinstance(self.there, WeightProxy) else self.there
-        return there.to(self.unit.compute_device)
+        """Return the weight on the device where its layer computes, in the same shape and dtype."""
+        value = self._packed.value() if self._packed is not None else self.at_place
+        return value.to(self.unit.compute_device)
 
     def copy(self) -> torch.Tensor:
-        return self.there.source.copy() if isinstance(self.there, WeightProxy) else self.value()
+        """Return a copy of the full weight, maybe in host memory, in the same shape and dtype."""
+        return self._packed.copy() if self._packed is not None else self.value()
 
     def stored(self) -> torch.Tensor:
-        return self.there.source.stored() if isinstance(self.there, WeightProxy) else self.value()
+        """Return the full weight, maybe in host memory, in the same shape and dtype."""
+        return self._packed.stored() if self._packed is not None else self.value()
 
     def write(self, value: torch.Tensor) -> None:
-        if isinstance(self.there, WeightProxy):
-            self.there.source.write(value)
+        """Write `value`, of any shape that broadcasts to the weight, at its place. Raises `StateError` if packed."""
+        if self._packed is not None:
+            self._packed.write(value)
         else:
             with torch.no_grad():
-                self.there.copy_(value)
-            self.unit.wrote()
+                self.at_place.copy_(value)
+            self.unit.writes += 1
 
     def describe(self) -> str:
+        """Say for an error message where the weight is."""
         return f"of {self.unit.name}, which is at {self.unit.pool.name}, on another device than its layer"
 
 
 def _product(function: Function, args: Any, kwargs: Any) -> Any:
-    """x @ weight and the like, where the weight is."""
-    found = (source for arg in (*args, *kwargs.values()) if (source := _remote(arg)) is not None)
-    matrix = next((source for source in found if source.there.ndim > 1), None)
+    """Compute x @ weight and the like, where the weight is."""
+    sources = (source for arg in (*args, *kwargs.values()) if (source := _remote(arg)) is not None)
+    matrix = next((source for source in sources if source.at_place.ndim > 1), None)
     if matrix is None:
         return on_values(function, args, kwargs)
     unit = matrix.unit
-    there = [_there(arg, unit) for arg in args]
-    return away(function(*there, **{name: _there(arg, unit) for name, arg in kwargs.items()}), unit.compute_device)
+    brought = [_brought(arg, unit) for arg in args]
+    result = function(*brought, **{name: _brought(arg, unit) for name, arg in kwargs.items()})
+    return wrap_remote(result, unit.compute_device)
 
 
 def _getitem(function: Function, args: Any, kwargs: Any) -> Any:
-    """weight[expert], or any other part."""
+    """Compute weight[expert], or any other part."""
     weight, index = args
     source = _remote(weight)
     if source is None:
         return on_values(function, args, kwargs)
     if isinstance(index, torch.Tensor) and not index.ndim and index.dtype in (torch.int64, torch.int32):
         index = int(index)
-    part = source.there[moved(index, source.unit.pool.backend.device)]
-    return _view(weight, part) if isinstance(index, int) and part.ndim > 1 else away(part, source.unit.compute_device)
+    part = source.at_place[moved(index, source.unit.pool.backend.device)]
+    if isinstance(index, int) and part.ndim > 1:
+        return WeightProxy.of_shape(weight, part.shape, RemoteSource(source.unit, part))
+    return wrap_remote(part, source.unit.compute_device)
 
 
-def _flip(function: Function, args: Any, kwargs: Any) -> Any:
-    """weight.T and the like."""
+def _transpose(function: Function, args: Any, kwargs: Any) -> Any:
+    """Compute weight.T and the like: a view of the weight where it is."""
     source = _remote(args[0])
     assert source is not None, "it is the only weight that is given"
-    return _view(args[0], function(source.there, *args[1:], **kwargs))
-
-
-def _view(weight: WeightProxy, there: torch.Tensor) -> WeightProxy:
-    source = _remote(weight)
-    assert source is not None, "a view of a remote weight"
-    return WeightProxy.of_shape(weight, there.shape, RemoteSource(source.unit, there))
+    view = function(source.at_place, *args[1:], **kwargs)
+    return WeightProxy.of_shape(args[0], view.shape, RemoteSource(source.unit, view))
 
 
 def _remote(value: Any) -> RemoteSource | None:
@@ -89,16 +93,16 @@ def _remote(value: Any) -> RemoteSource | None:
     return source if isinstance(source, RemoteSource) else None
 
 
-def _there(value: Any, unit: WeightHome) -> Any:
-    """A function's argument, on the unit's device."""
+def _brought(value: Any, unit: WeightHome) -> Any:
+    """Return a function's argument on the unit's device."""
     device, source = unit.pool.backend.device, _remote(value)
     if source is not None and source.unit.pool.backend.device == device:
-        return source.there
+        return source.at_place
     if isinstance(value, WeightProxy):
         return value.source.value().to(device)
     if isinstance(value, RemoteTensor):
         return moved(value.value, device)
-    return unit.arrivals.bring(value) if isinstance(value, torch.Tensor) and value.ndim else value
+    return unit.transfers.bring(value) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 _PRODUCTS = (
@@ -106,8 +110,8 @@ _PRODUCTS = (
     *(_T.matmul, _T.__matmul__, _T.__rmatmul__, _T.mm, _T.bmm),
     *(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None),
 )
-_FLIPS = (_T.transpose, torch.transpose, torch.t, _T.t, _T.T.__get__, _T.mT.__get__)  # type: ignore[attr-defined]
+_TRANSPOSES = (_T.transpose, torch.transpose, torch.t, _T.t, _T.T.__get__, _T.mT.__get__)  # type: ignore[attr-defined]
 register(RemoteSource, FORWARD_FUNCTIONS, on_values)
 register(RemoteSource, _PRODUCTS, _product)
 register(RemoteSource, (_T.__getitem__,), _getitem)
-register(RemoteSource, _FLIPS, _flip)
+register(RemoteSource, _TRANSPOSES, _transpose)

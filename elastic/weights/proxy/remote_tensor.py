@@ -1,7 +1,7 @@
 """A result that is still on the device where it was computed, beside the layer that asked for it (CoCoServe, 3.3).
 
 So consecutive modules at one place exchange nothing: what is computed from such results alone, element by element, is
-computed there; every other operation has them come.
+computed there; every other operation has them copied home.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MEMORY: frozenset[Function] = frozenset(
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor with the shape and dtype of `value`, on the device `home`, to which it comes when it is needed there."""
+    """A tensor with the shape and dtype of `value`, on the device `home`, to which it is copied when needed there."""
 
     value: torch.Tensor
-    """There; and once it was needed, here."""
+    """Where it was computed; once it was needed, at home."""
     home: torch.device
 
     @staticmethod
@@ -51,10 +51,10 @@ class RemoteTensor(torch.Tensor):
         kwargs = kwargs or {}
         if any(issubclass(kind, WeightProxy) for kind in types):
             return NotImplemented  # a weight knows what to do
-        if function in STAYING and "out" not in kwargs and _all_away(args, kwargs):
-            return _stay(function, args, kwargs)
+        if function in STAYING and "out" not in kwargs and _all_at_one_place(args, kwargs):
+            return _compute_remotely(function, args, kwargs)
         if function in _MEMORY:
-            return function(*_here(args), **_here(kwargs))
+            return function(*_at_home(args), **_at_home(kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -62,43 +62,45 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return function(*_here(args), **_here(kwargs or {}))
+        return function(*_at_home(args), **_at_home(kwargs or {}))
 
-    def come(self) -> torch.Tensor:
-        """The plain tensor, at home from now on."""
+    def at_home(self) -> torch.Tensor:
+        """Return the plain tensor, of the same shape and dtype, at home; it stays there from now on."""
         if self.value.device != self.home:
             self.value = self.value.to(self.home)
         return self.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = self.come().clone()
+        memo[id(self)] = copied = self.at_home().clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.come().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.at_home().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.come())
+        return repr(self.at_home())
 
 
-def away(value: Any, home: torch.device) -> Any:
-    """What a function has returned on another device: tensors come home when they are needed there."""
+def wrap_remote(value: Any, home: torch.device) -> Any:
+    """Wrap what a function has returned on another device, so that tensors are copied home when needed there."""
     if isinstance(value, tuple | list):
-        return type(value)(away(one, home) for one in value)
+        return type(value)(wrap_remote(item, home) for item in value)
     if not isinstance(value, torch.Tensor) or value.device == home:
         return value
     return value.to(home) if value.requires_grad else RemoteTensor(value, home)
 
 
-def _stay(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    guests = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, RemoteTensor)]
-    result = function(*_there(args), **_there(kwargs))
-    same = next((guest for guest in guests if guest.value is result), None)  # dropout at rest, and what works in place
-    return same if same is not None else away(result, guests[0].home)
+def _compute_remotely(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    remote = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, RemoteTensor)]
+    values = tree_map_only(RemoteTensor, lambda tensor: tensor.value, (args, kwargs))
+    result = function(*values[0], **values[1])
+    # dropout at rest, and what works in place, return what they were given
+    same = next((tensor for tensor in remote if tensor.value is result), None)
+    return same if same is not None else wrap_remote(result, remote[0].home)
 
 
-def _all_away(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all tensors are still at one place."""
+def _all_at_one_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether all tensors are still where they were computed, at one place."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
     if not all(isinstance(tensor, RemoteTensor) for tensor in tensors):
         return False
@@ -106,9 +108,5 @@ def _all_away(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(devices) == 1 and tensors[0].home not in devices  # type: ignore[attr-defined]
 
 
-def _here(tree: Any) -> Any:
-    return tree_map_only(RemoteTensor, RemoteTensor.come, tree)
-
-
-def _there(tree: Any) -> Any:
-    return tree_map_only(RemoteTensor, lambda result: result.value, tree)
+def _at_home(tree: Any) -> Any:
+    return tree_map_only(RemoteTensor, RemoteTensor.at_home, tree)

@@ -22,26 +22,26 @@ Function = Callable[..., Any]
 
 
 class WeightSource(Protocol):
-    """Where the value of a weight comes from."""
+    """Where the value of a weight comes from. All tensors have the same shape and dtype."""
 
     def value(self) -> torch.Tensor:
-        """The weight as a plain tensor on its device: right now, for reading only."""
+        """Return the weight, any shape, as a plain tensor on its device: right now, for reading only."""
         ...
 
     def copy(self) -> torch.Tensor:
-        """The weight as a plain tensor that nobody else has; it may lie in host memory."""
+        """Return the weight, any shape, as a plain tensor that nobody else has; it may lie in host memory."""
         ...
 
     def stored(self) -> torch.Tensor:
-        """The weight as a plain tensor that lives on, for reading only; it may lie in host memory."""
+        """Return the weight, any shape, as a plain tensor that lives on, to be read; it may lie in host memory."""
         ...
 
     def write(self, value: torch.Tensor) -> None:
-        """Replace the weight."""
+        """Replace the weight by `value`, of any shape that broadcasts to it. Raises `StateError` where it cannot."""
         ...
 
     def describe(self) -> str:
-        """A word for people."""
+        """Say for an error message which weight it is, and where."""
         ...
 
 
@@ -49,13 +49,13 @@ _kernels: dict[tuple[type, Function], Function] = {}
 
 
 def register(kind: type, functions: Iterable[Function], kernel: Function) -> None:
-    """Have `kernel(function, args, kwargs)` called where a weight with this kind of source meets these functions."""
+    """Have `kernel(function, args, kwargs)` compute these functions of a weight with this kind of source."""
     for function in functions:
         _kernels[kind, function] = kernel
 
 
 def on_values(function: Function, args: Any, kwargs: Any) -> Any:
-    """A kernel for kinds whose value is at hand: the function itself, on plain tensors."""
+    """Compute a function on plain tensors: the kernel for kinds of sources whose value is at hand."""
     plain = [arg.source.value() if isinstance(arg, WeightProxy) else arg for arg in args]
     return function(*plain, **{k: v.source.value() if isinstance(v, WeightProxy) else v for k, v in kwargs.items()})
 
@@ -83,11 +83,11 @@ FORWARD_FUNCTIONS: tuple[Function, ...] = (
     torch.Tensor.__add__,
     torch.Tensor.__radd__,
 )
-"""What models do with weights in a forward pass: products (those of experts included), norms, biases."""
+"""The operations on weights in a forward pass: products (those of experts included), norms, biases."""
 
 
 class WeightProxy(torch.Tensor):
-    """Stands for a parameter whose bytes are not in the slot."""
+    """A tensor in the place of a parameter whose bytes are not in the slot."""
 
     source: WeightSource
 
@@ -109,7 +109,7 @@ class WeightProxy(torch.Tensor):
 
     @classmethod
     def of_shape(cls, like: torch.Tensor, shape: Sequence[int], source: WeightSource) -> WeightProxy:
-        """A weight of another shape than `like`, contiguous: a part of it, or a view."""
+        """Make a proxy of any shape, with the dtype and device of `like`, contiguous: for a part of it, or a view."""
         with torch.inference_mode(False):
             self: WeightProxy = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         self.source = source
@@ -119,11 +119,13 @@ class WeightProxy(torch.Tensor):
     def __torch_function__(
         cls, function: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kernel = next((_kernels.get((type(w.source), function)) for w in _weights(args, kwargs)), None)
-        if kernel is not None and "out" not in (kwargs or {}):
-            return kernel(function, args, kwargs or {})
+        kwargs = kwargs or {}
+        proxy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, WeightProxy)), None)
+        kernel = _kernels.get((type(proxy.source), function)) if proxy is not None else None
+        if kernel is not None and "out" not in kwargs:
+            return kernel(function, args, kwargs)
         if function in _NEED_MEMORY:
-            return function(*_plain(args), **_plain(kwargs or {}))
+            return function(*_plain(args), **_plain(kwargs))
         if function in _ADDRESSES:
             raise StateError(
                 f"a weight {args[0].source.describe()} has no address; use a copy of it, as .detach() gives"
@@ -131,23 +133,26 @@ class WeightProxy(torch.Tensor):
         if function in _WRITE and args[0] is not args[1]:
             raise _refusal("assignment", args[0] if isinstance(args[0], WeightProxy) else args[1])
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten.copy_.default and isinstance(args[0], WeightProxy):
-            args[0].source.write(tree_map_only(WeightProxy, _value, args[1]))
+            args[0].source.write(_plain(args[1]))
             return args[0]
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].source.copy()
         if function is torch.ops.aten.clone.default:
             return args[0].source.copy().to(args[0].device)
-        written = _written(function, args, kwargs or {})
-        if written:
-            raise _refusal(str(function), written[0])
-        return function(*_plain(args), **_plain(kwargs or {}))
+        kwargs = kwargs or {}
+        for number, argument in enumerate(function._schema.arguments):
+            target = args[number] if number < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(target, WeightProxy):
+                raise _refusal(str(function), target)
+        return function(*_plain(args), **_plain(kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of a model has plain parameters."""
@@ -157,14 +162,10 @@ class WeightProxy(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved, or sent to another process, as the plain parameter it stands for."""
-        return _parameter, (self.source.stored().to(self.device), self.requires_grad)
+        return nn.Parameter, (self.source.stored().to(self.device), self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Weight({tuple(self.shape)}, {self.dtype}, {self.source.describe()})"
-
-
-def _parameter(data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(data, requires_grad)
 
 
 _NEED_MEMORY = frozenset(
@@ -179,16 +180,8 @@ _ADDRESSES = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage, tor
 _WRITE = frozenset((torch.Tensor.__setitem__, torch.Tensor.data.__set__))  # type: ignore[attr-defined]
 
 
-def _weights(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[WeightProxy]:
-    return [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, WeightProxy)]
-
-
 def _plain(tree: Any) -> Any:
-    return tree_map_only(WeightProxy, _value, tree)
-
-
-def _value(weight: WeightProxy) -> torch.Tensor:
-    return weight.source.value()
+    return tree_map_only(WeightProxy, lambda proxy: proxy.source.value(), tree)
 
 
 def _refusal(what: str, weight: WeightProxy) -> StateError:
@@ -196,14 +189,3 @@ def _refusal(what: str, weight: WeightProxy) -> StateError:
         f"{what} would write into a weight {weight.source.describe()}; restore its layer first "
         "(model.elastic.restore()), or write with copy_ or load_state_dict; to move or cast the model, unwrap it first"
     )
-
-
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WeightProxy]:
-    """The weights that an operation of torch would write into."""
-    schema = function._schema.arguments
-    targets = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema) if _is_target(a)]
-    return [target for target in targets if isinstance(target, WeightProxy)]
-
-
-def _is_target(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)

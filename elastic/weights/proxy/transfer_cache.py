@@ -1,4 +1,4 @@
-"""Tensors that travel to another device, each once."""
+"""Tensors that are copied to another device, each once."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class TransferCache:
-    """Copies, on one device, of tensors that several modules there are given: as long as those live, and are as they
-    were."""
+    """Copies, on one device, of tensors that several modules there are given.
+
+    A copy lives as long as its tensor, and is made anew when that was written.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = WeakTensorKeyDictionary()  # tensor -> how often it had been written, its copy
+        self._copies = WeakTensorKeyDictionary()  # tensor -> (its version when it was copied, the copy)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device."""
+        """Return a tensor on the device, in the same shape and dtype."""
         if tensor.device == self.device:
             return tensor
         if tensor.is_inference() or tensor.requires_grad:  # nobody knows when it is written; it has a graph
             return moved(tensor, self.device)  # type: ignore[no-any-return]
-        written, copy = self._copies.get(tensor, (None, None))  # type: ignore[no-untyped-call]
-        if written != tensor._version:
+        version, copy = self._copies.get(tensor, (None, None))  # type: ignore[no-untyped-call]
+        if version != tensor._version:
             copy = moved(tensor, self.device)
             self._copies[tensor] = tensor._version, copy
         return copy  # type: ignore[no-any-return]
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A tensor on a device, or whatever has tensors in tuples and lists; all else as it is."""
+    """Copy a tensor to a device, or those in tuples and lists; return all else as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=device.type == "cuda")
     if isinstance(value, tuple | list):
-        return type(value)(moved(one, device) for one in value)
+        return type(value)(moved(item, device) for item in value)
     return value

@@ -1,7 +1,8 @@
-"""The unit of weights that a parameter is of, as far as what sits in its slot cares."""
+"""The unit of weights that a parameter is of, as far as the proxy in its slot needs it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -11,47 +12,31 @@ from elastic.memory.page_pool import PagePool
 from elastic.weights.proxy.transfer_cache import TransferCache
 
 
+class StagedTensors(threading.local):
+    """The full parameters of an absent unit in a prefetch buffer, for the thread that is inside its layer."""
+
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+
 class WeightHome(Protocol):
     """A unit of a layer's weights: where it is, and its bytes in the host store."""
 
-    @property
-    def name(self) -> str:
-        """Of its layer."""
-        ...
-
-    @property
-    def pool(self) -> PagePool:
-        """Its place."""
-        ...
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where its layer computes."""
-        ...
-
-    @property
-    def arrivals(self) -> TransferCache:
-        """What its parameters are multiplied with, brought to its device."""
-        ...
-
-    @property
-    def staged(self) -> Mapping[str, torch.Tensor] | None:
-        """While absent: the parameters in a stage."""
-        ...
-
-    @property
-    def entered(self) -> bool:
-        """Whether this thread is in a forward of the layer."""
-        ...
+    name: str
+    """The layer's."""
+    pool: PagePool
+    """Its place's."""
+    compute_device: torch.device
+    """Where its layer computes."""
+    transfers: TransferCache
+    """What its parameters are multiplied with, brought to its device."""
+    staged: StagedTensors
+    writes: int
+    """How often a parameter was written that is not plain."""
 
     def host_tensor(self, name: str) -> torch.Tensor:
-        """A full parameter in the host store. Not to be written."""
+        """Return a full parameter in the host store: any shape, the checkpoint's dtype. Not to be written."""
         ...
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Replace a parameter while absent."""
-        ...
-
-    def wrote(self) -> None:
-        """A parameter was written that is not plain."""
+        """Replace a parameter while absent: `value`, any shape, is broadcast and cast to it."""
         ...

@@ -18,10 +18,10 @@ import transformers as t
 import elastic
 from elastic import SLO, CapacityError, ConfigError, Policy, Restore, StateError, Swap
 from elastic.controller.decision import Plan
-from elastic.controller.sensors.gpu_headroom import require_agreement
 from elastic.weights.layer import WeightUnit
 from support.architectures import build, prompt
 from support.child_process import in_child, wait_for_the_janitor
+from support.nvml_agreement import require_agreement
 from support.wrapped_model import small, tight
 
 EAGER = Policy(

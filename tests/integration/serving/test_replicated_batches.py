@@ -186,7 +186,7 @@ def test_a_replica_that_fails_ends_the_requests_in_its_batch_and_no_other(engine
     expected = [continuation(model, p, 8) for p in asked]
     engine = engines(model)
     engine.runtime.replicate(range(3), "cpu#b")
-    replica = engine.runtime.forward.interceptors[1][-1]._run.replicas[1]["cpu#b"].skeleton.module.mlp
+    replica = engine.runtime.forward.interceptors[1][-1]._group.replicas[1]["cpu#b"].copy.module.mlp
     with monkeypatch.context() as patch:
         patch.setattr(replica, "forward", lambda *args: (_ for _ in ()).throw(ValueError("broken")))
         requests = [Request(p, 8) for p in asked]

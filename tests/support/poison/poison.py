@@ -48,7 +48,7 @@ def _pool(module: ModuleType) -> None:
 def _holdings(module: ModuleType) -> None:
     def adopted(_: Any, store: Any, *__: Any) -> None:
         for buffer in store.buffers if store is not None else ():
-            _pages(store.pool, buffer.page_ids)
+            _pages(store.pool, list(buffer.range.slots.values()))
 
     _after(module.PoolUsage, "adopt", adopted)
 

@@ -17,7 +17,7 @@ from elastic.controller.decision import Plan
 from elastic.controller.loop import FAULTS_KEPT, Controller
 from elastic.controller.policies.precision import PrecisionPolicy
 from elastic.controller.policies.precision_steps import LayerSize
-from elastic.controller.sensors.monitor import Monitor
+from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import DeviceStats, HostStats, MemoryStats, RequestStats, Snapshot
 from support.child_process import in_child
@@ -326,7 +326,11 @@ def test_an_hour_of_ticks_costs_the_same_at_the_end_as_at_the_beginning() -> Non
         return done
 
     monitor = Monitor(
-        counters, kv, lambda: tuple(layers), lambda: False, lambda: (DeviceStats("cuda:0"),), HostStats, lambda: now[0]
+        counters,
+        lambda: InstanceReadings(kv(), tuple(layers)),
+        lambda: False,
+        lambda: ((DeviceStats("cuda:0"),), HostStats()),
+        lambda: now[0],
     )
     policy = PrecisionPolicy(Policy(), range(8), ("int4",), [LayerSize("float32", 100, {"int4": 40})] * 8)
     one = Controller(monitor.read, policy, act)

@@ -71,7 +71,7 @@ def test_a_result_goes_to_the_next_layer_and_a_failure_is_left_alone() -> None:
 def test_routes_are_laid_where_devices_differ_and_taken_up_again() -> None:
     weights, forward = Weights(4), ForwardState()
     other: Any = SimpleNamespace()
-    forward.interceptor(2, [other])
+    forward.interceptors[2] = (other,)
     routes = TransferRouter(weights, forward)
     routes.lay()
     assert forward.interceptors == {2: (other,)}

@@ -60,7 +60,7 @@ def test_a_static_cache_of_the_callers_own_is_left_alone(wrapped: Any) -> None:
 
 
 def test_it_is_said_once(wrapped: Any, caplog: pytest.LogCaptureFixture) -> None:
-    uncompiled._say_so.cache_clear()
+    uncompiled._warn_once.cache_clear()
     model = wrapped(build("llama-gqa"))
     with caplog.at_level(logging.WARNING, "elastic"):
         for _ in range(2):

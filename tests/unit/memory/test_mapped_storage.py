@@ -20,7 +20,7 @@ def test_the_last_view_tells() -> None:
     range_ = VirtualRange(pool, 4)
     range_.map(0, pool.allocate("kv", 2))
     dead: list[int] = []
-    span = range_.span(0, 2 * PAGE, lambda: dead.append(1))
+    span = range_.storage(0, 2 * PAGE, lambda: dead.append(1))
     whole = span.tensor(torch.float32)
     with torch.inference_mode():
         view = whole.view(2, -1)[1][3:9]
@@ -40,7 +40,7 @@ def test_copies_take_their_own_bytes_only() -> None:
     pool = PagePool("cpu#test", MemfdBackend(PAGE), 8 * PAGE, ready_pages=0)
     range_ = VirtualRange(pool, 1 << 20)
     range_.map(5, pool.allocate("kv", 1))
-    tensor = range_.span(5, PAGE, lambda: None).tensor(torch.float32)
+    tensor = range_.storage(5, PAGE, lambda: None).tensor(torch.float32)
     tensor.fill_(3)
     assert copy.deepcopy(tensor).untyped_storage().nbytes() == PAGE
     file = io.BytesIO()
@@ -55,7 +55,7 @@ def test_a_view_dying_in_any_thread_is_noticed() -> None:
     range_ = VirtualRange(pool, 64)
     range_.map(0, pool.allocate("kv", 64))
     dead: list[int] = []
-    spans = [range_.span(i, PAGE, lambda: dead.append(1)) for i in range(64)]
+    spans = [range_.storage(i, PAGE, lambda: dead.append(1)) for i in range(64)]
     views = [span.tensor(torch.uint8)[:8] for span in spans]
     for span in spans:
         span.drop()

@@ -212,7 +212,7 @@ class Ledger(RuleBasedStateMachine):
         return data.draw(st.integers(0, len(self.ranges) - 1)) if self.ranges else None
 
     def page(self, range_: VirtualRange, slot: int) -> torch.Tensor:
-        return range_.span(slot, PAGE, lambda: None).tensor(torch.uint8)
+        return range_.storage(slot, PAGE, lambda: None).tensor(torch.uint8)
 
 
 TestLedger = Ledger.TestCase
@@ -230,7 +230,7 @@ def test_a_recount_finds_what_is_wrong() -> None:
     range_.map(0, pool.allocate("kv", 2))
     pool.check()
     page = range_.slots.pop(0)
-    with pytest.raises(IntegrityError, match="mapped pages and owned and idle pages differ"):
+    with pytest.raises(IntegrityError, match="mapped pages and owned and reclaimable pages differ"):
         pool.check()
     range_.slots[0] = range_.slots[1]
     with pytest.raises(IntegrityError, match="more than once"):

@@ -22,16 +22,16 @@ TRAP = """
     kv, user = KVPool(PagePool("cpu#trap", MemfdBackend(4096), 16 * 4096), 16 * 4096), User()
     shape = StoreGeometry(HEAD_MAJOR, 1, 1, 32, torch.float32, 64, 4096)
     fresh = kv.lease(shape, shape, user)
-    kv.open_window(fresh, 0, 8)
-    for tensor in kv.views(fresh, (0, 8)):
+    fresh.hold(0, 8)
+    for tensor in fresh.views(0, 8):
         assert tensor.isnan().all()
         tensor.zero_()
     del tensor, user
     user = User()
     adopted = kv.lease(shape, shape, user)
-    assert adopted is fresh
-    kv.open_window(adopted, 0, 8)
-    assert all(tensor.isnan().all() for tensor in kv.views(adopted, (0, 8)))
+    assert adopted.store is fresh.store
+    adopted.hold(0, 8)
+    assert all(tensor.isnan().all() for tensor in adopted.views(0, 8))
 """
 
 

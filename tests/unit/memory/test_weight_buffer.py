@@ -70,7 +70,7 @@ def test_a_block_at_rest_is_free_memory_that_wakes_where_it_was() -> None:
     shown.clear()
     assert block.hide()
     block.make_reclaimable()
-    assert (pool.free_pages, pool.idle_pages) == (32, block.pages)
+    assert (pool.free_pages, len(pool._reclaimable)) == (32, block.pages)
     pool.check()
     block.allocate("layer:0")
     shown = block.show(LAYOUT)
@@ -87,10 +87,10 @@ def test_pages_at_rest_go_one_by_one_to_whoever_needs_them() -> None:
     assert block.hide()
     block.make_reclaimable()
     pages = pool.allocate("kv", 24 - block.pages + 3)
-    assert pool.idle_pages == block.pages - 3
+    assert len(pool._reclaimable) == block.pages - 3
     with pytest.raises(CapacityError):
         block.allocate("layer:0")
-    assert pool.idle_pages == block.pages - 3, "a block that cannot be filled rests"
+    assert len(pool._reclaimable) == block.pages - 3, "a block that cannot be filled rests"
     pool.free(pages)
     block.allocate("layer:0")
     pool.check()

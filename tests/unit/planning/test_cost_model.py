@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.planning.cost_model import Alike, HeterogeneousCost, alike, cost, gamma, speedup
+from elastic.planning.cost_model import HeterogeneousCost, HomogeneousSpeedup, alike, cost, gamma, speedup
 from elastic.planning.measured_cost import Calibration, LinearLatency, MeasuredCostModel, WeightedCost, fit, split_rows
 from elastic.planning.placement import LayerRun, PlaceCapacity, Placement, ResourceDemand, difference
 from elastic.types import Evict, Migrate, Replicate
@@ -112,12 +112,12 @@ def test_equation_4(degrees: tuple[int, ...], expected: float) -> None:
     assert gamma(2, 10.0, 20, 5.0) == 0.2
     assert alike(0.2, degrees, 2) == pytest.approx(expected)
     placement = Placement(tuple(tuple("ab"[:p]) for p in degrees))
-    assert 1 / cost(Alike(2, gamma=0.2), placement) == pytest.approx(expected)
+    assert 1 / cost(HomogeneousSpeedup(2, gamma=0.2), placement) == pytest.approx(expected)
 
 
 def test_equation_4_with_a_constant_does_not_see_continuity() -> None:
     together, apart = (Placement(tuple(map(tuple, text.split()))) for text in ("ab ab a a", "ab a ab a"))
-    fixed, follows = Alike(4, gamma=0.1), Alike(4, 0.05)
+    fixed, follows = HomogeneousSpeedup(4, gamma=0.1), HomogeneousSpeedup(4, 0.05)
     assert cost(fixed, together) == cost(fixed, apart)
     assert cost(follows, together) < cost(follows, apart)
 

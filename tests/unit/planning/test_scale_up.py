@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.planning.cost_model import Alike, HeterogeneousCost, cost, speedup
-from elastic.planning.incremental_cost import IncrementalCost
+from elastic.planning.cost_model import HeterogeneousCost, HomogeneousSpeedup, cost, speedup
+from elastic.planning.incremental_cost import IncrementalCost, RangeCosts
 from elastic.planning.local_search import PlannedModel, plan_together, plan_up
 from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
 from elastic.planning.scale_up import candidates, eligible, scale_up
@@ -53,11 +53,13 @@ def test_eligible_places_are_vacant_in_memory_and_compute() -> None:
 
 def test_algorithm_1_takes_what_raises_s() -> None:
     placement, needs = Placement.alone(4, "a"), [ResourceDemand(100)] * 4
-    cheap, dear = Alike(4, per_transition=0.05), Alike(4, per_transition=0.9)
+    cheap, dear = HomogeneousSpeedup(4, per_transition=0.05), HomogeneousSpeedup(4, per_transition=0.9)
     assert scale_up(placement, needs, [place("b", 300)], cheap) == of("ab ab ab a")
     assert scale_up(placement, needs, [place("b", 300)], dear) == placement
     assert scale_up(placement, needs, [place("b", 200)], cheap, t_up=0.2) == placement  # not vacant enough
-    assert scale_up(placement, needs, [place("b", 300), place("c", 250)], Alike(4, gamma=0.1)) == of("abc abc ab a")
+    assert scale_up(placement, needs, [place("b", 300), place("c", 250)], HomogeneousSpeedup(4, gamma=0.1)) == of(
+        "abc abc ab a"
+    )
 
 
 def test_the_search_finds_runs_that_pay_only_together() -> None:
@@ -106,12 +108,12 @@ def test_changes_cost_what_the_placement_after_them_does(seed: int, printed: boo
     name, model = choose.choice("abc"), case.model
     tally = IncrementalCost(model, here)
     ranges = list(itertools.combinations(range(len(here.layers) + 1), 2))
-    for change in tally.price(name, adds=adds).changes(ranges):
+    for change in RangeCosts(tally, name, adds).changes(ranges):
         layers = range(change.first, change.last)
         after = here.with_replicas(layers, name) if adds else here.without_replicas(layers, name)
         assert change.cost == pytest.approx(cost(model, after), rel=1e-9)
         done = tally.copy()
-        done.do(change)
+        done.apply(change)
         assert (done.placement, done.cost) == (after, pytest.approx(cost(model, after), rel=1e-9))
     assert tally.placement == here
 

@@ -30,7 +30,7 @@ def test_an_event_teaches_once_and_a_failed_one_nothing() -> None:
     once = ActionCosts().learned(events)
     assert once.event == 1
     assert once.learned(events) is once
-    assert once.known == ActionCosts().learned(events[:1]).known
+    assert once.by_kind == ActionCosts().learned(events[:1]).by_kind
 
 
 def test_prices_settle_on_what_is_always_seen() -> None:

@@ -17,9 +17,10 @@ from elastic.controller.decision import Plan
 from elastic.controller.policies.precision import PrecisionPolicy, PrecisionState
 from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.policies.pressure import PressureReading, alone, entry, exit_wish, missed
-from elastic.controller.sensors.gpu_headroom import growth_bytes, reachable, require_agreement
+from elastic.controller.sensors.gpu_headroom import growth_bytes, reachable
 from elastic.controller.snapshot import DeviceStats, MemoryStats, Quantiles, RequestStats, Snapshot
 from elastic.errors import IntegrityError
+from support.nvml_agreement import require_agreement
 
 FULL, INT8, INT4 = 100, 60, 40
 SIZE = LayerSize("float32", FULL, {"int8": INT8, "int4": INT4})

@@ -46,7 +46,7 @@ actions = st.lists(
     ],
 )
 def test_what_goes_together(asked: tuple[Action, ...], now: int, later: tuple[Action, ...]) -> None:
-    first, rest = first_of(asked, NEEDS, most=300)
+    first, rest = first_of(asked, NEEDS, most_bytes=300)
     assert (len(first), rest) == (now, later)
 
 
@@ -87,21 +87,21 @@ def seen(*done: Action, busy: bool = False) -> Snapshot:
 def test_a_plan_that_failed_is_followed_by_plans_of_one_action() -> None:
     """Of several it is not known which could not be done."""
     both = (Evict((0,), "b"), Evict((1,), "c"))
-    asked = Rollout().handing(both, seen(), NEEDS, 1000)
-    assert asked.asked == both
-    assert asked.settled(seen(busy=True), 5.0) == asked
-    assert asked.settled(seen(*both), 5.0).failures == 0
-    failed = asked.settled(seen(both[0]), 5.0)
+    asked = Rollout().issue(both, seen(), NEEDS, 1000)
+    assert asked.issued == both
+    assert asked.with_outcome(seen(busy=True), 5.0) == asked
+    assert asked.with_outcome(seen(*both), 5.0).failures == 0
+    failed = asked.with_outcome(seen(both[0]), 5.0)
     assert (failed.failures, failed.refused) == (1, ())
-    alone = failed.handing(both, seen(), NEEDS, 1000)
-    assert (alone.asked, alone.todo) == (both[:1], both[1:])
-    refused = alone.settled(seen(), 5.0)
-    assert refused.refuses_action(both[0], 29.0)
-    assert not refused.refuses_action(both[0], 30.0)
-    assert not refused.refuses_action(both[1], 10.0)
-    assert refused.todo == ()
+    alone = failed.issue(both, seen(), NEEDS, 1000)
+    assert (alone.issued, alone.remaining) == (both[:1], both[1:])
+    refused = alone.with_outcome(seen(), 5.0)
+    assert refused.refuses(both[0], 29.0)
+    assert not refused.refuses(both[0], 30.0)
+    assert not refused.refuses(both[1], 10.0)
+    assert refused.remaining == ()
 
 
 def test_a_layer_larger_than_the_budget_goes_alone() -> None:
     one, two = Replicate((0,), "b"), Replicate((1,), "c")
-    assert first_of((one, two), NEEDS, most=1) == ((one,), (two,))
+    assert first_of((one, two), NEEDS, most_bytes=1) == ((one,), (two,))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.controller.sensors.host_memory import read_host
-from elastic.controller.sensors.monitor import Monitor
+from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.nvml import Identity, NVMLSensor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import DeviceStats, HostStats, MemoryStats
@@ -217,32 +217,26 @@ def test_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_monitor_asks_the_machine_once_a_second_and_whether_it_is_busy_before_the_layers() -> None:
-    now, order, read = [5.0], [], [0, 0]
+    now, order, read = [5.0], [], []
 
     def note(what: str, value: Any) -> Any:
         order.append(what)
         return value
 
-    def devices() -> tuple[DeviceStats, ...]:
-        read[0] += 1
-        return (DeviceStats("cuda:0"),)
-
-    def host() -> HostStats:
-        read[1] += 1
-        return HostStats(1, 2)
+    def machine() -> tuple[tuple[DeviceStats, ...], HostStats]:
+        read.append(now[0])
+        return (DeviceStats("cuda:0"),), HostStats(1, 2)
 
     monitor = Monitor(
         RequestMetrics(),
-        lambda: MemoryStats(1, 2, 3),
-        lambda: note("layers", ("int4",)),
+        lambda: note("layers", InstanceReadings(MemoryStats(1, 2, 3), ("int4",))),
         lambda: note("busy", True),
-        devices,
-        host,
+        machine,
         lambda: now[0],
     )
     for now[0] in (5.0, 5.5, 5.9, 6.0, 6.5):
         seen = monitor.read()
-    assert read == [2, 2]
+    assert read == [5.0, 6.0]
     assert order[:2] == ["busy", "layers"]
     assert (seen.at_s, seen.layers, seen.busy, seen.kv.use) == (6.5, ("int4",), True, 0.5)
     assert (seen.devices, seen.host) == ((DeviceStats("cuda:0"),), HostStats(1, 2))

@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from elastic import CapacityError, Overloaded
 from elastic.engines.continuous.cache import ElasticPagedCache
 from elastic.engines.continuous.scheduler import ElasticScheduler
+from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
@@ -55,6 +56,7 @@ class Serving(RuleBasedStateMachine):
         self.pool = PagePool("cpu#test", MemfdBackend(PAGE), PAGES * PAGE, ready_pages=0)
         self.weights: list[int] = []  # pages that weights hold, by claim
         self.kv = KVPool(self.pool, PAGES * PAGE, idle_share=1.0, ready_share=0)
+        self.share = WeightsShare(self.kv)
         self.cache = ElasticPagedCache(
             CONFIGS[kind],
             self.kv,
@@ -88,7 +90,8 @@ class Serving(RuleBasedStateMachine):
         assert self.pool.free_pages + sum(self.weights) == PAGES
 
     def state_of_affairs(self) -> str:
-        claims = {name: self.cache._claim(name, self.cache._none) for name in self.cache._most}
+        ledger = self.cache.ledger
+        claims = {name: ledger.demand(name, ledger.none) for name in ledger.most_tokens}
         limits, memory = self.kv.limits, self.cache.memory
         live = {n: len(t) for a in self.cache.cache_allocators.values() for n, t in a.block_table.items()}
         return f"{limits}, used {memory.used_pages}, idle {memory.idle_pages}, live {live}, claims {claims}"
@@ -98,7 +101,7 @@ class Serving(RuleBasedStateMachine):
         name = f"r{len(self.asked)}"
         ids = [i % alphabet for i in range(prompt)]  # few different prompts, so that beginnings are shared
         state = RequestState(name, ids, max_new_tokens=tokens, eos_token_id=None)
-        needed = self.cache.sectors_for(prompt + tokens) * self.cache.memory.sector_pages
+        needed = self.cache.ledger.sectors_for(prompt + tokens) * self.cache.memory.sector_pages
         try:
             self.cache.expect(name, prompt + tokens)
         except CapacityError:
@@ -153,7 +156,7 @@ class Serving(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 40))
     def take_pages(self, pages: int) -> None:
         """Weights come back."""
-        if self.kv.take_from_cache(pages):
+        if self.share.take_from_cache(pages):
             self.weights.append(pages)
             self.pool.reserve("layer", pages)
 
@@ -163,7 +166,7 @@ class Serving(RuleBasedStateMachine):
         """Weights leave."""
         pages = self.weights.pop()
         self.pool.unreserve("layer", pages)
-        self.kv.give_to_cache(pages)
+        self.share.give_to_cache(pages)
 
     @rule(pages=st.integers(0, PAGES))
     def resize(self, pages: int) -> None:

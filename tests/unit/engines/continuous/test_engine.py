@@ -357,7 +357,7 @@ def test_a_smaller_limit_lets_requests_in_later_and_ends_none(engines: Any) -> N
     for request in requests:
         engine.submit(request, heard)
     heard.wait_for_tokens(requests[0].id, 3)
-    small_limit = engine._cache.sectors_for(70) * engine._cache.memory.sector_bytes
+    small_limit = engine._cache.ledger.sectors_for(70) * engine._cache.memory.sector_bytes
     result = engine.runtime.kv.resize(small_limit)
     assert result.status in ("applied", "deferred")
     heard.wait([r.id for r in requests])
@@ -395,7 +395,7 @@ def test_a_request_that_the_limit_has_no_room_for_is_told_and_those_before_it_wa
 def test_a_request_is_admitted_up_to_the_limit_and_not_above(engines: Any) -> None:
     model = architectures.build("llama-gqa")
     engine = engines(model)
-    engine.runtime.kv.resize(engine._cache.sectors_for(40) * engine._cache.memory.sector_bytes)
+    engine.runtime.kv.resize(engine._cache.ledger.sectors_for(40) * engine._cache.memory.sector_bytes)
     assert serve(engine, [Request((3,) * 30, 10)]).ends
     with pytest.raises(Overloaded, match="a request of 200 tokens needs"):
         engine.submit(Request((3,) * 150, 50), Collector())

@@ -17,6 +17,7 @@ from elastic import CapacityError, ConfigError, StateError
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.layers.sliding import ElasticSlidingLayer
 from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.layer_store import StoreState
 from elastic.kvcache.storage.layout import HEAD_MAJOR, LAYOUTS, KVLayout
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.transfer import KVTransfer
@@ -200,7 +201,7 @@ class LayerMachine(RuleBasedStateMachine):
         assert (result.status == "deferred") == (result.used_bytes > pages * PAGE)
         assert result.used_bytes <= used
         if result.status == "deferred":
-            assert all(store.spare() == 0 for store in self.kv._held.live())
+            assert all(store.spare() == 0 for store in self.kv.usage.stores_in(StoreState.LIVE))
         self.kv.resize(self.kv.limits.maximum * PAGE)
 
     @invariant()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from elastic import CapacityError
+from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
@@ -66,12 +67,13 @@ def test_a_freed_sector_is_idle_and_goes_to_whoever_needs_its_pages() -> None:
 
 def test_what_is_promised_cannot_be_claimed() -> None:
     memory, kv, _ = memory_of(16)
-    kv.give_to_cache(0)
+    share = WeightsShare(kv)
+    share.give_to_cache(0)
     memory.allocate(0)
     memory.promised = lambda: 5
-    assert not kv.take_from_cache(5)
-    assert kv.shortfall(5) == 1
-    assert kv.take_from_cache(4)
+    assert not share.take_from_cache(5)
+    assert share.shortfall(5) == 1
+    assert share.take_from_cache(4)
     assert kv.limits.maximum == 12
 
 

@@ -14,6 +14,7 @@ from elastic import CapacityError
 from elastic.actions.resize_kv import ResizeHandler
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.budget import WeightsShare
 from elastic.kvcache.storage.layout import HEAD_MAJOR
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
@@ -134,7 +135,7 @@ def test_an_idle_store_is_adopted_by_the_next_cache_of_its_shape() -> None:
     again = layer_of(memory, 3)
     assert again.keys.data_ptr() == address  # type: ignore[union-attr]
     assert kv.pool.backend.mappings == mappings
-    assert len(kv._held.stores) == 1
+    assert len(kv.usage.stores) == 1
 
 
 def test_spare_pages_of_a_cropped_cache_serve_others() -> None:
@@ -181,7 +182,7 @@ def test_a_view_held_outside_survives_cropping_and_shrinking() -> None:
 
 def test_the_watermark_bounds_what_idle_caches_keep() -> None:
     memory, kv = new_memory()
-    kv.idle_share = 0.25
+    kv.reclaimer.idle_share = 0.25
     layers = [layer_of(memory, 4) for _ in range(4)]
     layers.clear()
     assert kv.status().idle_bytes == 16 * PAGE
@@ -225,7 +226,7 @@ def resize(mechanism: ResizeHandler, pages: int) -> Any:
 def test_a_resize_that_is_rolled_back_follows_the_maximum_again() -> None:
     _, kv, mechanism = offloading()
     _, prepared = resize(mechanism, 4)
-    kv.give_to_cache(3)  # weights went meanwhile
+    WeightsShare(kv).give_to_cache(3)  # weights went meanwhile
     mechanism.rollback(prepared)
     assert kv.limits.limit == kv.limits.maximum
 
@@ -247,7 +248,7 @@ def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() ->
     memory, kv, mechanism = offloading()
     resting, older, running = layer_of(memory, 4), layer_of(memory, 6), layer_of(memory, 8)
     resting.update(torch.full((1, 1, 1, 16), 5.0), torch.full((1, 1, 1, 16), 6.0))  # now `older` is the oldest
-    before = [t.clone() for t in (*(older._held()), *(resting._held()))]
+    before = [t.clone() for t in (*(older.views()), *(resting.views()))]
     caches = used(memory, resting, older, running)
     result, _ = resize(mechanism, 28)
     assert (result.status, result.moved_bytes) == ("applied", 12 * PAGE)
@@ -259,7 +260,7 @@ def test_a_cache_at_rest_waits_in_host_memory_when_a_shrink_needs_its_pages() ->
     # They come back when they are used, though new caches are refused: they lived before the limit fell.
     with pytest.raises(CapacityError):
         layer_of(memory, 1)
-    assert all(torch.equal(a, b) for a, b in zip((*older._held(), *resting._held()), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((*older.views(), *resting.views()), before, strict=True))
     assert kv.status().used_bytes == 38 * PAGE
     kv.check()
 

@@ -111,7 +111,7 @@ def test_pages_are_found_again_where_they_are_parked() -> None:
     show(backend, first, 8).copy_(torch.arange(backend.page_bytes))
     backend.unmap(first + 3 * backend.page_bytes, 2)
     backend.unmap(first, 3)
-    assert backend._parking._filled[:8] == bytes([1, 1, 1, 1, 1, 0, 0, 0])
+    assert backend._page_tables._filled[:8] == bytes([1, 1, 1, 1, 1, 0, 0, 0])
     backend.map(second, [4, 0, 1, 2, 3])
     backend.destroy([])
     words = backend.page_bytes // 8

@@ -48,7 +48,7 @@ def test_stretches_are_counted_as_the_system_makes_them(steps: list[tuple[int, i
     quota = MappingQuota(10**6, 0)
     backend = MemfdBackend(PAGE, quota=quota)
     if not parked:
-        backend._parking.close()
+        backend._page_tables.close()
     address = backend.reserve(SLOTS * PAGE)
     backend.create(range(SLOTS))
     for page in range(SLOTS):
@@ -132,7 +132,7 @@ def test_a_cache_of_many_rows_runs_out_of_mappings_in_words_and_goes_on() -> Non
     layers[0].crop(-1)
     layers[0].update(token[:, :, :1], token[:, :, :1])
     del layers
-    kv.drain()
+    kv.settle()
     kv.trim()
     kv.check()
     assert (kv.status().used_bytes, pool.backend.mappings) == (0, 0)

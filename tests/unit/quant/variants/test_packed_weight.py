@@ -14,7 +14,7 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import KernelTable
 from elastic.quant.variants.packed_weight import PackedMatrix, PackedSource, paths
 from elastic.quant.variants.variant import pack_parameter
-from elastic.weights.batch_context import clear_batch_share, set_batch_share
+from elastic.weights import batch_context
 from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import build
 from support.static_quant import pack_static
@@ -136,11 +136,11 @@ def test_a_part_of_a_batch_goes_by_the_path_of_the_whole(monkeypatch: pytest.Mon
     monkeypatch.setattr(KernelTable, "path", path)
     x = torch.randn(2, 100, 64)
     whole = F.linear(x, packed)
-    set_batch_share(1, 2)
+    batch_context.thread.share = batch_context.BatchShare(1, 2)
     try:
         half = F.linear(x[:1], packed)
     finally:
-        clear_batch_share()
+        batch_context.thread.share = None
     assert torch.allclose(half, whole[:1], atol=1e-5)
     F.linear(x[:1], packed)
     assert asked == [200, 100], "the half went by what was bound for all, and 100 by themselves by another"

@@ -107,8 +107,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: p
     text = "x" * (CONTEXT * longest + 1)
     with TestClient(app_for(FakeEngine(), max_model_len=CONTEXT)) as client:
         prompts = client.app.state.serving.prompts  # type: ignore[attr-defined]
-        for lane in (prompts._short, prompts._long):
-            monkeypatch.setattr(lane._tokenizer, "encode", never)
+        for thread in (prompts._short, prompts._long):
+            monkeypatch.setattr(thread.tokenizer, "encode", never)
         for path, body in (
             ("/v1/completions", {"prompt": text}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),

@@ -1,0 +1,59 @@
+"""The share of a place that weights give to KV caches and take back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.kvcache.storage.pool import RETAINED, KVPool
+
+
+class WeightsShare:
+    """Moves the maximum of one KV pool with the weights beside it; nothing cached is discarded. Thread-safe. Pages."""
+
+    def __init__(self, kv: KVPool) -> None:
+        self._kv = kv
+
+    def give_to_cache(self, pages: int) -> None:
+        """Let caches have pages that weights gave up. A limit at the maximum rises with it."""
+        kv = self._kv
+        with kv.lock:
+            if not kv.closed:
+                kv.limits = kv.limits.with_maximum(kv.limits.maximum + pages)
+
+    def take_from_cache(self, pages: int) -> bool:
+        """Take pages back for weights if caches can do without; return whether they do. If not, nothing has changed."""
+        kv = self._kv
+        with kv.lock:
+            shortfall = self.shortfall(pages)
+            if shortfall > 0 and kv.reclaimer.trim_live() < shortfall:
+                return False
+            kv.limits = kv.limits.with_maximum(kv.limits.maximum - pages)
+            kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.limits.open))  # what it frees is for the weights
+            return True
+
+    def shortfall(self, pages: int) -> int:
+        """Count the pages by which live caches exceed what they may hold without `pages`."""
+        kv = self._kv
+        with kv.lock:
+            kv.settle()
+            promised = sum(sectors.promised_pages for sectors in kv.usage.sectors)
+            return max(0, kv.usage.used + promised + pages - kv.limits.maximum)
+
+    def record_resident(self, pages: int) -> None:
+        """Note that weights of so many pages have come to stay, or gone for good (below zero)."""
+        with self._kv.lock:
+            limits = self._kv.limits
+            self._kv.limits = replace(limits, floor=max(0, limits.floor - pages))
+
+    def claimable(self) -> int:
+        """Count what weights may take at most: what they gave up, and what the limit keeps from caches."""
+        with self._kv.lock:
+            limits = self._kv.limits
+            return limits.maximum - min(limits.floor, limits.limit) + self._kv.pool.pages_of(RETAINED)
+
+    def hold_back(self, pages: int) -> None:
+        """Keep pages that weights wait for from new caches; those that live may go on. 0: weights wait no more."""
+        kv = self._kv
+        with kv.lock:
+            kv.limits = kv.limits.with_held_back(pages)
+            kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.limits.open))

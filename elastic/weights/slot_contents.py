@@ -1,0 +1,38 @@
+"""What sits in the slots of a unit: made beside forward passes, so that a switch at the safe point is short."""
+
+from __future__ import annotations
+
+from elastic.weights.layer import WeightUnit
+from elastic.weights.parameter_slot import Content
+from elastic.weights.precision import LayerPrecision
+from elastic.weights.proxy.host_source import HostSource
+from elastic.weights.proxy.remote_source import RemoteSource
+from elastic.weights.proxy.tensor import WeightProxy
+
+
+def resident_contents(unit: WeightUnit, form: LayerPrecision) -> dict[str, Content]:
+    """Make the contents of a unit whose block for this precision is filled, by parameter."""
+    tensors = unit.blocks[form.key].show(form.layout)
+    contents: dict[str, Content] = {}
+    for name, slot in unit.slots.items():
+        if name in form.packings:
+            full = HostSource(unit, name, form.variants[name])
+            contents[name] = form.packings[name].content(slot.parameter, form.tensors_of(name, tensors), full)
+        else:
+            contents[name] = slot.plain(tensors[name])
+    if unit.compute_device == unit.pool.backend.device:
+        return contents
+    return {n: WeightProxy(slot.parameter, RemoteSource(unit, contents[n])) for n, slot in unit.slots.items()}
+
+
+def absent_contents(unit: WeightUnit) -> dict[str, Content]:
+    """Make the contents of an absent unit, by parameter: proxies of what the host store has."""
+    return {name: WeightProxy(slot.parameter, HostSource(unit, name)) for name, slot in unit.slots.items()}
+
+
+def reinstate(unit: WeightUnit, form: LayerPrecision, absent: bool) -> None:
+    """Have a unit's slots as they were before a switch; the bytes are still there."""
+    if absent:
+        unit.hide(absent_contents(unit))
+    else:
+        unit.show(resident_contents(unit, form), form)
