@@ -7,6 +7,7 @@ import json
 import platform
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,6 +109,34 @@ def ratio(above: Sequence[float], below: Sequence[float], resamples: int = 2000)
         "low": medians[int(0.025 * resamples)],
         "high": medians[int(0.975 * resamples)],
     }
+
+
+def percentiles(runs: Sequence[Sequence[float]], share: float) -> list[float]:
+    """Return the value below which a share of each run lies."""
+    return [sorted(run)[int(share * (len(run) - 1))] for run in runs]
+
+
+class Repeater(threading.Thread):
+    """A thread that repeats an action while its context lasts; the action is given the number of the repetition."""
+
+    def __init__(self, action: Callable[[int], Any]) -> None:
+        super().__init__(daemon=True)
+        self.done = 0
+        self._action = action
+        self._ending = threading.Event()
+
+    def run(self) -> None:
+        while not self._ending.is_set():
+            self._action(self.done)
+            self.done += 1
+
+    def __enter__(self) -> Repeater:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.set()
+        self.join()
 
 
 def show(ratio_: dict[str, float]) -> str:
