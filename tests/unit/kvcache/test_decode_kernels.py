@@ -17,6 +17,7 @@ from elastic.kvcache.attention import elastic_sdpa
 from elastic.kvcache.decode_kernels import KERNELS
 from elastic.kvcache.decode_table import FILE, DecodeKernelTable
 from elastic.kvcache.decode_timing import Shape, fastest
+from elastic.runtime import build as build_of_runtime
 from support.architectures import build, prompt
 
 CPU = torch.device("cpu")
@@ -214,13 +215,19 @@ def test_an_unknown_kernel_in_a_table_is_refused(tmp_path: Path, timed: Any) -> 
         DecodeKernelTable().load(path)
 
 
+def begin_with_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = DecodeKernelTable()
+    for module in (decode_table, build_of_runtime):
+        monkeypatch.setattr(module, "table", table)
+
+
 def test_kernels_are_kept_beside_variants(tmp_path: Path, wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_table, "table", DecodeKernelTable())
+    begin_with_no_table(monkeypatch)
     model = wrapped(build("llama-gqa"), variants=("int8",), variant_cache=tmp_path)
     model.elastic.check()
     kept = (tmp_path / FILE).read_text()
     assert json.loads(kept)
-    monkeypatch.setattr(decode_table, "table", DecodeKernelTable())
+    begin_with_no_table(monkeypatch)
     monkeypatch.setattr(decode_table, "fastest", lambda *_: pytest.fail("measured again"))
     wrapped(build("llama-gqa"), variants=("int8",), variant_cache=tmp_path)
     assert (tmp_path / FILE).read_text() == kept
