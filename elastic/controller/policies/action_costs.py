@@ -36,6 +36,7 @@ class ActionCosts:
     """The last one learned from."""
 
     def of(self, kind: type) -> ActionCost:
+        """Return the cost of a kind of action, such as `Swap`."""
         return self.by_kind.get(kind, _COPYING)
 
     def learned(self, events: Sequence[Event]) -> ActionCosts:

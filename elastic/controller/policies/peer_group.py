@@ -41,7 +41,7 @@ class PeerGroup:
 
     @classmethod
     def named(cls, name: str) -> PeerGroup:
-        """Return the one of this process under a name; made at first use."""
+        """Return the group of this process under a name; made at first use."""
         with _joining:
             group = _groups.get(name)
             if group is None:
@@ -49,6 +49,7 @@ class PeerGroup:
             return group
 
     def next_name(self) -> str:
+        """Return a name that no member has had."""
         with _joining:
             return next(self._names)
 

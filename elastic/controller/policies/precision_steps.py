@@ -19,6 +19,7 @@ class LayerSize:
     """Variant -> bytes."""
 
     def nbytes(self, variant: str) -> int:
+        """Return the bytes of the layer in a variant, or in full precision by its name."""
         return self.full_bytes if variant == self.full else self.variants[variant]
 
 

@@ -23,10 +23,12 @@ class PressureReading:
 
     @property
     def use(self) -> float:
+        """Used share of the capacity."""
         return share(self.used_bytes, self.capacity_bytes)
 
     @property
     def base_use(self) -> float:
+        """Used share of the capacity without swapped layers."""
         return share(self.used_bytes, self.base_bytes)
 
     @property

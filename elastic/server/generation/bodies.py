@@ -41,6 +41,7 @@ class Bodies:
         return await loop.run_in_executor(self._thread, _parsed, body)
 
     def close(self) -> None:
+        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

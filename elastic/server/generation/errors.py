@@ -55,6 +55,7 @@ class APIError(Exception):
         return {"error": {**fields, "param": self.param and _printable(self.param), "code": self.code}}
 
     def response(self) -> JSONResponse:
+        """Return the answer."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 

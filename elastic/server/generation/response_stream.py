@@ -84,7 +84,7 @@ class ChoiceStream:
         return self._stops.found or (self.last is not None and self.last.finish in ("stop", "length"))
 
     def take(self, output: Output) -> None:
-        """Take news from the engine."""
+        """Take news from the engine, on the event loop."""
         self.unread += output.tokens
         self.generated += len(output.tokens)
         if output.tokens and self.first_s is None:

@@ -89,6 +89,7 @@ class SamplingBody(RequestBody):
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """Stop strings, none or more."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def check(self) -> None:
@@ -132,6 +133,7 @@ class Message(RequestBody):
 
     @property
     def text(self) -> str:
+        """Text of the message; empty without any."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""

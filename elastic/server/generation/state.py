@@ -42,6 +42,7 @@ class ServerState:
 
     @property
     def state(self) -> State:
+        """State of the server: it is serving while requests are taken."""
         if self._draining:
             return "draining"
         return "serving" if self.engine.serving else "stopped"
