@@ -36,7 +36,9 @@ def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[
     for count in counts:
         layers = range(count)
         units = [runtime._weights.layers[i] for i in layers]
-        sources = [tensor.clone() for unit in units for tensor in unit.blocks[unit.form.key].show(unit.layout).values()]
+        sources = [
+            tensor.clone() for unit in units for tensor in unit.blocks[unit.precision.key].show(unit.layout).values()
+        ]
         targets = [torch.empty_like(tensor).fill_(0) for tensor in sources]
 
         def plain(pairs: list[Any]) -> None:

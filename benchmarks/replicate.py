@@ -106,7 +106,9 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
     runtime, target, measured = model.elastic, f"{device}#b", []
     for count in counts:
         units = [runtime._weights.layers[i] for i in range(count)]
-        sources = [tensor.clone() for unit in units for tensor in unit.blocks[unit.form.key].show(unit.layout).values()]
+        sources = [
+            tensor.clone() for unit in units for tensor in unit.blocks[unit.precision.key].show(unit.layout).values()
+        ]
         targets = [torch.empty_like(tensor).fill_(0) for tensor in sources]
 
         def plain(pairs: list[Any]) -> None:

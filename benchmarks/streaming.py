@@ -52,7 +52,7 @@ def decode(model: Any, device: str) -> None:
 def plain_copy_s(runtime: Any, device: str, rounds: int) -> float:
     """Seconds of a plain copy of one layer from the host store into mapped memory."""
     layer = next(w for w in runtime._weights.layers if w.absent)
-    sources = [layer.host_tensor(name) for name in layer.slots]
+    sources = [layer.host_copies[name].tensor for name in layer.slots]
     targets = [torch.empty_like(source, device=device) for source in sources]
 
     def work() -> None:

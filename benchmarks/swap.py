@@ -41,7 +41,7 @@ def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
     full_source, full_target = plain_source.repeat(8)[: layer.nbytes], plain_target.repeat(8)[: layer.nbytes]
     copier = runtime._weights.streamer(layer).copier
     runtime.swap(0, "int4")
-    packed = layer.sources(layer.blocks[layer.form.key].show(form.layout), form)
+    packed = layer.sources(layer.blocks[layer.precision.key].show(form.layout), form)
     works = {
         "plain copy": partial(copy, plain_target, plain_source),
         "copy": lambda: copier.copy(packed, RateLimiter()).finish(),

@@ -32,7 +32,7 @@ def moves(name: str, model: Any, device: str, rounds: int) -> dict[str, Any]:
     layer = runtime._weights.layers[0]
     runtime.restore(0)
     resident = [p.data for p in model.model.layers[0].parameters()]
-    host = [layer.host_tensor(key) for key, _ in model.model.layers[0].named_parameters()]
+    host = [layer.host_copies[key].tensor for key, _ in model.model.layers[0].named_parameters()]
     nbytes = sum(p.nbytes for p in resident)
 
     def plain_copy() -> None:

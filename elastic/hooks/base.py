@@ -1,25 +1,34 @@
-"""What all hooks share: they stay with the model that they were installed on, and see its KV cache as a protocol."""
+"""The base of all hooks, which stay with the model that they were installed on, and their view of its KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from elastic.hooks.forward_gate import ForwardGate
+from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.interceptor import Args, Kwargs
+from elastic.hooks.request_tracking import CacheRequestTracker
+from elastic.weights.model import ModelWeights
 
 
 class CacheLayer(Protocol):
     """An elastic cache layer, as far as hooks need it."""
 
-    def get_seq_length(self) -> int: ...
+    def get_seq_length(self) -> int:
+        """Return the tokens that it holds."""
+        ...
 
-    def rewind(self, length: int) -> None: ...
+    def rewind(self, length: int) -> None:
+        """Drop all tokens but the first `length`."""
+        ...
 
 
 class CacheProvider(Protocol):
-    """What the hooks need of the KV cache."""
+    """The KV caches of a model, as far as hooks need them."""
 
     def make(self, config: Any) -> Any:
         """Make an elastic cache for a model config."""
@@ -42,8 +51,19 @@ class CacheProvider(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HookContext:
+    """Everything of a wrapped model that its hooks work on."""
+
+    gate: ForwardGate
+    caches: CacheProvider
+    weights: ModelWeights
+    forward: ForwardState
+    requests: CacheRequestTracker
+
+
 class InertHook:
-    """What a hook becomes on a copy of a model, made by deepcopy or pickle: the copy is not wrapped."""
+    """A hook on a copy of a model, made by deepcopy or pickle: it does nothing, as the copy is not wrapped."""
 
     def __call__(self, *args: Any) -> None:
         return None

@@ -67,7 +67,7 @@ class ForwardGate:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in a forward pass."""
+        """True inside a forward pass of this thread."""
         return bool(self.thread.keys)
 
     def enter(self, key: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the hooks of a model read in a forward pass beside its weights; actions set it at safe points."""
+"""The state that hooks of a model read in a forward pass beside its weights; actions set it at safe points."""
 
 from __future__ import annotations
 

@@ -14,48 +14,32 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elastic.hooks import forward_override, uncompiled
-from elastic.hooks.base import CacheProvider, InertHook
-from elastic.hooks.forward_gate import ForwardGate
-from elastic.hooks.forward_state import ForwardState
+from elastic.hooks.base import HookContext, InertHook
 from elastic.hooks.layer_hooks import AsInTheCheckpoint, EnterLayer, LeaveLayer
-from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.hooks.root_hooks import EnterRoot, LeaveRoot
 from elastic.weights.decoder import Decoder
-from elastic.weights.model import ModelWeights
 
 
 class ModelHooks:
     """Installs the hooks on a decoder and removes them exactly. Holds no module."""
 
-    def __init__(
-        self,
-        gate: ForwardGate,
-        caches: CacheProvider,
-        weights: ModelWeights,
-        forward: ForwardState,
-        requests: CacheRequestTracker,
-    ) -> None:
-        self._gate = gate
-        self._caches = caches
-        self._weights = weights
-        self._forward = forward
-        self._requests = requests
+    def __init__(self, context: HookContext) -> None:
+        self._context = context
         self._handles: list[RemovableHandle] = []
         self._undo: list[tuple[Callable[[nn.Module], None], weakref.ref[nn.Module]]] = []
 
     def install(self, decoder: Decoder) -> None:
         """Put the hooks on every root and decoder layer."""
         for root in decoder.roots:
-            enter = EnterRoot(root, self._gate, self._caches, self._weights, self._forward, self._requests)
+            enter = EnterRoot(root, self._context)
             self._add(root, enter, LeaveRoot(enter))
             uncompiled.install(root)
             self._undo.append((uncompiled.remove, weakref.ref(root)))
         for index, layer in enumerate(decoder.layers):
-            before = EnterLayer(self._gate, self._caches, self._weights, self._forward, index)
-            self._add(layer, before, LeaveLayer(self._gate, self._weights, self._forward, index))
-            unit = self._weights.layers[index]
+            self._add(layer, EnterLayer(index, self._context), LeaveLayer(index, self._context))
+            unit = self._context.weights.layers[index]
             if any(unit.layout.parameters[name].strides != slot.strides for name, slot in unit.slots.items()):
-                hook: Any = AsInTheCheckpoint(self._weights, index)
+                hook: Any = AsInTheCheckpoint(index, self._context.weights)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
     def let_stand_in(self, decoder: Decoder) -> None:

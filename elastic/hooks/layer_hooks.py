@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.hooks.base import CacheProvider, Hook, any_requires_grad
-from elastic.hooks.forward_gate import ForwardGate
-from elastic.hooks.forward_state import ForwardState
+from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.weights.model import ModelWeights
 
@@ -25,14 +23,12 @@ class EnterLayer(Hook):
     that no root saw, such as those of a hook on the embeddings, are seen here.
     """
 
-    def __init__(
-        self, gate: ForwardGate, caches: CacheProvider, weights: ModelWeights, forward: ForwardState, index: int
-    ) -> None:
-        self._gate, self._thread = gate, gate.thread
-        self._caches = caches
-        self._weights, self._layers = weights, weights.layers
-        self._interceptors = forward.interceptors
+    def __init__(self, index: int, context: HookContext) -> None:
         self._index = index
+        self._gate, self._thread = context.gate, context.gate.thread
+        self._caches = context.caches
+        self._weights, self._layers = context.weights, context.weights.layers
+        self._interceptors = context.forward.interceptors
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if not self._thread.keys:  # most often it has some: those of a forward of the whole model
@@ -53,11 +49,11 @@ class EnterLayer(Hook):
 class LeaveLayer(Hook):
     """Ends the forward of a decoder layer, also of one that failed: `output` is None then."""
 
-    def __init__(self, gate: ForwardGate, weights: ModelWeights, forward: ForwardState, index: int) -> None:
-        self._gate, self._thread = gate, gate.thread
-        self._weights, self._layers = weights, weights.layers
-        self._interceptors = forward.interceptors
+    def __init__(self, index: int, context: HookContext) -> None:
         self._index = index
+        self._gate, self._thread = context.gate, context.gate.thread
+        self._weights, self._layers = context.weights, context.weights.layers
+        self._interceptors = context.forward.interceptors
 
     def __call__(self, module: nn.Module, args: Args, output: Any) -> Any:
         layer = self._layers[self._index]
@@ -78,9 +74,9 @@ class LeaveLayer(Hook):
 class AsInTheCheckpoint(Hook):
     """On a layer whose weights are stored in another order: its `state_dict` has the user's."""
 
-    def __init__(self, weights: ModelWeights, index: int) -> None:
-        self._weights = weights
+    def __init__(self, index: int, weights: ModelWeights) -> None:
         self._index = index
+        self._weights = weights
 
     def __call__(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
         for name, slot in self._weights.slots(self._index).items():

@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 from elastic.errors import StateError
-from elastic.hooks.base import CacheProvider, Hook, any_requires_grad
-from elastic.hooks.forward_gate import ForwardGate
-from elastic.hooks.forward_state import ForwardState
+from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
-from elastic.hooks.request_tracking import CacheRequestTracker
-from elastic.weights.model import ModelWeights
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -30,20 +26,12 @@ class _Thread(threading.local):
 class EnterRoot(Hook):
     """Begins a forward of a model: the gate, and an elastic cache where none or an empty stock one was given."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        gate: ForwardGate,
-        caches: CacheProvider,
-        weights: ModelWeights,
-        forward: ForwardState,
-        requests: CacheRequestTracker,
-    ) -> None:
-        self.gate = gate
-        self._forward = forward
-        self._caches = caches
-        self._weights = weights
-        self._requests = requests
+    def __init__(self, root: nn.Module, context: HookContext) -> None:
+        self.gate = context.gate
+        self._caches = context.caches
+        self._weights = context.weights
+        self._forward = context.forward
+        self._requests = context.requests
         self._refuse = torch.compiler.disable(_refuse_compilation)  # type: ignore[no-untyped-call]
         names = list(inspect.signature(type(root).forward).parameters)[1:]
         wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
@@ -60,7 +48,8 @@ class EnterRoot(Hook):
             for streamer in self._weights.streamers.values():
                 streamer.leave_all()
             self._weights.require_intact()
-        cache, changed = self._argument("past_key_values", args, kwargs), None
+        cache = self._argument("past_key_values", args, kwargs)
+        changed: tuple[Args, Kwargs] | None = None
         if torch.is_grad_enabled() and (
             any_requires_grad(args, kwargs) or any(parameter.requires_grad for parameter in module.parameters())
         ):
@@ -69,7 +58,11 @@ class EnterRoot(Hook):
             self._caches.adopt(cache)
         elif self._wants_cache(module, args, kwargs):
             cache = self._caches.make(module.config)
-            changed = self._with_cache(cache, args, kwargs)
+            index = self._positions["past_key_values"]
+            if index < len(args):
+                changed = (*args[:index], cache, *args[index + 1 :]), kwargs
+            else:
+                changed = args, {**kwargs, "past_key_values": cache}
         if outermost:
             self._begin(cache, module, args, kwargs)
         return changed
@@ -112,12 +105,6 @@ class EnterRoot(Hook):
             return kwargs[name]
         index = self._positions.get(name, len(args))
         return args[index] if index < len(args) else None
-
-    def _with_cache(self, cache: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        index = self._positions["past_key_values"]
-        if index < len(args):
-            return (*args[:index], cache, *args[index + 1 :]), kwargs
-        return args, {**kwargs, "past_key_values": cache}
 
     def _wants_all(self, module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
         """Return whether more than the last hidden states is asked for, or not all layers are to be called."""

@@ -45,11 +45,6 @@ class Placement:
         return Placement(tuple(places[:1] for places in self.layers))
 
     @property
-    def degrees(self) -> tuple[int, ...]:
-        """p_i, the number of places of each layer."""
-        return tuple(map(len, self.layers))
-
-    @property
     def chain(self) -> tuple[Places, ...]:
         """The layers with what is before and after them: the whole batch, where the first and the last layer belong."""
         return (self.layers[0][:1], *self.layers, self.layers[-1][:1]) if self.layers else ()

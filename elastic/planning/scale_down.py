@@ -30,7 +30,7 @@ class Deficit:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is lacking."""
+        """True once nothing is lacking."""
         return self.nbytes <= 0 and self.compute <= 1e-12
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from torch import nn
 
 from elastic.errors import StateError
+from elastic.hooks.base import HookContext
 from elastic.hooks.install import ModelHooks
 from elastic.kvcache.attention import AttentionSwitch
 from elastic.kvcache.hf_cache import ElasticCaches
@@ -79,7 +80,8 @@ def connect(runtime: Runtime, parts: ModelParts, options: WrapOptions, stack: Ex
 
 
 def _put_on(model: nn.Module, runtime: Runtime, parts: ModelParts, options: WrapOptions, stack: ExitStack) -> None:
-    hooks = ModelHooks(parts.gate, ElasticCaches(parts.kv), parts.weights, parts.forward, runtime.generations)
+    caches = ElasticCaches(parts.kv)
+    hooks = ModelHooks(HookContext(parts.gate, caches, parts.weights, parts.forward, runtime.generations))
     attention = AttentionSwitch(model)
     stack.callback(hooks.remove)
     hooks.install(options.decoder)

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class BatchShare:
-    """So many rows or tokens of a batch, and the module that computes them."""
+    """A number of rows or tokens of a batch, and the module that computes them."""
 
     def __init__(self, count: int, batch: int) -> None:
         self.count = count

@@ -25,7 +25,7 @@ from elastic.weights.proxy.weight_home import StagedTensors
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """What all units of one decoder layer have in common."""
+    """A decoder layer of the model, common to all its units."""
 
     index: int
     name: str
@@ -69,14 +69,15 @@ class WeightUnit:
         self.precisions = UnitPrecisions(layer.name, layout, device, variants or {})
         self.dtype, self.variants = self.precisions.dtype, self.precisions.variants
         """The name of its first parameter's dtype, and what it can be swapped to, by name."""
-        self.full = self.form = self.precisions.full
-        """`form` is the precision in which it lies in its block while resident, and full while absent."""
+        self.full = self.precision = self.precisions.full
+        """`precision` is the one in which it lies in its block while resident, and full while absent."""
         self.absent = False
         """Read by the layer's hooks: whether a call must be staged."""
         self.staged = StagedTensors()
         self.blocks: dict[object, WeightBuffer] = {}
         """By the key of a precision; all but that of the present one are reclaimable."""
         self.host_copies: dict[str, HostTensor] = {}
+        """Full parameters in the host store, by name."""
         self._lock_pages = device.type == "cuda"
         self.writes = 0
         """How often a parameter was written that is not plain."""
@@ -84,16 +85,16 @@ class WeightUnit:
     @property
     def variant(self) -> str:
         """The name of its present precision: its dtype, a variant, or several where parts are in different ones."""
-        return self.precisions.name_of(self.form)
+        return self.precisions.name_of(self.precision)
 
     @property
     def held_pages(self) -> int:
         """Pages that it has at its place."""
-        return 0 if self.absent else self.pages_in(self.form)
+        return 0 if self.absent else self.pages_in(self.precision)
 
-    def pages_in(self, form: LayerPrecision) -> int:
+    def pages_in(self, precision: LayerPrecision) -> int:
         """Return the pages that it needs at its place in a precision."""
-        return form.layout.page_count(self.pool.page_bytes)
+        return precision.layout.page_count(self.pool.page_bytes)
 
     def with_variant(self, variant: str | None, parts: tuple[str, ...] = ()) -> LayerPrecision:
         """Return the present precision, but with the parameters under `parts` (none: all) in a variant; None: full.
@@ -101,7 +102,7 @@ class WeightUnit:
         Raises `ConfigError` for a variant that the layer has not, and for parts that do not make sense alone.
         """
         names = [name for name in self.slots if not parts or is_under(name, parts)]
-        return self.precisions.changed(self.form, names, variant, whole=not parts)
+        return self.precisions.changed(self.precision, names, variant, whole=not parts)
 
     def version(self) -> int:
         """Return a number that rises when a parameter is written: by torch where it is plain, else by `writes`."""
@@ -110,15 +111,15 @@ class WeightUnit:
 
     # -- the bytes
 
-    def block_for(self, form: LayerPrecision) -> WeightBuffer:
+    def block_for(self, precision: LayerPrecision) -> WeightBuffer:
         """Return the block of a precision, addresses stable as long as no tensor outside keeps an earlier one."""
-        block = self.blocks.get(form.key)
-        if block is not None and block.pages != self.pages_in(form):
+        block = self.blocks.get(precision.key)
+        if block is not None and block.pages != self.pages_in(precision):
             block.close()
             block = None
         if block is None:
-            slots = form.layout.pages(self.pool.page_bytes)
-            block = self.blocks[form.key] = WeightBuffer(self.pool, form.nbytes, slots=slots)
+            slots = precision.layout.pages(self.pool.page_bytes)
+            block = self.blocks[precision.key] = WeightBuffer(self.pool, precision.nbytes, slots=slots)
         return block
 
     def keep(self, pace: RateLimiter | None = None) -> int:
@@ -140,10 +141,6 @@ class WeightUnit:
                 pace.acquire(parameter.nbytes)
         return copied
 
-    def host_tensor(self, name: str) -> torch.Tensor:
-        """Return a full parameter in the host store: any shape, the checkpoint's dtype. Not to be written."""
-        return self.host_copies[name].tensor
-
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replace a parameter of an absent unit: `value`, any shape, is broadcast and cast to it.
 
@@ -151,33 +148,33 @@ class WeightUnit:
         """
         if not self.absent:
             raise StateError(f"{self.name} came back meanwhile; write again")
-        fresh = self.host_tensor(name).clone()
+        fresh = self.host_copies[name].tensor.clone()
         fresh.copy_(value)
         self.host_copies[name] = host.keep(fresh, digest(fresh), lock=self._lock_pages)
         self.writes += 1
 
     def sources(
-        self, tensors: Mapping[str, torch.Tensor], form: LayerPrecision | None = None
+        self, tensors: Mapping[str, torch.Tensor], precision: LayerPrecision | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (target, host tensor) pairs that fill a block: any shape, but the same shape and dtype in a pair.
 
         `tensors` are those that the block shows of a precision (None: full), by their names in the layout.
         """
-        form, pairs = form or self.full, []
+        precision, pairs = precision or self.full, []
         for name in self.slots:
-            if name in form.packings:
-                targets = form.tensors_of(name, tensors)
-                pairs += [(targets[part], tensor) for part, tensor in form.packings[name].parts.items()]
+            if name in precision.packings:
+                targets = precision.tensors_of(name, tensors)
+                pairs += [(targets[part], tensor) for part, tensor in precision.packings[name].parts.items()]
             else:
-                pairs.append((tensors[name], self.host_tensor(name)))
+                pairs.append((tensors[name], self.host_copies[name].tensor))
         return pairs
 
     # -- the switches, at a safe point
 
-    def show(self, contents: Mapping[str, Content], form: LayerPrecision | None = None) -> None:
+    def show(self, contents: Mapping[str, Content], precision: LayerPrecision | None = None) -> None:
         """Be resident in a precision (None: full) from now on."""
         self._fill_slots(contents)
-        self.form, self.absent = form or self.full, False
+        self.precision, self.absent = precision or self.full, False
         if not self.part:
             self.layer.unpaged.move_to(self.pool.backend.device)
 
@@ -185,7 +182,7 @@ class WeightUnit:
         """Be absent from now on; the host store must have the bytes."""
         self.absent = True
         self._fill_slots(contents)
-        self.form = self.full
+        self.precision = self.full
 
     def _fill_slots(self, contents: Mapping[str, Content]) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -197,4 +194,4 @@ class WeightUnit:
         self.host_copies.clear()
         self.variants.clear()
         self.precisions.made = {self.full.key: self.full}
-        self.form = self.full
+        self.precision = self.full

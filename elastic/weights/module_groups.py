@@ -28,8 +28,8 @@ def merge_units(units: Sequence[WeightUnit], names: Collection[str], pool: PageP
         variants=first.variants,
     )
     merged.host_copies = {n: unit.host_copies[n] for n, unit in owners.items() if n in unit.host_copies}
-    chosen = {name: unit.form.variants[name] for name, unit in owners.items() if name in unit.form.variants}
-    merged.form = merged.precisions.having(chosen)
+    chosen = {name: unit.precision.variants[name] for name, unit in owners.items() if name in unit.precision.variants}
+    merged.precision = merged.precisions.having(chosen)
     return merged
 
 
@@ -47,7 +47,7 @@ def remainder(unit: WeightUnit, names: Collection[str]) -> WeightUnit:
     )
     rest.writes = unit.writes
     rest.host_copies = {name: kept for name, kept in unit.host_copies.items() if name not in names}
-    rest.form = unit.form.without(names) if unit.form.variants else rest.precisions.full
-    rest.precisions.made[rest.form.key] = rest.form
-    rest.blocks = {rest.form.key: unit.blocks[unit.form.key]}
+    rest.precision = unit.precision.without(names) if unit.precision.variants else rest.precisions.full
+    rest.precisions.made[rest.precision.key] = rest.precision
+    rest.blocks = {rest.precision.key: unit.blocks[unit.precision.key]}
     return rest

@@ -57,8 +57,8 @@ def move_out(unit: WeightUnit) -> None:
     for name, slot in unit.slots.items():
         if not slot.intact():  # somebody else's by now
             continue
-        plain = not unit.absent and name not in unit.form.packings
-        source = slot.parameter.detach() if plain else unit.host_tensor(name)
+        plain = not unit.absent and name not in unit.precision.packings
+        source = slot.parameter.detach() if plain else unit.host_copies[name].tensor
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=slot.device)
             tensor.copy_(source)

@@ -1,4 +1,4 @@
-"""Where a layer's tensors sit in its modules: parameters that live in pages, which can be switched, and all others."""
+"""A layer's tensors in its modules: parameters that live in pages, which can be switched, and all others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Content = nn.Parameter | WeightProxy
 
 
 class ParameterSlot:
-    """One parameter that lives in pages. Its identity is kept through switches wherever torch allows it, so that
-    references follow."""
+    """One parameter that lives in pages.
+
+    Its identity is kept through switches wherever torch allows it, so that references follow.
+    """
 
     def __init__(self, parameter: nn.Parameter, homes: tuple[tuple[nn.Module, str], ...]) -> None:
         self.parameter: Content = parameter

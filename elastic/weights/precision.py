@@ -57,7 +57,7 @@ class LayerVariant(Protocol):
 
     @property
     def together(self) -> bool:
-        """Whether its parameters only make sense together, as where norms were rescaled for the matrices."""
+        """True where its parameters only make sense together, such as norms that were rescaled for the matrices."""
         ...
 
 
@@ -165,9 +165,11 @@ class UnitPrecisions:
         name = self._names.get(precision.key)
         if name is None:
             names, used = self.full.layout.parameters.keys(), set(precision.variants.values())
-            whole = [v for v in self.variants if precision.variants.keys() == self.variants[v].packings.keys() & names]
-            one = next((variant for variant in whole if used == {variant}), None)
-            name = self._names[precision.key] = one or "+".join([self.dtype, *sorted(used)])
+            complete = [
+                v for v in self.variants if precision.variants.keys() == self.variants[v].packings.keys() & names
+            ]
+            pure = next((variant for variant in complete if used == {variant}), None)
+            name = self._names[precision.key] = pure or "+".join([self.dtype, *sorted(used)])
         return name
 
     def _variant(self, name: str) -> LayerVariant:
@@ -178,5 +180,5 @@ class UnitPrecisions:
 
 
 def outdated(precision: LayerPrecision, kept: Mapping[str, HostTensor]) -> bool:
-    """Return whether a packing stands for other bytes than the full ones that are kept."""
+    """Return whether a packing stands for other bytes than the full ones that are kept, by parameter."""
     return any(packing.source_digest != kept[name].digest for name, packing in precision.packings.items())

@@ -1,4 +1,4 @@
-"""What sits in the slots of a unit: made beside forward passes, so that a switch at the safe point is short."""
+"""The contents of a unit's slots: made beside forward passes, so that a switch at the safe point is short."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
 
 
-def resident_contents(unit: WeightUnit, form: LayerPrecision) -> dict[str, Content]:
+def resident_contents(unit: WeightUnit, precision: LayerPrecision) -> dict[str, Content]:
     """Make the contents of a unit whose block for this precision is filled, by parameter."""
-    tensors = unit.blocks[form.key].show(form.layout)
+    tensors = unit.blocks[precision.key].show(precision.layout)
     contents: dict[str, Content] = {}
     for name, slot in unit.slots.items():
-        if name in form.packings:
-            full = HostSource(unit, name, form.variants[name])
-            contents[name] = form.packings[name].content(slot.parameter, form.tensors_of(name, tensors), full)
+        if name in precision.packings:
+            full = HostSource(unit, name, precision.variants[name])
+            contents[name] = precision.packings[name].content(slot.parameter, precision.tensors_of(name, tensors), full)
         else:
             contents[name] = slot.plain(tensors[name])
     if unit.compute_device == unit.pool.backend.device:
@@ -30,9 +30,9 @@ def absent_contents(unit: WeightUnit) -> dict[str, Content]:
     return {name: WeightProxy(slot.parameter, HostSource(unit, name)) for name, slot in unit.slots.items()}
 
 
-def reinstate(unit: WeightUnit, form: LayerPrecision, absent: bool) -> None:
+def reinstate(unit: WeightUnit, precision: LayerPrecision, absent: bool) -> None:
     """Have a unit's slots as they were before a switch; the bytes are still there."""
     if absent:
         unit.hide(absent_contents(unit))
     else:
-        unit.show(resident_contents(unit, form), form)
+        unit.show(resident_contents(unit, precision), precision)

@@ -35,7 +35,7 @@ LOOK_EVERY = 32
 
 
 class SplitCaches(Protocol):
-    """What replica groups need of the KV cache. Counts of rows are those at the KV's own place, then at `places`."""
+    """KV caches that can be split by rows: at the KV's own place, which counts first, and at `places`."""
 
     def begin_forward(self, cache: Any, layers: Collection[int]) -> None:
         """Let layers of these indices be split by rows from now on; join all others again, if there is room."""

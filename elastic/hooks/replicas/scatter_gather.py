@@ -55,7 +55,7 @@ class ScatterGatherPass:
 
     @property
     def ended(self) -> bool:
-        """Whether all layers of the group are done."""
+        """True once all layers of the group are done."""
         return self._step == len(self._group.layers)
 
     def enter(self, layer: int, inputs: LayerInputs) -> tuple[Args, Kwargs]:

@@ -1,4 +1,4 @@
-"""What of a decoder layer's inputs belongs to which requests, where the tokens of all are one row: a table by name.
+"""The parts of a decoder layer's inputs by requests, where the tokens of all are one row: a table by name.
 
 Under continuous batching a forward pass has hidden states [1, tokens, hidden], the new tokens of all requests after one
 another. A part of the batch is a span of tokens that ends where a request does. The engine's KV cache stays where it
@@ -24,7 +24,7 @@ FOR_THE_CACHE = {
 
 @runtime_checkable
 class RequestCache(Protocol):
-    """What replica groups need of an engine's KV cache, in a forward pass."""
+    """An engine's KV cache in a forward pass, as far as replica groups need it."""
 
     def new_tokens(self) -> Sequence[int]:
         """Return the number of new tokens of each request of the batch, in order."""

@@ -1,4 +1,4 @@
-"""What of a decoder layer's inputs and outputs belongs to which rows of the batch: a table by name."""
+"""The parts of a decoder layer's inputs and outputs by rows of the batch: a table by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """How to find what of a layer's inputs belongs to a part of the batch."""
+    """The rules by which a layer's inputs are split into parts of the batch."""
 
     axis: int
     """Of hidden states [batch, tokens, hidden]: the one that is split."""

@@ -1,4 +1,4 @@
-"""What sits in a Parameter slot when the weight is not plain there: a tensor subclass, and where its value comes from.
+"""Proxies of weights that are not plain in their Parameter slot: a tensor subclass, and sources of its value.
 
 Way in: `tensor.WeightProxy` and `tensor.register`. `elastic.weights`, `elastic.quant` and `elastic.hooks` import it.
 """

@@ -31,7 +31,7 @@ class HostSource:
 
     def stored(self) -> torch.Tensor:
         """Return the tensor of the host store, in the same shape and dtype. Not to be written."""
-        return self._unit.host_tensor(self._name)
+        return self._unit.host_copies[self._name].tensor
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the weight by `value`, of any shape that broadcasts to it. Raises `StateError` for a packed one."""

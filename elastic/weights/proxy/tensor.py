@@ -1,4 +1,4 @@
-"""What sits in a Parameter slot when the weight is not plain: absent, elsewhere, packed.
+"""Proxies in Parameter slots, of weights that are absent, elsewhere or packed.
 
 A `WeightProxy` has the shape, dtype and device of the parameter it stands for, and a `WeightSource` that knows its
 value. Known operations of a forward pass are looked up in a table by (kind of source, function), into which kinds
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 class WeightSource(Protocol):
-    """Where the value of a weight comes from. All tensors have the same shape and dtype."""
+    """The source of a weight's value. All tensors have the same shape and dtype."""
 
     def value(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor on its device: right now, for reading only."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from elastic.memory.host_store import HostTensor
 from elastic.memory.page_pool import PagePool
 from elastic.weights.proxy.transfer_cache import TransferCache
 
@@ -30,12 +31,10 @@ class WeightHome(Protocol):
     transfers: TransferCache
     """What its parameters are multiplied with, brought to its device."""
     staged: StagedTensors
+    host_copies: dict[str, HostTensor]
+    """Its full parameters in the host store, by name."""
     writes: int
     """How often a parameter was written that is not plain."""
-
-    def host_tensor(self, name: str) -> torch.Tensor:
-        """Return a full parameter in the host store: any shape, the checkpoint's dtype. Not to be written."""
-        ...
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replace a parameter while absent: `value`, any shape, is broadcast and cast to it."""
