@@ -61,24 +61,24 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
 
 
 def compare(make: Callable[[], Any], count: int, device: str, rounds: int) -> dict[str, Any]:
-    mine, theirs = make(), make()
-    asked = prompts(count, mine.config.vocab_size)
+    wrapped, plain = make(), make()
+    asked = prompts(count, wrapped.config.vocab_size)
     blocks = sum(-(-(len(p) + NEW) // BLOCK) for p in asked) + count
-    elastic.wrap(mine, places=[f"{device}={'2GiB' if device == 'cpu' else '20GiB'}"])
-    engine = ContinuousEngine(mine, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
+    elastic.wrap(wrapped, places=[f"{device}={'2GiB' if device == 'cpu' else '20GiB'}"])
+    engine = ContinuousEngine(wrapped, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
     engine.start()
     settings = ContinuousBatchingConfig(
         page_size=BLOCK, num_blocks=blocks, max_batch_tokens=BATCH_TOKENS, allow_block_sharing=False
     )
     generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with theirs.continuous_batching_context_manager(
+    with plain.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=settings
     ) as manager:
         same = statistics.mean(a == b for a, b in zip(ours(engine, asked), stock(manager, asked), strict=True))
         works = {"elastic": lambda: ours(engine, asked), "transformers": lambda: stock(manager, asked)}
         times = paired(works, device, rounds, warmup=1)
     engine.stop()
-    elastic.unwrap(mine)
+    elastic.unwrap(wrapped)
     return {
         "requests": count,
         "tokens_per_s": {name: count * NEW / statistics.median(t) for name, t in times.items()},

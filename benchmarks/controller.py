@@ -90,7 +90,7 @@ def main() -> None:
     runs = [run(model, options.device, seconds) for _ in range(1 if options.quick else 3)]
     parts = hour(model, HOUR // 10 if options.quick else HOUR)
     results = {
-        "share": statistics.median(one["share"] for one in runs),
+        "share": statistics.median(run_["share"] for run_ in runs),
         "runs": runs,
         "tick_us_by_tenth_of_an_hour": parts,
         "last_over_first": parts[-1] / parts[0],

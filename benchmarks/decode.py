@@ -48,13 +48,13 @@ def decode(model: Any, cache: Any, device: str) -> Any:
 def measure(heads_kv: int, dtype: torch.dtype, contexts: list[int], options: Any) -> list[dict[str, Any]]:
     device = options.device
     plain = llama(heads_kv, dtype, device, quick=options.quick)
-    ours = elastic.wrap(twin(plain), places=[f"{device}=6GiB"])
+    wrapped = elastic.wrap(twin(plain), places=[f"{device}=6GiB"])
     results = []
     for context in contexts:
         caches = {
             "dynamic": (plain, DynamicCache(config=plain.config)),
             "static": (plain, StaticCache(config=plain.config, max_cache_len=context + ROOM)),
-            "elastic": (ours, elastic.ElasticCache(ours)),
+            "elastic": (wrapped, elastic.ElasticCache(wrapped)),
         }
         if context == contexts[0]:
             caches["static 8k"] = (plain, StaticCache(config=plain.config, max_cache_len=contexts[-1] + ROOM))
@@ -69,12 +69,12 @@ def measure(heads_kv: int, dtype: torch.dtype, contexts: list[int], options: Any
                 "context": context,
                 "ms": {name: 1e3 * statistics.median(t) / STEPS for name, t in times.items()},
                 "speedup": {name: ratio(t, times["elastic"]) for name, t in times.items() if name != "elastic"},
-                "memory": memory(ours, caches["elastic"][1], dtype),
+                "memory": memory(wrapped, caches["elastic"][1], dtype),
             }
         )
         del works, caches, model, cache
-        ours.elastic.kv.trim()
-    elastic.unwrap(ours)
+        wrapped.elastic.kv.trim()
+    elastic.unwrap(wrapped)
     return results
 
 

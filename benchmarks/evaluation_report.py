@@ -33,28 +33,34 @@ FIGURES: tuple[tuple[str, Callable[[dict[str, Any]], float | None]], ...] = (
 )
 
 
-def report(found: dict[str, Any], summaries: Summaries, conditions: Sequence[Any], machine: str, root: Path) -> None:
+def report(measured: dict[str, Any], summaries: Summaries, conditions: Sequence[Any], machine: str, root: Path) -> None:
     """Write everything below `root`."""
-    results = found | {"runs": {name: [compact(s) for s in each] for name, each in summaries.items()}}
+    results = measured | {"runs": {name: [compact(s) for s in runs] for name, runs in summaries.items()}}
     results["ratios"] = {c.name: ratios(summaries, c) for c in conditions}
     (root / "benchmarks" / "results" / f"evaluation-{machine}.json").write_text(json.dumps(results, indent=1) + "\n")
-    name = f"evaluation-{machine}" if found["full"] else "evaluation"
+    name = f"evaluation-{machine}" if measured["full"] else "evaluation"
     pictures = root / "docs" / name
     pictures.mkdir(parents=True, exist_ok=True)
     for condition in conditions:
         first = [Result(s, summaries[f"{condition.name}/{s}"][0]) for s in condition.systems]
         draw(first, pictures / f"{condition.name}.png")
         print(f"\n{condition.name}")
-        table(*_rows(summaries, found["quality"], condition))
-    (root / "docs" / f"{name}.md").write_text(document(found, summaries, conditions, results["ratios"], machine, name))
-    finish("evaluation", found["device"], {key: results[key] for key in ("calibration", "ratios", "quality", "took_s")})
+        table(*_rows(summaries, measured["quality"], condition))
+    (root / "docs" / f"{name}.md").write_text(
+        document(measured, summaries, conditions, results["ratios"], machine, name)
+    )
+    finish(
+        "evaluation", measured["device"], {key: results[key] for key in ("calibration", "ratios", "quality", "took_s")}
+    )
 
 
 def compact(summary: dict[str, Any]) -> dict[str, Any]:
     """Return a summary without arrays and without states."""
     plain = {k: v for k, v in summary.items() if not isinstance(v, list | dict)}
-    ours = {k: v for k, v in summary["elastic"].items() if k not in ("state_timeline", "weights", "tokens_by_weights")}
-    return plain | {"elastic": ours}
+    elastic = {
+        k: v for k, v in summary["elastic"].items() if k not in ("state_timeline", "weights", "tokens_by_weights")
+    }
+    return plain | {"elastic": elastic}
 
 
 def ratios(summaries: Summaries, condition: Any) -> dict[str, dict[str, Any]]:
@@ -72,7 +78,7 @@ def ratios(summaries: Summaries, condition: Any) -> dict[str, dict[str, Any]]:
 
 
 def document(
-    found: dict[str, Any],
+    measured: dict[str, Any],
     summaries: Summaries,
     conditions: Sequence[Any],
     ratios_: dict[str, Any],
@@ -80,7 +86,7 @@ def document(
     name: str,
 ) -> str:
     """docs/evaluation.md."""
-    command = "make evaluate-full" if found["full"] else "make evaluate"
+    command = "make evaluate-full" if measured["full"] else "make evaluate"
     lines = [
         "# Evaluation",
         "",
@@ -91,11 +97,11 @@ def document(
         "",
         "| workload | token scale | TTFT SLO s |",
         "| --- | --- | --- |",
-        *(f"| {w} | {c['token_scale']:g} | {c['slo_ttft_s']:.3f} |" for w, c in found["calibration"].items()),
+        *(f"| {w} | {c['token_scale']:g} | {c['slo_ttft_s']:.3f} |" for w, c in measured["calibration"].items()),
         "",
     ]
     for condition in conditions:
-        header, rows = _rows(summaries, found["quality"], condition)
+        header, rows = _rows(summaries, measured["quality"], condition)
         lines += [f"## {condition.name}", "", _markdown(header), _markdown(["---"] * len(header))]
         lines += [_markdown(row) for row in rows]
         lines += ["", *(_sentence(system, r) for system, r in ratios_[condition.name].items()), ""]
@@ -109,8 +115,8 @@ def document(
 def _rows(summaries: Summaries, quality: dict[str, Any], condition: Any) -> tuple[list[str], list[list[str]]]:
     rows = []
     for label, value in FIGURES:
-        each = [[value(s) for s in summaries[f"{condition.name}/{system}"]] for system in condition.systems]
-        rows.append([label, *(_median(values) for values in each)])
+        columns = [[value(s) for s in summaries[f"{condition.name}/{system}"]] for system in condition.systems]
+        rows.append([label, *map(_median, columns)])
     for label, key in (("lost likelihood %", "lost_likelihood"), ("ROUGE-L", "rouge_l")):
         values = [quality[f"{condition.name}/{system}"]["run"][key] for system in condition.systems]
         rows.append([label, *(f"{v * (100 if label.endswith('%') else 1):.3g}" for v in values)])
@@ -120,24 +126,24 @@ def _rows(summaries: Summaries, quality: dict[str, Any], condition: Any) -> tupl
 
 
 def _median(values: Sequence[float | None]) -> str:
-    known = [v for v in values if v is not None]
-    return f"{statistics.median(known):.4g}" if known else "-"
+    numbers = [v for v in values if v is not None]
+    return f"{statistics.median(numbers):.4g}" if numbers else "-"
 
 
 def _paired(
     above: Sequence[dict[str, Any]], below: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float | None]
 ) -> dict[str, float] | None:
     pairs = [(value(a), value(b)) for a, b in zip(above, below, strict=True)]
-    found = [a / b for a, b in pairs if a and b]
-    if not found:
+    ratios_ = [a / b for a, b in pairs if a and b]
+    if not ratios_:
         return None
-    mean = math.exp(statistics.fmean(math.log(r) for r in found))
-    return {"mean": mean, "low": min(found), "high": max(found)}
+    mean = math.exp(statistics.fmean(math.log(r) for r in ratios_))
+    return {"mean": mean, "low": min(ratios_), "high": max(ratios_)}
 
 
 def _fewer(full: Sequence[dict[str, Any]], system: Sequence[dict[str, Any]]) -> float | None:
     """Return the percentage by which fewer requests missed the SLO, over all repeats; None where no request did."""
-    missed = [math.fsum(1 - s["elastic"]["slo_attainment"] for s in each) for each in (full, system)]
+    missed = [math.fsum(1 - s["elastic"]["slo_attainment"] for s in runs) for runs in (full, system)]
     return 100 * (1 - missed[1] / missed[0]) if missed[0] > 0 else None
 
 

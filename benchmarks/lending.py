@@ -54,22 +54,22 @@ class Times:
 
 
 def run(instances: list[Instance], rows: list[int], tokens: int) -> dict[str, float]:
-    """All at the same time."""
+    """Run all instances at the same time; return rates in tokens per second, and times."""
     times = [Times() for _ in instances]
     all_have_read = threading.Barrier(len(instances))
     threads = [
-        threading.Thread(target=instance.generate, args=(n, tokens, all_have_read, its))
-        for instance, n, its in zip(instances, rows, times, strict=True)
+        threading.Thread(target=instance.generate, args=(n, tokens, all_have_read, times_))
+        for instance, n, times_ in zip(instances, rows, times, strict=True)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return {
-        "prompt": sum(rows) * PROMPT / max(its.prompt for its in times),
-        "decode": sum(rows) * tokens / max(sum(its.steps) for its in times),
-        "prompt_s": statistics.median(its.prompt for its in times),
-        "step_s": statistics.median(step for its in times for step in its.steps),
+        "prompt": sum(rows) * PROMPT / max(times_.prompt for times_ in times),
+        "decode": sum(rows) * tokens / max(sum(times_.steps) for times_ in times),
+        "prompt_s": statistics.median(times_.prompt for times_ in times),
+        "step_s": statistics.median(step for times_ in times for step in times_.steps),
     }
 
 
@@ -83,9 +83,9 @@ def weights_bytes(models: list[Any]) -> int:
 
 
 def layers_bytes(places: list[str], model: Any) -> int:
-    """Of layers, at all places: of every model that uses them."""
+    """Return the bytes of layers at all places, those of every model that uses them."""
     owners = [place.owners for place in model.elastic.status().places if place.name in places]
-    return sum(size for here in owners for owner, size in here.items() if owner.startswith("layer:"))
+    return sum(size for owned in owners for owner, size in owned.items() if owner.startswith("layer:"))
 
 
 def main() -> None:
@@ -99,8 +99,8 @@ def main() -> None:
     lenders = [small_model(hidden, inner, count, dtype, device) for _ in range(2)]
     places = [f"{device}#a", f"{device}#b"]
     gib = 2 if on_cpu else 60
-    for model, own, other in zip(lenders, places, reversed(places), strict=True):
-        elastic.wrap(model, places=[f"{own}={gib}GiB", f"{other}={gib}GiB"])
+    for model, home, other in zip(lenders, places, reversed(places), strict=True):
+        elastic.wrap(model, places=[f"{home}={gib}GiB", f"{other}={gib}GiB"])
     elastics = [Instance(model) for model in lenders]
     shares = {"elastic": [], "elastic, half": list(range(count // 2, count)), "elastic, all": list(range(count))}
     half = ROWS // 2
@@ -149,7 +149,7 @@ def main() -> None:
 
 def _of(runs: dict[str, list[dict[str, float]]], memory: dict[str, int]) -> dict[str, Any]:
     def rates(name: str, phase: str) -> list[float]:
-        return [one[phase] for one in runs[name]]
+        return [run_[phase] for run_ in runs[name]]
 
     def speeds(name: str, phase: str) -> dict[str, Any]:
         return {

@@ -31,8 +31,8 @@ def places(device: str, gib: int) -> list[str]:
 def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
     """Migrations of so many layers at once."""
     elastic.wrap(model, places=places(device, 40 if device != "cpu" else 4))
-    runtime, found = model.elastic, []
-    there = f"{device}#b"
+    runtime, measured = model.elastic, []
+    target = f"{device}#b"
     for count in counts:
         layers = range(count)
         units = [runtime._weights.layers[i] for i in layers]
@@ -50,16 +50,16 @@ def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[
         budget = runtime.status().places
         for _ in range(rounds + 2):
             copies += paired({"copy": partial(plain, list(zip(targets, sources, strict=True)))}, device, 1, 0)["copy"]
-            took["mapped"].append(seconds(partial(runtime.migrate, layers, there), device))
+            took["mapped"].append(seconds(partial(runtime.migrate, layers, target), device))
             runtime.migrate(layers, f"{device}#a")
             for pool in runtime._places:
                 pool.unmap_idle()
-            took["to be mapped"].append(seconds(partial(runtime.migrate, layers, there), device))
+            took["to be mapped"].append(seconds(partial(runtime.migrate, layers, target), device))
             runtime.migrate(layers, f"{device}#a")
         pauses = sorted(e.pause_ms for e in runtime.events() if len(e.action.layers) == count)
         assert runtime.status().places[0].owners == budget[0].owners
         nbytes = sum(tensor.nbytes for tensor in sources)
-        found.append(
+        measured.append(
             {
                 "layers": count,
                 "bytes": nbytes,
@@ -70,7 +70,7 @@ def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[
             }
         )
     elastic.unwrap(model)
-    return found
+    return measured
 
 
 def gaps(model: Any, device: str, tokens: int) -> list[float]:

@@ -40,7 +40,7 @@ def prompts(model: Any, batch: int, tokens: int) -> torch.Tensor:
 def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: int) -> dict[str, Any]:
     """Time the caches of so many layers at once, with so many tokens in each."""
     runtime, layers = wrap(model, device), range(count)
-    here, there = (f"{device}#{name}" for name in NAMES)
+    home, target = (f"{device}#{name}" for name in NAMES)
     cache = model(prompts(model, batch, tokens)).past_key_values
     sources = [kv.clone() for layer in cache.layers[:count] for kv in (layer.keys, layer.values)]
     targets = [torch.empty_like(kv).fill_(0) for kv in sources]
@@ -53,13 +53,13 @@ def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: 
     copies: list[float] = []
     took: dict[str, list[float]] = {"at rest": [], "to be mapped": []}
     for _ in range(rounds + 2):
-        for name, seen in took.items():
+        for name, times in took.items():
             if name == "to be mapped":
                 runtime.kv.trim()
                 runtime.kv.trim()
-            seen.append(seconds(partial(runtime.migrate_kv, layers, there), device))
+            times.append(seconds(partial(runtime.migrate_kv, layers, target), device))
             assert runtime.events()[-1].moved_bytes >= nbytes
-            runtime.migrate_kv(layers, here)
+            runtime.migrate_kv(layers, home)
         copies += paired({"copy": plain}, device, 1, 0)["copy"]
     pauses = sorted(event.pause_ms for event in runtime.events())
     del cache
@@ -69,8 +69,8 @@ def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: 
         "layers": count,
         "bytes": nbytes,
         "copy_gb_s": nbytes / 1e9 / statistics.median(copies[2:]),
-        "ms": {name: 1e3 * statistics.median(seen[2:]) for name, seen in took.items()},
-        "rate": {name: ratio(copies[2:], seen[2:]) for name, seen in took.items()},
+        "ms": {name: 1e3 * statistics.median(times[2:]) for name, times in took.items()},
+        "rate": {name: ratio(copies[2:], times[2:]) for name, times in took.items()},
         "pause_ms": {"p50": pauses[len(pauses) // 2], "max": pauses[-1]},
     }
 

@@ -28,15 +28,16 @@ def raw(backend: Any, address: int, pages: list[int]) -> Any:
         return raw_cuda(backend, address, pages)
     from elastic.memory.backends import memfd
     from elastic.memory.backends.base import runs
+    from elastic.memory.backends.libc import libc
 
     size, pieces = backend.page_bytes, runs(pages)
 
     def work() -> None:
         at = address
         for first, count in pieces:
-            memfd._libc.mmap(at, count * size, memfd._READ_WRITE, memfd._MAPPED, backend._file, first * size)
+            libc.mmap(at, count * size, memfd._READ_WRITE, memfd._MAPPED, backend._file, first * size)
             at += count * size
-        memfd._libc.mmap(address, len(pages) * size, 0, memfd._RESERVED | memfd._MAP_FIXED, -1, 0)
+        libc.mmap(address, len(pages) * size, 0, memfd._RESERVED | memfd._MAP_FIXED, -1, 0)
 
     return work
 

@@ -100,9 +100,9 @@ def predict(model: Any, places: list[str], load: Load, drawn: list[Drawn], rest:
         calibration = measure(find_decoder(model), parsed, rows, tokens)
         form = MeasuredCostModel(calibration, load.batch, tokens, token_bytes)
         plain = rest[kind] + cost(form, drawn[0].placement.alone_at_home)
-        for one in drawn:
-            one.predicted_s[kind] = rest[kind] + cost(form, one.placement)
-            one.predicted[kind] = one.predicted_s[kind] / plain
+        for candidate in drawn:
+            candidate.predicted_s[kind] = rest[kind] + cost(form, candidate.placement)
+            candidate.predicted[kind] = candidate.predicted_s[kind] / plain
         name = parsed[0].name
         lines = [calibration.layer(name, k) for k in range(1, len(places) + 1)]
         times[kind] = {
@@ -118,14 +118,14 @@ def try_out(model: Any, load: Load, drawn: list[Drawn]) -> dict[str, float]:
     runtime = model.elastic
     load.seconds(model)
     plains = [load.seconds(model)]
-    for one in drawn:
-        for place, layers in one.replicas.items():
+    for candidate in drawn:
+        for place, layers in candidate.replicas.items():
             runtime.replicate(layers, place)
-        one.measured_s = load.seconds(model)
-        for place, layers in one.replicas.items():
+        candidate.measured_s = load.seconds(model)
+        for place, layers in candidate.replicas.items():
             runtime.evict(layers, place)
         plains.append(load.seconds(model))
-        one.measured = {k: 2 * one.measured_s[k] / (plains[-2][k] + plains[-1][k]) for k in KINDS}
+        candidate.measured = {k: 2 * candidate.measured_s[k] / (plains[-2][k] + plains[-1][k]) for k in KINDS}
     return {kind: statistics.median(plain[kind] for plain in plains) for kind in KINDS}
 
 
@@ -153,12 +153,12 @@ def by_stratum(drawn: list[Drawn], kind: str) -> list[list[Any]]:
     rows = []
     for runs in RUNS:
         for degree in DEGREES:
-            here = [one for one in drawn if (one.runs, one.degree) == (runs, degree)]
-            if here:
-                pairs = [(one.predicted[kind], one.measured[kind]) for one in here]
+            group = [candidate for candidate in drawn if (candidate.runs, candidate.degree) == (runs, degree)]
+            if group:
+                pairs = [(candidate.predicted[kind], candidate.measured[kind]) for candidate in group]
                 means = [statistics.mean(values) for values in zip(*pairs, strict=True)]
                 off = statistics.median(abs(p / m - 1) for p, m in pairs)
-                rows.append([kind, runs, degree, len(here), *(f"{mean:.2f}" for mean in means), f"{off:.1%}"])
+                rows.append([kind, runs, degree, len(group), *(f"{mean:.2f}" for mean in means), f"{off:.1%}"])
     return rows
 
 
@@ -180,8 +180,11 @@ def main() -> None:
     elastic.unwrap(model)
     results: dict[str, Any] = {"calibration": calibration, "plain_s": plain_s, "placements": len(drawn)}
     for kind in KINDS:
-        relative = [one.predicted[kind] for one in drawn], [one.measured[kind] for one in drawn]
-        absolute = [one.predicted_s[kind] for one in drawn], [one.measured_s[kind] for one in drawn]
+        relative = [candidate.predicted[kind] for candidate in drawn], [candidate.measured[kind] for candidate in drawn]
+        absolute = (
+            [candidate.predicted_s[kind] for candidate in drawn],
+            [candidate.measured_s[kind] for candidate in drawn],
+        )
         points = [list(pair) for pair in zip(*relative, strict=True)]
         results[kind] = {"relative": errors(*relative), "seconds": errors(*absolute), "points": points}
     header = ["pass", "runs", "places", "placements", "predicted, of plain", "measured, of plain", "median error"]

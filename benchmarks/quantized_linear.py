@@ -108,11 +108,11 @@ def compare(
     x = torch.randn(tokens, weight.shape[1], device=device, dtype=weight.dtype)
     works: dict[str, Any] = {"full": Rotated(partial(F.linear, x), plain)}
     rows = {}
-    for each in variants:
-        for kind, chosen in each.chosen.items():
-            key = f"{each.name} {chosen[tokens]}"
-            works[key] = Rotated(partial(each.paths[chosen[tokens]], x), each.parts)
-            rows.setdefault(key, each.row(chosen[tokens], kind, x))
+    for variant_ in variants:
+        for kind, chosen in variant_.chosen.items():
+            key = f"{variant_.name} {chosen[tokens]}"
+            works[key] = Rotated(partial(variant_.paths[chosen[tokens]], x), variant_.parts)
+            rows.setdefault(key, variant_.row(chosen[tokens], kind, x))
     times = paired(works, device, max(3, rounds // 3) if tokens * weight.numel() > 5e8 else rounds, warmup=1)
     full = {"full_ms": 1e3 * statistics.median(times["full"]), "error_full": error(F.linear(x, weight), x, weight)}
     for key, row in rows.items():

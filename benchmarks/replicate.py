@@ -28,21 +28,21 @@ from elastic.memory.copy_engine import copy
 
 def throughput(model: Any, device: str, batch: int, sizes: tuple[int, int], rounds: int) -> dict[str, Any]:
     """Prefill and decode at one place and with replicas of all layers, in turn."""
-    runtime, layers, there = model.elastic, range(model.config.num_hidden_layers), f"{device}#b"
+    runtime, layers, target = model.elastic, range(model.config.num_hidden_layers), f"{device}#b"
     took: dict[str, dict[str, list[float]]] = {name: {"alone": [], "shared": []} for name in ("prefill", "decode")}
     overlaps: list[float] = []
     rows: list[int] = []
     for round_ in range(rounds + 1):
         for name in ("alone", "shared"):
             if name == "shared":
-                runtime.replicate(layers, there)
-            seen = runtime.passes()[-1:] if runtime.passes() else ()
+                runtime.replicate(layers, target)
+            before = runtime.passes()[-1:] if runtime.passes() else ()
             times = generate(model, device, batch, *sizes)
             if name == "shared":
-                mine = [p for p in runtime.passes() if not seen or p[0].spans_s[0] > seen[0][0].spans_s[0]]
+                mine = [p for p in runtime.passes() if not before or p[0].spans_s[0] > before[0][0].spans_s[0]]
                 overlaps += [overlap(p) for p in mine[2:] if len(p) > 1]
                 rows = [part.rows for part in mine[-1]]
-                runtime.evict(layers, there)
+                runtime.evict(layers, target)
             if round_:
                 took["prefill"][name].append(times[0])
                 took["decode"][name].append(sum(times[1:]))
@@ -57,16 +57,16 @@ def throughput(model: Any, device: str, batch: int, sizes: tuple[int, int], roun
 
 def generate(model: Any, device: str, batch: int, prompt: int, tokens: int) -> list[float]:
     """Seconds of the prefill and of each step after it."""
-    found: list[Any] = []
+    caches: list[Any] = []
     ids = torch.arange(batch * prompt, device=device).view(batch, prompt) % model.config.vocab_size
-    times = [seconds(lambda: found.append(model(ids).past_key_values), device)]
+    times = [seconds(lambda: caches.append(model(ids).past_key_values), device)]
     token = ids[:, :1]
-    model(token, past_key_values=found[0])
-    return times + [seconds(lambda: model(token, past_key_values=found[0]), device) for _ in range(tokens)]
+    model(token, past_key_values=caches[0])
+    return times + [seconds(lambda: model(token, past_key_values=caches[0]), device) for _ in range(tokens)]
 
 
 def overlap(parts: Any) -> float:
-    """Of two places' times in one pass."""
+    """Compare the times of two places in one pass."""
     both = sum(
         max(0.0, min(stop, other_stop) - max(start, other_start))
         for start, stop in parts[0].spans_s
@@ -77,7 +77,7 @@ def overlap(parts: Any) -> float:
 
 def served(model: Any, device: str, count: int, rounds: int) -> dict[str, Any]:
     """Requests through the engine until the last has ended, at one place and with replicas of all layers, in turn."""
-    runtime, layers, there = model.elastic, range(model.config.num_hidden_layers), f"{device}#b"
+    runtime, layers, target = model.elastic, range(model.config.num_hidden_layers), f"{device}#b"
     asked = prompts(count, model.config.vocab_size)
     took: dict[str, list[float]] = {"alone": [], "shared": []}
     tokens: dict[str, Any] = {}
@@ -85,11 +85,11 @@ def served(model: Any, device: str, count: int, rounds: int) -> dict[str, Any]:
         for round_ in range(rounds + 1):
             for name, times in took.items():
                 if name == "shared":
-                    runtime.replicate(layers, there)
+                    runtime.replicate(layers, target)
                 spent = seconds(lambda name=name: tokens.update({name: ours(engine, asked)}), device)
                 if name == "shared":
                     overlaps = [overlap(parts) for parts in runtime.passes() if len(parts) > 1]
-                    runtime.evict(layers, there)
+                    runtime.evict(layers, target)
                 if round_:
                     times.append(spent)
     return {
@@ -103,7 +103,7 @@ def served(model: Any, device: str, count: int, rounds: int) -> dict[str, Any]:
 
 def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
     """Replicating so many layers at once."""
-    runtime, there, found = model.elastic, f"{device}#b", []
+    runtime, target, measured = model.elastic, f"{device}#b", []
     for count in counts:
         units = [runtime._weights.layers[i] for i in range(count)]
         sources = [
@@ -119,16 +119,16 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
         took: dict[str, list[float]] = {"mapped": [], "to be mapped": []}
         for _ in range(rounds + 2):
             plain_s += paired({"copy": partial(plain, list(zip(targets, sources, strict=True)))}, device, 1, 0)["copy"]
-            took["mapped"].append(seconds(partial(runtime.replicate, range(count), there), device))
-            runtime.evict(range(count), there)
+            took["mapped"].append(seconds(partial(runtime.replicate, range(count), target), device))
+            runtime.evict(range(count), target)
             for pool in runtime._places:
                 pool.unmap_idle()
-            took["to be mapped"].append(seconds(partial(runtime.replicate, range(count), there), device))
-            runtime.evict(range(count), there)
+            took["to be mapped"].append(seconds(partial(runtime.replicate, range(count), target), device))
+            runtime.evict(range(count), target)
         pauses = sorted(e.pause_ms for e in runtime.events() if len(e.action.layers) == count)
         nbytes = sum(tensor.nbytes for tensor in sources)
         del sources, targets
-        found.append(
+        measured.append(
             {
                 "layers": count,
                 "bytes": nbytes,
@@ -138,7 +138,7 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
                 "pause_ms": {"p50": pauses[len(pauses) // 2], "max": pauses[-1]},
             }
         )
-    return found
+    return measured
 
 
 def main() -> None:

@@ -69,11 +69,11 @@ def orders_for(variant: str, model: Any, tokenizer: Any, calibration: list[str])
     layers = len(find_decoder(model).layers)
     profile = functools.partial(elastic.profile, model, calibration, tokenizer=tokenizer, variant=variant)
     whole = profile()
-    found = whole.order
-    orders = {"LIS": found, "reverse": found[::-1], **{rule: order(rule, layers) for rule in RULES}}
+    chosen_order = whole.order
+    orders = {"LIS": chosen_order, "reverse": chosen_order[::-1], **{rule: order(rule, layers) for rule in RULES}}
     for name, (alpha1, alpha2, beta) in TERMS.items():
         orders[name] = profile(alpha1=alpha1, alpha2=alpha2, beta=beta, lazy=True).order
-    last = found[-1]
+    last = chosen_order[-1]
     for seed in range(SEEDS):
         drawn = random_order(layers, seed)
         orders[f"random {seed}"] = drawn
@@ -147,9 +147,11 @@ def on_the_way(curve: torch.Tensor) -> torch.Tensor:
     return curve[1:-1].mean(0)
 
 
-def difference(own: torch.Tensor, others: torch.Tensor, origin: Sequence[int], resamples: int = 2000) -> dict[str, Any]:
+def difference(
+    rises: torch.Tensor, other_rises: torch.Tensor, origin: Sequence[int], resamples: int = 2000
+) -> dict[str, Any]:
     """Compare our rise, [windows], with others, [orders, windows]: mean, 95 % interval, and share of resamples."""
-    gains = others - own
+    gains = other_rises - rises
     members = [[i for i, o in enumerate(origin) if o == text] for text in sorted(set(origin))]
     by_text = torch.stack([gains[:, chosen].mean(1) for chosen in members])
     generator = torch.Generator().manual_seed(0)
@@ -167,17 +169,17 @@ def difference(own: torch.Tensor, others: torch.Tensor, origin: Sequence[int], r
 def quality(variant: str, model: Any, tokenizer: Any, calibration: list[str], held_out: list[str]) -> dict[str, Any]:
     windows, origin = held_out_windows(held_out, tokenizer)
     profile, orders = orders_for(variant, model, tokenizer, calibration)
-    found, singles = curves(variant, model, windows, orders)
-    own = on_the_way(found["LIS"]["nats"])
+    by_order, singles = curves(variant, model, windows, orders)
+    rises_of_lis = on_the_way(by_order["LIS"]["nats"])
     rows = {}
     for row in dict.fromkeys(map(group, orders)):
-        members = [curve for name, curve in found.items() if group(name) == row]
+        members = [curve for name, curve in by_order.items() if group(name) == row]
         rises = torch.stack([on_the_way(curve["nats"]) for curve in members])
         rows[row] = {
             "mnats": [1e3 * x for x in torch.stack([c["nats"] for c in members]).mean((0, 2)).tolist()],
             "agreement": torch.stack([c["agreement"] for c in members]).mean((0, 2)).tolist(),
             "mean_mnats": 1e3 * rises.mean().item(),
-            "mnats_above_lis": difference(1e3 * own, 1e3 * rises, origin),
+            "mnats_above_lis": difference(1e3 * rises_of_lis, 1e3 * rises, origin),
         }
     return {
         "variant": variant,
@@ -224,9 +226,9 @@ def naive(model: Any, ids: torch.Tensor, variants: Sequence[Any], setting: Profi
         local.append(setting.alpha1 * lts / count + setting.alpha2 * lrs / count)
     chosen: list[int] = []
     before = trace.logits
-    while left := [p for p in range(len(layers)) if p not in chosen]:
+    while candidates := [p for p in range(len(layers)) if p not in chosen]:
         best, logits = (float("-inf"), 0), before
-        for p in left:
+        for p in candidates:
             after = trace.whole({q: variants[q] for q in [*chosen, p]})
             score = local[p] + setting.beta * cosine(before, after) / count
             if (score, -p) > best:

@@ -90,32 +90,32 @@ def served() -> Iterator[tuple[str, int]]:
 
 def post_again_and_again(where: tuple[str, int], path: str, body: bytes, until: Any, statuses: Any) -> None:
     """Send bodies, in a process of its own."""
-    seen: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
     while not until.is_set():
         connection = http.client.HTTPConnection(*where, timeout=60)
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             answer.read()
-            seen[str(answer.status)] += 1
+            answers[str(answer.status)] += 1
         except OSError as error:
-            seen[type(error).__name__] += 1
+            answers[type(error).__name__] += 1
         finally:
             connection.close()
-    statuses.put(dict(seen))
+    statuses.put(dict(answers))
 
 
 def health_ms(where: tuple[str, int], seconds: float) -> list[float]:
     """Latencies of `/health` over a connection that stays."""
     connection = http.client.HTTPConnection(*where, timeout=120)
-    found, end = [], time.perf_counter() + seconds
+    latencies_ms, end = [], time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         connection.request("GET", "/health")
         connection.getresponse().read()
-        found.append(1e3 * (time.perf_counter() - start))
+        latencies_ms.append(1e3 * (time.perf_counter() - start))
         time.sleep(0.01)
     connection.close()
-    return found
+    return latencies_ms
 
 
 def beside(where: tuple[str, int], path: str, body: bytes, senders: int, seconds: float) -> dict[str, Any]:
@@ -130,12 +130,12 @@ def beside(where: tuple[str, int], path: str, body: bytes, senders: int, seconds
     time.sleep(0.3)  # until they have begun
     latencies = health_ms(where, seconds)
     until.set()
-    seen: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
     for _ in processes:
-        seen.update(statuses.get(timeout=120))
+        answers.update(statuses.get(timeout=120))
     for process in processes:
         process.join()
-    return {**quantiles(latencies), "bytes": len(body), "answers": dict(seen)}
+    return {**quantiles(latencies), "bytes": len(body), "answers": dict(answers)}
 
 
 def quantiles(latencies: list[float]) -> dict[str, float]:

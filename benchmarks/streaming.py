@@ -80,7 +80,8 @@ def main() -> None:
     if device != "cpu":
         peer = offloaded(model, device)
         works["cpu_offload"] = lambda: decode(peer, device)
-    elastic.wrap(model, places=[f"{device}={nbytes // 2}"])
+    page_bytes = 4096 if options.quick and device == "cpu" else None  # each head of KV takes pages of its own
+    elastic.wrap(model, places=[elastic.Place(device, torch.device(device), nbytes // 2, page_bytes)])
     absent = sum(layer.absent for layer in model.elastic._weights.layers)
     times = paired(works, device, options.rounds)
     per_layer = plain_copy_s(model.elastic, device, options.rounds)

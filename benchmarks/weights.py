@@ -79,7 +79,7 @@ def many(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def linears(dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
     """Microseconds of one linear on one token: stock parameter, parameter in pages, weight of a staged layer."""
-    found = []
+    rows = []
     for inputs, outputs in LINEARS:
         model = small_model(inputs, outputs if outputs > inputs else inputs, 1, dtype, device)
         mlp = outputs > inputs
@@ -96,7 +96,7 @@ def linears(dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]
         times |= paired({"staged": staged, "stock again": partial(many, x, stock)}, device, rounds)
         stages.leave(weights)
         elastic.unwrap(model)
-        found.append(
+        rows.append(
             {
                 "shape": f"{inputs} -> {outputs}",
                 "us": {key: 1e6 / 200 * statistics.median(value) for key, value in times.items()},
@@ -104,7 +104,7 @@ def linears(dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]
                 "staged_over_stock": ratio(times["staged"], times["stock again"]),
             }
         )
-    return found
+    return rows
 
 
 def wrapping(dtype: torch.dtype, device: str, rounds: int) -> dict[str, float]:

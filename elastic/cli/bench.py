@@ -70,17 +70,17 @@ def measure(options: Namespace) -> ReplayRun:
     prompts = make_prompts(options, trace)
     limits = ReplayOptions(warmup=options.warmup, timeout_s=options.timeout)
     with make_target(options, slo) as target:
-        run = replay(target, trace, prompts, slo, options=limits, progress=choose_progress())
-        summary = summarize(run, detailed=options.save_detailed)
+        result = replay(target, trace, prompts, slo, options=limits, progress=choose_progress())
+        summary = summarize(result, detailed=options.save_detailed)
         if options.records is not None:  # written before the target ends, which may take long
-            write_records(options.records, run.records)
+            write_records(options.records, result.records)
         if options.out is not None:
             try:
                 Path(options.out).write_text(json.dumps(summary) + "\n")
             except OSError as error:
                 raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}") from error
     show([Result(Path(options.out or "result").stem, summary)])
-    return run
+    return result
 
 
 def show(results: Sequence[Result]) -> None:

@@ -60,7 +60,7 @@ class Gamma:
 
     def __post_init__(self) -> None:
         _require_rate("the rate of gamma arrivals", self.rate)
-        require_positive("burstiness", self.burstiness)
+        require_positive(f"burstiness, {self.burstiness},", self.burstiness)
         if self.burstiness < LEAST_BURSTINESS:
             raise ConfigError(f"burstiness {self.burstiness} must be at least {LEAST_BURSTINESS:g}")
 
@@ -84,7 +84,8 @@ class OnOff:
     def __post_init__(self) -> None:
         _require_rate("on_rate of on/off arrivals", self.on_rate)
         for name in ("on_s", "off_s"):
-            require_positive(f"{name} of on/off arrivals", getattr(self, name))
+            value = getattr(self, name)
+            require_positive(f"{name} of on/off arrivals, {value},", value)
         if self.off_rate:
             _require_rate("off_rate of on/off arrivals", self.off_rate)
 
@@ -108,7 +109,7 @@ class Ramp:
         if self.last_rate == 0:
             raise ConfigError("a ramp cannot end at rate 0: requests would end too")
         _require_rate("the highest rate of a ramp", max(self.first_rate, self.last_rate))
-        require_positive("the length of a ramp", self.over_s)
+        require_positive(f"the length of a ramp, {self.over_s},", self.over_s)
 
     def times(self, rng: random.Random) -> Iterator[float]:
         """Yield Poisson arrivals at the rate of each moment."""
@@ -144,7 +145,8 @@ class Lognormal:
 
     def __post_init__(self) -> None:
         for name in ("prompt_median", "output_median"):
-            require_positive(f"{name} of lognormal lengths", getattr(self, name))
+            value = getattr(self, name)
+            require_positive(f"{name} of lognormal lengths, {value},", value)
         if not (0 <= self.prompt_sigma < 10 and 0 <= self.output_sigma < 10):
             raise ConfigError(f"sigmas of lognormal lengths, {self.prompt_sigma}, {self.output_sigma}: from 0 to 10")
 
@@ -180,7 +182,7 @@ def generate(arrivals: ArrivalProcess, lengths: Lengths, duration_s: float, *, s
     Arrivals and lengths have generators of their own, so that other lengths leave the arrivals as they are. Raises
     `ConfigError` for a duration that no request arrives in.
     """
-    require_positive("the duration of a generated trace", duration_s)
+    require_positive(f"the duration of a generated trace, {duration_s},", duration_s)
     of_arrivals, of_lengths = random.Random(f"arrivals {seed}"), random.Random(f"lengths {seed}")
     within = itertools.takewhile(lambda t: t < duration_s, arrivals.times(of_arrivals))
     times = list(itertools.islice(within, MOST_REQUESTS))
@@ -199,6 +201,6 @@ def _thin(rng: random.Random, highest: float, rate: Callable[[float], float]) ->
 
 def _require_rate(name: str, value: float) -> None:
     """Raise `ConfigError` for a rate that is not positive or too high."""
-    require_positive(name, value)
+    require_positive(f"{name}, {value},", value)
     if value > HIGHEST_RATE:
         raise ConfigError(f"{name}, {value:g}, must be at most {HIGHEST_RATE:,.0f} requests per second")

@@ -96,7 +96,7 @@ class Trace:
         as they were. `stretch` keeps all and divides the times by `scale`: everything gets slower or faster. One
         may follow the other.
         """
-        require_positive("rate scale", scale)
+        require_positive(f"rate scale {scale}", scale)
         if method not in RATE_METHODS:
             raise ConfigError(f"rate method {method!r} is not known; choose one of {RATE_METHODS}")
         if method == "stretch":
@@ -113,7 +113,7 @@ class Trace:
         With `most`, a request that has more than that in prompt and output together is shortened in both, in
         proportion, so that it fits a context.
         """
-        require_positive("token scale", scale)
+        require_positive(f"token scale {scale}", scale)
         if most is not None and most < 2:
             raise ConfigError(f"most tokens {most} leaves no room for a prompt and an output; at least 2 are needed")
         scaled = [
@@ -128,7 +128,7 @@ class Trace:
 
     def densest(self, length_s: float) -> tuple[float, float]:
         """Return the window of this length, beginning at an arrival, with the most requests; the first of several."""
-        require_positive("window length", length_s)
+        require_positive(f"window length {length_s}", length_s)
         times = [r.arrival_s for r in self.requests]
         best, most, last = 0.0, 0, 0
         for first, start in enumerate(times):
@@ -165,10 +165,10 @@ class Trace:
         return hashlib.sha256(rows.encode()).hexdigest()
 
 
-def require_positive(name: str, value: float) -> None:
-    """Raise `ConfigError` for a number that is not above zero and finite."""
+def require_positive(subject: str, value: float) -> None:
+    """Raise `ConfigError` about a subject, such as "scale 0", whose value is not above zero and finite."""
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} {value} must be above 0 and finite")
+        raise ConfigError(f"{subject} must be above 0 and finite")
 
 
 def _thin(requests: tuple[TraceRequest, ...], scale: float, seed: int) -> tuple[TraceRequest, ...]:
