@@ -135,7 +135,7 @@ class MigrateHandler:
         for relocation in prepared.relocations:
             self._weights.set_units(relocation.index, relocation.after)
             relocation.flip()
-        self._routes.lay()
+        self._routes.update()
 
     def rollback(self, prepared: PreparedMigration) -> None:
         """Flip back, and give the new pages back."""
@@ -143,7 +143,7 @@ class MigrateHandler:
             if prepared.committed:
                 relocation.undo()
                 self._weights.set_units(relocation.index, relocation.before)
-                self._routes.lay()
+                self._routes.update()
             relocation.contents = {}
             self._tenancy.lend(relocation.arriving, self._tenancy.give_up(relocation.arriving))
         prepared.relocations.clear()

@@ -235,7 +235,7 @@ class ReplicateHandler:
             for layer, by_place in replicas.items()
             if by_place
         }
-        self._runs.lay(replicas)
+        self._runs.set_replicas(replicas)
 
     def _give_up(self, prepared: PreparedReplication) -> int:
         """Pages of replicas that are no more; returns those that are free now."""
