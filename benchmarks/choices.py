@@ -1,4 +1,4 @@
-"""What is chosen by the kind of device, without measuring it at run time, beside its alternatives on this machine.
+"""Choices by the kind of device that are not measured at run time, beside their alternatives on this machine.
 
     python benchmarks/choices.py
 

@@ -40,7 +40,7 @@ KINDS = {
 
 
 def checkpoint(folder: Path, size: int, method: str, bits: int, act_order: bool) -> QuantizedCheckpoint:
-    """One random matrix."""
+    """Write one random matrix."""
     words = partial(torch.randint, -(2**31), 2**31 - 1, dtype=torch.int32)
     group_of = torch.arange(size, dtype=torch.int32) // GROUP
     tensors = {
@@ -73,19 +73,19 @@ def losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
 
 
 def captured(model: Any, windows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs of every matrix of the decoder layers, [tokens, inputs]."""
-    found: dict[str, list[torch.Tensor]] = {}
+    """Collect the inputs of every matrix of the decoder layers, [tokens, inputs]."""
+    samples: dict[str, list[torch.Tensor]] = {}
     hooks = []
     for name, module in model.model.layers.named_modules():
         if isinstance(module, torch.nn.Linear):
-            rows = found.setdefault(name, [])
+            rows = samples.setdefault(name, [])
             hooks.append(
                 module.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].flatten(0, 1)))
             )
     losses(model, windows)
     for hook in hooks:
         hook.remove()
-    return {name: torch.cat(rows) for name, rows in found.items()}
+    return {name: torch.cat(rows) for name, rows in samples.items()}
 
 
 def quality(quick: bool) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def main() -> None:
     weight, sample = torch.randn(size, size), torch.randn(512, size)
     search = min(seconds(lambda: search_scales(weight, sample, Integers(4)), "cpu") for _ in range(3))
     print(f"\nsearch, {size} x {size}: {search:.1f} s")
-    found = quality(options.quick)
-    print(f"\nloss above that of full precision, {found['full precision']:.4f}")
-    rows = [(name, row) for name, row in found.items() if isinstance(row, dict)]
+    losses = quality(options.quick)
+    print(f"\nloss above that of full precision, {losses['full precision']:.4f}")
+    rows = [(name, row) for name, row in losses.items() if isinstance(row, dict)]
     cells = [[name, *(f"{value:.4f}" for value in row.values())] for name, row in rows]
     table(["", "nearest", "searched", "gain", "standard error"], cells)
-    finish("codes", options.device, {"reading_ms": milliseconds, "search_s": search, "quality": found})
+    finish("codes", options.device, {"reading_ms": milliseconds, "search_s": search, "quality": losses})
 
 
 if __name__ == "__main__":

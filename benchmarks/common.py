@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired timing, ratios with their spread, a table, one JSON line."""
+"""Common parts of the benchmarks: paired timing, ratios with their spread, a table, one JSON line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import platform
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ SEED = 0
 
 
 def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
-    """The options that all scripts have, and `more` of this one."""
+    """Parse the options that all scripts have, and `more` of this one; seed and limit torch."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--rounds", type=int, default=11)
@@ -34,7 +35,7 @@ def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures belong to."""
+    """Describe the machine that figures were taken on."""
     on_gpu = device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
@@ -48,7 +49,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def llama(heads_kv: int, dtype: torch.dtype, device: str, *, quick: bool = False) -> LlamaForCausalLM:
-    """A random Llama of about 130M parameters: 12 layers, d = 768, 12 heads of 64."""
+    """Make a random Llama of about 130M parameters: 12 layers, d = 768, 12 heads of 64."""
     config = LlamaConfig(
         vocab_size=1000 if quick else 32000,
         hidden_size=768,
@@ -63,7 +64,7 @@ def llama(heads_kv: int, dtype: torch.dtype, device: str, *, quick: bool = False
 
 
 def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Another model object over the same weights."""
+    """Make another model object over the same weights."""
     with torch.device("meta"):
         other = LlamaForCausalLM(model.config)
     other.load_state_dict(model.state_dict(), assign=True)
@@ -77,7 +78,7 @@ def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def seconds(work: Callable[[], Any], device: str) -> float:
-    """Wall time of one call, kernels included."""
+    """Return the wall time of one call, kernels included, in seconds."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -88,7 +89,7 @@ def seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def paired(works: dict[str, Callable[[], Any]], device: str, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each work in each round; within a round the order is shuffled."""
+    """Return the seconds of each work in each round; within a round the order is shuffled."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(warmup + rounds):
         for name in random.sample(list(works), len(works)):
@@ -99,7 +100,7 @@ def paired(works: dict[str, Callable[[], Any]], device: str, rounds: int, warmup
 
 
 def ratio(above: Sequence[float], below: Sequence[float], resamples: int = 2000) -> dict[str, float]:
-    """The median of paired ratios, with a 95 % bootstrap interval."""
+    """Return the median of paired ratios, with a 95 % bootstrap interval."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     generator = random.Random(SEED)
     medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples))
@@ -108,6 +109,34 @@ def ratio(above: Sequence[float], below: Sequence[float], resamples: int = 2000)
         "low": medians[int(0.025 * resamples)],
         "high": medians[int(0.975 * resamples)],
     }
+
+
+def percentiles(runs: Sequence[Sequence[float]], share: float) -> list[float]:
+    """Return the value below which a share of each run lies."""
+    return [sorted(run)[int(share * (len(run) - 1))] for run in runs]
+
+
+class Repeater(threading.Thread):
+    """A thread that repeats an action while its context lasts; the action is given the number of the repetition."""
+
+    def __init__(self, action: Callable[[int], Any]) -> None:
+        super().__init__(daemon=True)
+        self.done = 0
+        self._action = action
+        self._ending = threading.Event()
+
+    def run(self) -> None:
+        while not self._ending.is_set():
+            self._action(self.done)
+            self.done += 1
+
+    def __enter__(self) -> Repeater:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.set()
+        self.join()
 
 
 def show(ratio_: dict[str, float]) -> str:
@@ -122,7 +151,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype, device: str) -> Any:
-    """A Llama of these sizes with random weights, heads of 64."""
+    """Make a Llama of these sizes with random weights, heads of 64."""
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=hidden,
@@ -137,7 +166,7 @@ def small_model(hidden: int, intermediate: int, layers: int, dtype: torch.dtype,
 
 
 def finish(name: str, device: str, results: Any) -> None:
-    """The last line: one JSON document."""
+    """Print the last line: one JSON document."""
     print(json.dumps({"benchmark": name, "machine": machine(device), "results": results}), flush=True)
 
 

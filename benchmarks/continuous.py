@@ -33,7 +33,7 @@ def prompts(count: int, vocabulary: int) -> list[list[int]]:
 
 
 def ours(engine: ContinuousEngine, asked: list[list[int]]) -> list[list[int]]:
-    """The continuations."""
+    """Return the continuations."""
     ended, tokens = threading.Semaphore(0), [[] for _ in asked]
 
     def submit(i: int) -> None:
@@ -53,11 +53,11 @@ def ours(engine: ContinuousEngine, asked: list[list[int]]) -> list[list[int]]:
 
 def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
     names = manager.add_requests(asked, max_new_tokens=NEW)
-    found = {}
-    while len(found) < len(asked):
+    tokens = {}
+    while len(tokens) < len(asked):
         result = manager.get_result(timeout=60)
-        found[result.request_id] = result.generated_tokens
-    return [found[name] for name in names]
+        tokens[result.request_id] = result.generated_tokens
+    return [tokens[name] for name in names]
 
 
 def compare(make: Callable[[], Any], count: int, device: str, rounds: int) -> dict[str, Any]:
@@ -100,16 +100,16 @@ def main() -> None:
     rows = []
     for name, make in models.items():
         for count in (4,) if options.quick else (1, 16, 64) if name == "2.6M" or not cpu else (8, 24):
-            found = results[f"{name}, {count}"] = compare(make, count, device, rounds)
-            speed = found["tokens_per_s"]
+            figures = results[f"{name}, {count}"] = compare(make, count, device, rounds)
+            speed = figures["tokens_per_s"]
             rows.append(
                 [
                     name,
                     count,
                     f"{speed['elastic']:.0f}",
                     f"{speed['transformers']:.0f}",
-                    show(found["throughput_ratio"]),
-                    f"{found['same_continuations']:.0%}",
+                    show(figures["throughput_ratio"]),
+                    f"{figures['same_continuations']:.0%}",
                 ]
             )
     table(["model", "requests", "tokens/s", "transformers", "ratio", "same continuations"], rows)

@@ -1,4 +1,4 @@
-"""What the controller costs: the CPU time of its thread as a share of a run, and whether it grows with the run.
+"""The cost of the controller: the CPU time of its thread as a share of a run, and its growth with the run.
 
     python benchmarks/controller.py [--device cuda:0]
 

@@ -39,7 +39,7 @@ ONE_RUN_S = 1800
 
 @dataclass(frozen=True)
 class Condition:
-    """What all systems of a comparison share."""
+    """The condition that all systems of a comparison share."""
 
     name: str
     workload: str
@@ -79,7 +79,7 @@ class Evaluation:
 
     @functools.cache  # noqa: B019
     def order(self) -> str:
-        """A profile (MorphServe, section 3.2) from text that no prompt is from; without such text, front to back."""
+        """Make a profile (MorphServe, section 3.2) from text without prompts; where there is none, front to back."""
         text, profile = HERE.parent / "training" / "heldout.txt", self.work / "profile.json"
         if self.options.model != str(MODEL_DIR) or not text.is_file():
             return "front_to_back"
@@ -96,7 +96,7 @@ class Evaluation:
         return self.work / f"{name}.json"
 
     def run(self, name: str, condition: Condition, system: str, token_scale: float, **more: Any) -> dict[str, Any]:
-        """The summary of a run, done now if it was not done before."""
+        """Return the summary of a run, done now if it was not done before."""
         workload = dict(self.config["workloads"][condition.workload])
         if condition.kept is not None:
             workload["kept"] = condition.kept
@@ -143,7 +143,7 @@ class Evaluation:
     # -- before the comparison
 
     def calibrate(self, workload: str) -> tuple[float, float]:
-        """The token scale, by bisection, and the TTFT SLO in seconds. Both depend on full precision alone."""
+        """Find the token scale, by bisection, and the TTFT SLO in seconds. Both depend on full precision alone."""
         condition = Condition(f"calibrate-{workload}", workload, "middle", ("full",))
         low, high = self.config["almost_full"]
         scales = self.config["token_scales"]
@@ -186,8 +186,8 @@ class Evaluation:
             "budget_bytes": 2 << 30 if self.options.device == "cpu" else None,
         }
         self.child(evaluation_quality.main, "quality", spec)
-        found: dict[str, Any] = json.loads(self.path("quality").read_text())
-        return found
+        quality: dict[str, Any] = json.loads(self.path("quality").read_text())
+        return quality
 
 
 def arguments() -> argparse.Namespace:
@@ -220,7 +220,7 @@ def main() -> None:
         name = f"{condition.name}-{system}-{repeat}"
         summary = evaluation.run(name, condition, system, scale, slo_ttft_s=slo_s)
         summaries.setdefault(f"{condition.name}/{system}", []).append(summary)
-    found = {
+    results = {
         "configuration_sha256": evaluation.digest,
         "took_s": evaluation.took_s(time.monotonic() - began),
         "full": options.full,
@@ -228,7 +228,7 @@ def main() -> None:
         "calibration": {name: {"token_scale": s, "slo_ttft_s": slo} for name, (s, slo) in chosen.items()},
         "quality": evaluation.quality(),
     }
-    report(found, summaries, evaluation.conditions, options.machine, Path(options.root))
+    report(results, summaries, evaluation.conditions, options.machine, Path(options.root))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from elastic.config import Place
 
 
 def load(spec: dict[str, Any], path: str) -> tuple[list[ReplayedRequest], list[list[str]]]:
-    """A seeded choice of the requests of a run that had two tokens or more, and the forms that they name."""
+    """Choose requests of a run that had two tokens or more, seeded; return them and the forms that they name."""
     run = json.loads(Path(path).read_text())
     able = [r for r in run["requests"] if len(r["weights"]) > 1] or run["requests"]
     chosen = random.Random(spec["seed"]).sample(able, min(spec["requests"], len(able)))
@@ -45,14 +45,14 @@ def main(source: str, target: str) -> None:
     elastic.wrap(model.to(device), places=[place], variants=(spec["variant"],), variant_cache=spec["variant_cache"])
     replayer = QualityReplayer(model)
     layers = model.elastic.status().layers
-    found = {}
+    results = {}
     for name, path in spec["runs"].items():
         requests, forms = load(spec, path)
         packed = [ReplayedRequest(r.prompt, (0,) * len(r.weights)) for r in requests]
         static = replayer.replay(packed, [(spec["variant"],) * layers])
         quality = replayer.replay(requests, forms)
-        found[name] = {"run": figures(quality, static), "static_int4": figures(static, static)}
-    Path(target).write_text(json.dumps(found))
+        results[name] = {"run": figures(quality, static), "static_int4": figures(static, static)}
+    Path(target).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the evaluation found: docs/evaluation.md with its pictures, results/evaluation-MACHINE.json, one JSON line."""
+"""The report of the evaluation: docs/evaluation.md with pictures, results/evaluation-MACHINE.json, one JSON line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report(found: dict[str, Any], summaries: Summaries, conditions: Sequence[Any
 
 
 def compact(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary without arrays and without states."""
+    """Return a summary without arrays and without states."""
     plain = {k: v for k, v in summary.items() if not isinstance(v, list | dict)}
     ours = {k: v for k, v in summary["elastic"].items() if k not in ("state_timeline", "weights", "tokens_by_weights")}
     return plain | {"elastic": ours}
@@ -136,7 +136,7 @@ def _paired(
 
 
 def _fewer(full: Sequence[dict[str, Any]], system: Sequence[dict[str, Any]]) -> float | None:
-    """How many percent fewer requests missed the SLO, over all repeats; None where full precision misses none."""
+    """Return the percentage by which fewer requests missed the SLO, over all repeats; None where no request did."""
     missed = [math.fsum(1 - s["elastic"]["slo_attainment"] for s in each) for each in (full, system)]
     return 100 * (1 - missed[1] / missed[0]) if missed[0] > 0 else None
 

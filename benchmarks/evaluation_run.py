@@ -27,14 +27,14 @@ from elastic.config import SLO, Place, Policy
 from elastic.engines.continuous import ContinuousEngine
 
 SECONDS = ("tick_s", "cooldown_s", "dwell_s", "idle_s")
-"""Of a policy: what is shortened when a trace is replayed faster."""
+"""The settings of a policy that are shortened when a trace is replayed faster."""
 CALIBRATION = 4
 """The first of so many parts of the held-out text is for the order of the layers; prompts come from the others."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run; the fields are those of evaluation.toml."""
+    """The settings of a run; the fields are those of evaluation.toml."""
 
     workload: dict[str, Any]
     system: dict[str, Any]
@@ -48,13 +48,13 @@ class Spec:
     traces: str
     unloaded: bool = False
     order: str = "front_to_back"
-    """In which layers are swapped: a rule, or a profile's file."""
+    """The order in which layers are swapped: a rule, or a profile's file."""
     variant_cache: str | None = None
-    """Where packed layers are kept between runs, with the paths that were measured for them: all runs take the same."""
+    """The folder of packed layers and of the paths that were measured for them: all runs take the same."""
 
 
 def make_trace(spec: Spec) -> Trace:
-    """The workload, cut and scaled; or a few of its requests one after the other."""
+    """Make the workload, cut and scaled; or a few of its requests one after the other."""
     work, settings = spec.workload, spec.settings
     if "file" in work:
         trace = read_trace(Path(spec.traces) / work["file"], seed=settings["seed"])
@@ -156,9 +156,9 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def main(source: str, target: str) -> None:
-    found = run(Spec(**json.loads(Path(source).read_text())))
+    result = run(Spec(**json.loads(Path(source).read_text())))
     partial = Path(target).with_suffix(".part")
-    partial.write_text(json.dumps(found))
+    partial.write_text(json.dumps(result))
     partial.rename(target)
 
 

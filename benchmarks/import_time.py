@@ -1,4 +1,4 @@
-"""What `import elastic` costs over `import torch`: processes in turn, wall time. Target: <= 15 %.
+"""The cost of `import elastic` over `import torch`: processes in turn, wall time. Target: <= 15 %.
 
 python benchmarks/import_time.py
 """

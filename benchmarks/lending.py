@@ -105,7 +105,7 @@ def main() -> None:
     shares = {"elastic": [], "elastic, half": list(range(count // 2, count)), "elastic, all": list(range(count))}
     half = ROWS // 2
     loads = {"both": ([half, half], [half // 2] * 4), "one": ([ROWS], [half, half])}
-    found: dict[str, dict[str, list[dict[str, float]]]] = {load: {} for load in loads}
+    by_load: dict[str, dict[str, list[dict[str, float]]]] = {load: {} for load in loads}
     memory = {"two plain": weights_bytes(made[:2]), "four plain": weights_bytes(made)}
     rest = weights_bytes(lenders) - layers_bytes(places, lenders[0])
     for round_ in range(options.rounds + 1):
@@ -121,13 +121,13 @@ def main() -> None:
                     results["four plain"] = run(four, split, tokens)
                 if round_:
                     for key, result in results.items():
-                        found[load].setdefault(key, []).append(result)
+                        by_load[load].setdefault(key, []).append(result)
             for model, place in zip(lenders, reversed(places), strict=True):
                 if layers:
                     model.elastic.evict(layers, place)
     for model in lenders:
         elastic.unwrap(model)
-    results = {load: _of(runs, memory) for load, runs in found.items()}
+    results = {load: _of(runs, memory) for load, runs in by_load.items()}
     for load, rows in results.items():
         heads = [f"{phase} {what}" for phase in PHASES for what in ("tokens/s", "of two plain", "of four plain")]
         table(

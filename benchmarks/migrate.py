@@ -11,12 +11,11 @@ bytes per second, 1 ms of pause on CUDA; gaps within 5 % of rest.
 from __future__ import annotations
 
 import statistics
-import threading
 from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, ratio, seconds, show, small_model, table
+from common import Repeater, arguments, finish, paired, percentiles, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -74,63 +73,39 @@ def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[
     return found
 
 
-class Mover(threading.Thread):
-    """Migrates one layer after another, there and back, until it is told to end."""
-
-    def __init__(self, runtime: Any, layers: int, homes: tuple[str, str]) -> None:
-        super().__init__(daemon=True)
-        self.runtime, self.layers, self.homes = runtime, layers, homes
-        self.ending = threading.Event()
-        self.done = 0
-
-    def run(self) -> None:
-        while not self.ending.is_set():
-            here, there = self.homes
-            where = there if self.done // self.layers % 2 == 0 else here
-            self.runtime.migrate(self.done % self.layers, where)
-            self.done += 1
-
-
 def gaps(model: Any, device: str, tokens: int) -> list[float]:
-    """Seconds of each decode step of one generation."""
+    """Return the seconds of each decode step of one generation."""
     token = torch.ones(1, 1, dtype=torch.long, device=device)
     cache = model(token.repeat(1, 64)).past_key_values
     return [seconds(lambda: model(token, past_key_values=cache), device) for _ in range(tokens)]
 
 
 def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, rate: str) -> dict[str, Any]:
-    """Gaps while layers of the same model are on their way, and while those of another one are; and at rest."""
+    """Compare gaps while layers of the same model migrate, there and back, and while those of another do, with rest."""
     on_cpu, layers = device == "cpu", 12
     shape = (768, 2048, layers) if on_cpu else (4096, 11008, layers)
     model, other = (small_model(*shape, dtype, device) for _ in range(2))
     both = places(device, 4 if on_cpu else 60)
-    for one in (model, other):
-        elastic.wrap(one, places=both, copy_rate=rate if on_cpu else None)
+    for wrapped in (model, other):
+        elastic.wrap(wrapped, places=both, copy_rate=rate if on_cpu else None)
     gaps(model, device, 32)
-    found: dict[str, list[list[float]]] = {"at rest": [], "itself": [], "another": []}
+    runs: dict[str, list[list[float]]] = {"at rest": [], "itself": [], "another": []}
     moved = 0
     for generation in range(generations):
-        names = list(found)
+        names = list(runs)
         turn = generation % 3
         for name in names[turn:] + names[:turn]:
-            mover = None
-            if name != "at rest":
-                runtime = (model if name == "itself" else other).elastic
-                mover = Mover(runtime, layers, (f"{device}#a", f"{device}#b"))
-                mover.start()
-            found[name].append(gaps(model, device, tokens))
-            if mover:
-                mover.ending.set()
-                mover.join()
-                moved += mover.done
-    for one in (model, other):
-        elastic.unwrap(one)
-
-    def percentile(name: str, share: float) -> list[float]:
-        return [sorted(run)[int(share * (len(run) - 1))] for run in found[name]]
-
-    rest = {share: percentile("at rest", share) for share in (0.5, 0.99)}
-    total = {name: [sum(run) for run in runs] for name, runs in found.items()}
+            if name == "at rest":
+                runs[name].append(gaps(model, device, tokens))
+                continue
+            runtime = (model if name == "itself" else other).elastic
+            with Repeater(lambda n, r=runtime: r.migrate(n % layers, f"{device}#{'ba'[n // layers % 2]}")) as mover:
+                runs[name].append(gaps(model, device, tokens))
+            moved += mover.done
+    for wrapped in (model, other):
+        elastic.unwrap(wrapped)
+    rest = {share: percentiles(runs["at rest"], share) for share in (0.5, 0.99)}
+    total = {name: [sum(run) for run in times] for name, times in runs.items()}
     return {
         "gaps": generations * tokens,
         "copy_rate": rate if on_cpu else None,
@@ -138,8 +113,8 @@ def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, rate
         "ms_at_rest": {f"p{int(100 * s)}": 1e3 * statistics.median(rest[s]) for s in rest},
         **{
             name: {
-                "p50": ratio(percentile(name, 0.5), rest[0.5]),
-                "p99": ratio(percentile(name, 0.99), rest[0.99]),
+                "p50": ratio(percentiles(runs[name], 0.5), rest[0.5]),
+                "p99": ratio(percentiles(runs[name], 0.99), rest[0.99]),
                 "throughput": ratio(total["at rest"], total[name]),
             }
             for name in ("itself", "another")
@@ -155,10 +130,10 @@ def main() -> None:
     counts = [1, 2] if options.quick else [1, 3, 6, 9, 12] if on_cpu else [1, 10, 20, 30, 40]
     shape = (512, 1024) if options.quick else (1024, 2816) if on_cpu else (5120, 13824)
     model = small_model(*shape, counts[-1], dtype, options.device)
-    found = moves(model, options.device, counts, options.rounds)
+    measured = moves(model, options.device, counts, options.rounds)
     del model
     generations, tokens = (2, 40) if options.quick else (12, 200)
-    results = {"moves": found, "latency": latency(options.device, dtype, generations, tokens, options.rate)}
+    results = {"moves": measured, "latency": latency(options.device, dtype, generations, tokens, options.rate)}
     table(
         ["layers", "MB", "copy GB/s", "mapped", "of the copy", "to be mapped", "of the copy", "pause ms P50", "max"],
         [
@@ -170,7 +145,7 @@ def main() -> None:
                 f"{m['pause_ms']['p50']:.3f}",
                 f"{m['pause_ms']['max']:.3f}",
             ]
-            for m in found
+            for m in measured
         ],
     )
     lat = results["latency"]

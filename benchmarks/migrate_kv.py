@@ -13,12 +13,11 @@ layers, 90 % of the copy's bytes per second and 1 ms of pause on CUDA; gaps with
 from __future__ import annotations
 
 import statistics
-import threading
 from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, ratio, seconds, show, small_model, table
+from common import Repeater, arguments, finish, paired, percentiles, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -39,7 +38,7 @@ def prompts(model: Any, batch: int, tokens: int) -> torch.Tensor:
 
 
 def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: int) -> dict[str, Any]:
-    """The caches of so many layers at once, with so many tokens in each."""
+    """Time the caches of so many layers at once, with so many tokens in each."""
     runtime, layers = wrap(model, device), range(count)
     here, there = (f"{device}#{name}" for name in NAMES)
     cache = model(prompts(model, batch, tokens)).past_key_values
@@ -76,30 +75,15 @@ def moves(model: Any, device: str, batch: int, tokens: int, count: int, rounds: 
     }
 
 
-class Mover(threading.Thread):
-    """Has the cache of one layer after another at the other place, and then all back, until it is told to end."""
-
-    def __init__(self, runtime: Any, layers: int, homes: list[str]) -> None:
-        super().__init__(daemon=True)
-        self.runtime, self.layers, self.homes = runtime, layers, homes
-        self.ending = threading.Event()
-        self.done = 0
-
-    def run(self) -> None:
-        while not self.ending.is_set():
-            self.runtime.migrate_kv([self.done % self.layers], self.homes[1 - self.done // self.layers % 2])
-            self.done += 1
-
-
 def gaps(model: Any, device: str, batch: int, tokens: int, steps: int) -> list[float]:
-    """Seconds of each decode step of one generation."""
+    """Return the seconds of each decode step of one generation."""
     ids = prompts(model, batch, tokens)
     cache = model(ids).past_key_values
     return [seconds(lambda: model(ids[:, :1], past_key_values=cache), device) for _ in range(steps)]
 
 
 def latency(model: Any, device: str, batch: int, tokens: int, steps: int, generations: int) -> dict[str, Any]:
-    """Gaps while caches are on their way, and at rest."""
+    """Compare gaps while the caches of one layer after another migrate, there and back, with those at rest."""
     runtime = wrap(model, device, COPY_RATE if device == "cpu" else None)
     homes, layers = [f"{device}#{name}" for name in NAMES], model.config.num_hidden_layers
     gaps(model, device, batch, tokens, 8)
@@ -111,18 +95,11 @@ def latency(model: Any, device: str, batch: int, tokens: int, steps: int, genera
             if not moves_now:
                 rest.append(gaps(model, device, batch, tokens, steps))
                 continue
-            mover = Mover(runtime, layers, homes)
-            mover.start()
-            moving.append(gaps(model, device, batch, tokens, steps))
-            mover.ending.set()
-            mover.join()
+            with Repeater(lambda n: runtime.migrate_kv([n % layers], homes[1 - n // layers % 2])) as mover:
+                moving.append(gaps(model, device, batch, tokens, steps))
             moved += mover.done
             runtime.migrate_kv(range(layers), homes[0])
     elastic.unwrap(model)
-
-    def percentiles(runs: list[list[float]], share: float) -> list[float]:
-        return [sorted(run)[int(share * (len(run) - 1))] for run in runs]
-
     return {
         "gaps": generations * steps,
         "migrations": moved,
@@ -143,7 +120,7 @@ def main() -> None:
     if options.quick:
         steps, generations = 40, 2
     model = small_model(*sizes, counts[-1], torch.float32 if on_cpu else torch.bfloat16, device)
-    found = [moves(model, device, batch, n, count, options.rounds) for n in contexts for count in counts]
+    measured = [moves(model, device, batch, n, count, options.rounds) for n in contexts for count in counts]
     felt = latency(model, device, batch, contexts[0], steps, generations)
     table(
         [
@@ -168,7 +145,7 @@ def main() -> None:
                 f"{m['pause_ms']['p50']:.3f}",
                 f"{m['pause_ms']['max']:.3f}",
             ]
-            for m in found
+            for m in measured
         ],
     )
     print(
@@ -176,7 +153,7 @@ def main() -> None:
         f"{felt['gaps']} gaps): P50 {show(felt['p50'])}, P99 {show(felt['p99'])}, "
         f"throughput {show(felt['throughput'])} of rest"
     )
-    finish("migrate_kv", device, {"moves": found, "latency": felt})
+    finish("migrate_kv", device, {"moves": measured, "latency": felt})
 
 
 if __name__ == "__main__":

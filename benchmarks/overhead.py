@@ -1,4 +1,4 @@
-"""What a wrapped model costs while nothing happens: decode steps and prefill beside the plain model.
+"""The cost of a wrapped model while nothing happens: decode steps and prefill beside the plain model.
 
     python benchmarks/overhead.py [--device cuda:0]
 

@@ -23,7 +23,7 @@ PAGES = 1000
 
 
 def raw(backend: Any, address: int, pages: list[int]) -> Any:
-    """The system's own calls: a map for each run of pages, an unmap for each, nothing kept."""
+    """Time the system's own calls: a map for each run of pages, an unmap for each, nothing kept."""
     if backend.device.type == "cuda":
         return raw_cuda(backend, address, pages)
     from elastic.memory.backends import memfd
@@ -56,7 +56,7 @@ def raw_cuda(backend: Any, address: int, pages: list[int]) -> Any:
 
 
 def ledger(pool: PagePool, range_: VirtualRange) -> Any:
-    """The same through the pool: take, map, unmap, give back."""
+    """Time the same through the pool: take, map, unmap, give back."""
 
     def work() -> None:
         pages = pool.allocate("kv", PAGES)

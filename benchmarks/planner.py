@@ -1,4 +1,4 @@
-"""How long planners of replicas take, and how far they are from the best placement there is.
+"""The time that planners of replicas take, and their distance from the best placement there is.
 
     python benchmarks/planner.py
 
@@ -57,7 +57,7 @@ def large_case(seed: int, *, printed: bool) -> Case:
 
 def times(rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of one plan; every round has a fresh cost model, that knows no price yet."""
-    found = []
+    rows = []
     for printed in (True, False):
         for name, plan in PLANNERS.items():
             took, gains = [], []
@@ -69,13 +69,13 @@ def times(rounds: int) -> list[dict[str, Any]]:
                 gains.append(speedup(case.model, placement))
             model = "printed" if printed else "seconds"
             ms = {"p50": statistics.median(took), "max": max(took)}
-            found.append({"model": model, "planner": name, "ms": ms, "speedup": statistics.median(gains)})
-    return found
+            rows.append({"model": model, "planner": name, "ms": ms, "speedup": statistics.median(gains)})
+    return rows
 
 
 def distances(cases: int) -> list[dict[str, Any]]:
-    """What the planners' placements cost more than the best ones."""
-    found = []
+    """Compare the cost of the planners' placements with that of the best ones."""
+    rows = []
     for printed in (True, False):
         lost: dict[str, list[float]] = {name: [] for name in PLANNERS}
         for seed in range(cases):
@@ -89,10 +89,10 @@ def distances(cases: int) -> list[dict[str, Any]]:
             quantiles = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)}
             within = sum(value <= 0.01 for value in values) / len(values)
             model = "printed" if printed else "seconds"
-            found.append(
+            rows.append(
                 {"model": model, "planner": name, "within": within, **quantiles, "max": ordered[-1], "cases": cases}
             )
-    return found
+    return rows
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ RUNS, DEGREES = (1, 2, 3, 4), (2, 3, 4)
 
 @dataclass(frozen=True)
 class Load:
-    """What is timed."""
+    """A placement to time."""
 
     device: str
     batch: int
@@ -68,7 +68,7 @@ class Drawn:
     placement: Placement
     predicted_s: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
-    """Of the plain placement's time."""
+    """Fractions of the plain placement's time."""
     measured_s: dict[str, float] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ def predict(model: Any, places: list[str], load: Load, drawn: list[Drawn], rest:
     parsed = [elastic.Place.parse(place) for place in places]
     token_bytes = model.config.hidden_size * model.dtype.itemsize
     rows = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= load.batch]
-    found: dict[str, Any] = {"rest_s": rest}
+    times: dict[str, Any] = {"rest_s": rest}
     for kind, tokens in (("prompt", load.prompt), ("decode", 1)):
         calibration = measure(find_decoder(model), parsed, rows, tokens)
         form = MeasuredCostModel(calibration, load.batch, tokens, token_bytes)
@@ -105,12 +105,12 @@ def predict(model: Any, places: list[str], load: Load, drawn: list[Drawn], rest:
             one.predicted[kind] = one.predicted_s[kind] / plain
         name = parsed[0].name
         lines = [calibration.layer(name, k) for k in range(1, len(places) + 1)]
-        found[kind] = {
+        times[kind] = {
             "plain_s": plain,
             "layer_s": [line(load.batch * tokens / k) for k, line in enumerate(lines, 1)],
             "handing_s": calibration.handing_s,
         }
-    return found
+    return times
 
 
 def try_out(model: Any, load: Load, drawn: list[Drawn]) -> dict[str, float]:
@@ -149,7 +149,7 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 
 def by_stratum(drawn: list[Drawn], kind: str) -> list[list[Any]]:
-    """Of each number of runs and of places: how many, times relative to plain, and the median error."""
+    """Return, for each number of runs and of places, the count, times relative to plain, and the median error."""
     rows = []
     for runs in RUNS:
         for degree in DEGREES:

@@ -103,7 +103,7 @@ def variant(name: str, weight: torch.Tensor, device: str) -> Variant:
 def compare(
     variants: list[Variant], plain: list[torch.Tensor], tokens: int, device: str, rounds: int
 ) -> list[dict[str, Any]]:
-    """All chosen paths, and the full-precision linear, in the same rounds."""
+    """Time all chosen paths, and the full-precision linear, in the same rounds."""
     weight = plain[0]
     x = torch.randn(tokens, weight.shape[1], device=device, dtype=weight.dtype)
     works: dict[str, Any] = {"full": Rotated(partial(F.linear, x), plain)}
@@ -142,12 +142,12 @@ def chosen_paths(rows: list[dict[str, Any]]) -> None:
 
 
 def bounds(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What was to be reached, as full / path: at least 3, 2, and 1 / 2.1, or 1 / 1.1 with dynamic products."""
-    found: Mapping[tuple[Any, ...], float] = {
+    """Check the targets, as full / path: at least 3, 2, and 1 / 2.1, or 1 / 1.1 with dynamic products."""
+    ratios: Mapping[tuple[Any, ...], float] = {
         (row["format"], row["shape"], row["tokens"], row["chosen"]): row["speedup"]["median"] for row in rows
     }
     picked = {
-        f"int4 {shape}, {count} tokens, {kind}": found.get(("int4", shape, count, kind))
+        f"int4 {shape}, {count} tokens, {kind}": ratios.get(("int4", shape, count, kind))
         for shape in ("4096 -> 4096", "4096 -> 11008")
         for count in (1, 8, 512)
         for kind in ("weight-only", "dynamic")

@@ -65,7 +65,7 @@ def held_out_windows(held_out: list[str], tokenizer: Any) -> tuple[torch.Tensor,
 
 
 def orders_for(variant: str, model: Any, tokenizer: Any, calibration: list[str]) -> tuple[elastic.Profile, Orders]:
-    """The profile, and the orders to compare."""
+    """Return the profile, and the orders to compare."""
     layers = len(find_decoder(model).layers)
     profile = functools.partial(elastic.profile, model, calibration, tokenizer=tokenizer, variant=variant)
     whole = profile()
@@ -112,7 +112,7 @@ def curves(variant: str, model: Any, windows: torch.Tensor, orders: Orders) -> t
 
 
 def terms_of(profile: elastic.Profile, rises: list[float]) -> dict[str, Any]:
-    """What each term of LIS contributes: its weighted spread over the layers, and whether it ranks them by loss."""
+    """Return for each term of LIS its weighted spread over the layers, and its rank correlation with loss."""
     setting, first, last = profile.setting, profile.rounds[0].mds, profile.order[-1]
     terms = {
         "LTS": [setting.alpha1 * x for x in profile.lts],
@@ -138,17 +138,17 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 
 def group(name: str) -> str:
-    """The row of the table that an order belongs to: seeds are averaged."""
+    """Return the row of the table that an order belongs to: seeds are averaged."""
     return name.rstrip("0123456789").strip() if name.startswith("random") else name
 
 
 def on_the_way(curve: torch.Tensor) -> torch.Tensor:
-    """The mean over 1 ... all but one layer swapped, [windows]: with none and all, orders are alike."""
+    """Average over 1 ... all but one layer swapped, [windows]: with none and all, orders are alike."""
     return curve[1:-1].mean(0)
 
 
 def difference(own: torch.Tensor, others: torch.Tensor, origin: Sequence[int], resamples: int = 2000) -> dict[str, Any]:
-    """How much lower than the others [orders, windows] we are: mean, 95 % interval, and how often in resamples."""
+    """Compare our rise, [windows], with others, [orders, windows]: mean, 95 % interval, and share of resamples."""
     gains = others - own
     members = [[i for i, o in enumerate(origin) if o == text] for text in sorted(set(origin))]
     by_text = torch.stack([gains[:, chosen].mean(1) for chosen in members])
@@ -214,7 +214,7 @@ def show_quality(result: dict[str, Any]) -> None:
 
 
 def naive(model: Any, ids: torch.Tensor, variants: Sequence[Any], setting: ProfileSettings) -> tuple[int, ...]:
-    """The order by whole passes of the model, one for each candidate."""
+    """Find the order by whole passes of the model, one for each candidate."""
     layers = find_decoder(model).layers
     trace = LayerTrace(model, layers, ids)
     count = ids.numel()
@@ -237,7 +237,7 @@ def naive(model: Any, ids: torch.Tensor, variants: Sequence[Any], setting: Profi
 
 
 def runs_of_layers(model: Any, work: Callable[[], Any]) -> int:
-    """How often any layer, full or quantized, is run by one work."""
+    """Count how often any layer, full or quantized, is run by one work."""
     kind = type(find_decoder(model).layers[0])
     plain, count = kind.forward, 0
 

@@ -1,4 +1,4 @@
-"""How long a server stops answering while bodies made for that are sent to it: latency of `/health` beside them.
+"""The latency of `/health` while bodies that were made to stall a server are sent to it.
 
     python benchmarks/server_stall.py [--seconds 3] [--senders 2]
 
@@ -32,12 +32,12 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 def filled(before: bytes, with_: bytes, after: bytes, size: int = SIZE) -> bytes:
-    """A body of so many bytes: the same again and again between two ends."""
+    """Make a body of so many bytes: the same again and again between two ends."""
     return before + with_ * ((size - len(before) - len(after)) // len(with_)) + after
 
 
 def numbered(before: bytes, size: int = SIZE) -> bytes:
-    """An object of many fields."""
+    """Make an object of many fields."""
     return before + b",".join(b'"%07d":1' % i for i in range((size - len(before)) // 12)) + b"}" * before.count(b"{")
 
 
@@ -76,7 +76,7 @@ def bodies(size: int) -> dict[str, tuple[str, bytes]]:
 
 @contextmanager
 def served() -> Iterator[tuple[str, int]]:
-    """A server of the model inside: host and port."""
+    """Start a server of the model inside; yield host and port."""
     command = [sys.executable, "-m", "elastic.cli.main", "serve", str(MODEL_DIR), "--port", "0", "--place", "cpu=64MiB"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -89,7 +89,7 @@ def served() -> Iterator[tuple[str, int]]:
 
 
 def post_again_and_again(where: tuple[str, int], path: str, body: bytes, until: Any, statuses: Any) -> None:
-    """One sender, in a process of its own."""
+    """Send bodies, in a process of its own."""
     seen: Counter[str] = Counter()
     while not until.is_set():
         connection = http.client.HTTPConnection(*where, timeout=60)

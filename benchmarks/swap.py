@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, ratio, seconds, show, small_model, table
+from common import arguments, finish, paired, percentiles, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -109,12 +109,12 @@ def gaps(model: Any, device: str, tokens: int, mover: Mover | None) -> list[floa
     """Seconds of each decode step of one generation."""
     token = torch.ones(1, 1, dtype=torch.long, device=device)
     cache = model(token.repeat(1, 64)).past_key_values
-    found = []
+    times = []
     for step in range(tokens):
         if mover and step % STEPS_PER_COMMIT == 0:
             mover.asked.release()
-        found.append(seconds(lambda: model(token, past_key_values=cache), device))
-    return found
+        times.append(seconds(lambda: model(token, past_key_values=cache), device))
+    return times
 
 
 def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> dict[str, Any]:
@@ -146,19 +146,15 @@ def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> d
     events = [event for event in runtime.events() if len(event.action.layers) == 1]
     touched = {layer for event in events for layer in event.action.layers}
     elastic.unwrap(model)
-
-    def percentile(runs: list[list[float]], share: float) -> list[float]:
-        return [sorted(run)[int(share * (len(run) - 1))] for run in runs]
-
     return {
         "gaps": generations * tokens,
         "commits": commits,
         "steps_per_commit": generations * tokens / commits,
         "layers_touched": len(touched),
-        "ms_at_rest": {f"p{int(100 * s)}": 1e3 * statistics.median(percentile(resting, s)) for s in (0.5, 0.99)},
-        "ms_moving": {f"p{int(100 * s)}": 1e3 * statistics.median(percentile(moving, s)) for s in (0.5, 0.99)},
-        "p50_ratio": ratio(percentile(moving, 0.5), percentile(resting, 0.5)),
-        "p99_ratio": ratio(percentile(moving, 0.99), percentile(resting, 0.99)),
+        "ms_at_rest": {f"p{int(100 * s)}": 1e3 * statistics.median(percentiles(resting, s)) for s in (0.5, 0.99)},
+        "ms_moving": {f"p{int(100 * s)}": 1e3 * statistics.median(percentiles(moving, s)) for s in (0.5, 0.99)},
+        "p50_ratio": ratio(percentiles(moving, 0.5), percentiles(resting, 0.5)),
+        "p99_ratio": ratio(percentiles(moving, 0.99), percentiles(resting, 0.99)),
         "pause_ms_p99": sorted(event.pause_ms for event in events)[int(0.99 * (len(events) - 1))],
     }
 

@@ -50,7 +50,7 @@ class ReplayedRequest:
 
 @dataclass(frozen=True)
 class RequestQuality:
-    """One request. Likelihoods are means over its tokens, in nats (negative logarithms: lower is likelier)."""
+    """The quality of one request. Likelihoods are means over its tokens, in nats (negative logarithms)."""
 
     reference: tuple[int, ...]
     """The greedy continuation in full precision."""
@@ -75,10 +75,10 @@ class RequestQuality:
 
 @dataclass(frozen=True)
 class Quality:
-    """All requests of a run. Means are over tokens, but for `rouge_l`, which is the mean over requests."""
+    """The quality of all requests of a run. Means are over tokens, but for `rouge_l`: over requests."""
 
     requests: tuple[RequestQuality, ...] = field(repr=False)
-    """In the order in which they were given."""
+    """The requests in the order in which they were given."""
 
     @property
     def tokens(self) -> int:

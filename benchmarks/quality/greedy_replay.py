@@ -34,7 +34,7 @@ class PrefixToScore:
 
     @property
     def constant(self) -> bool:
-        """Whether one precision computes all of it."""
+        """True if one precision computes all of it."""
         return all(form is self.forms[0] or form == self.forms[0] for form in self.forms)
 
 

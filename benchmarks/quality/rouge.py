@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def longest_common_subsequence(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the longest sequence that is left of both when some tokens are struck out; O(len(a) len(b))."""
+    """Return the length of the longest subsequence that both have; O(len(a) len(b))."""
     above = [0] * (len(b) + 1)
     for token in a:
         row = [0]
@@ -17,7 +17,7 @@ def longest_common_subsequence(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def rouge_l(candidate: Sequence[int], reference: Sequence[int], *, beta: float = 1.0) -> float:
-    """The F-measure of the longest common subsequence, from 0 to 1 (Lin 2004, equations 2 to 4).
+    """Return the F-measure of the longest common subsequence, from 0 to 1 (Lin 2004, equations 2 to 4).
 
     Recall R is its share of the reference, precision P its share of the candidate, F = (1 + beta^2) R P /
     (R + beta^2 P). Tokens are compared as they are: no words, no stemming, so figures are not those of packages that

@@ -1,36 +1,37 @@
-"""What an action is to the executor: one mechanism for each kind."""
+"""The interface of an action's handler to the executor: one handler for each kind of action."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.types import Action, PlanStep
 
 
-class ActionHandler(Protocol):
+class ActionHandler(ABC):
     """One kind of action. What `prepare` returns goes through `commit`, and `rollback` or `finish`."""
 
+    @abstractmethod
     def dry_run(self, action: Any) -> PlanStep:
-        """What the action would do now. Raises if it cannot be done at all."""
-        ...
+        """Return what the action would do now. Raises if it cannot be done at all."""
 
+    @abstractmethod
     def prepare(self, action: Any) -> Any:
         """Check, and do what can be done beside forward passes. On an error nothing is held."""
-        ...
 
+    @abstractmethod
     def commit(self, prepared: Any) -> None:
-        """Flip, at the safe point."""
-        ...
+        """Switch to what was prepared, at the safe point."""
 
+    @abstractmethod
     def rollback(self, prepared: Any) -> None:
         """Undo `prepare`, and `commit` if it was reached; at the safe point."""
-        ...
 
+    @abstractmethod
     def finish(self, prepared: Any) -> Any:
-        """After the safe point: give back what is no longer needed; the result."""
-        ...
+        """Give back what is no longer needed, after the safe point; return the result."""
 
     def deferred(self) -> Sequence[Action]:
-        """Actions that were deferred, to be tried again when pages have come free."""
-        ...
+        """Return the actions to be tried again when pages have come free; most kinds are refused without pages."""
+        return ()

@@ -1,15 +1,14 @@
-"""What the actions on layers share: who has pages to lend, what is prepared, who waits."""
+"""Actions on weights in preparation, and those that are deferred until pages come free."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, StateError
+from elastic.memory.copy_engine import synchronize
 from elastic.types import Release, Restore, Swap
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
@@ -24,122 +23,125 @@ Move = Swap | Restore
 
 @dataclass
 class SlotSwitch:
-    """One layer, and what its slots will have."""
+    """A pending switch of a unit's slots to other contents."""
 
-    layer: WeightUnit
-    form: LayerPrecision
+    unit: WeightUnit
+    precision: LayerPrecision
     contents: dict[str, Content]
     version: int
-    """How often its parameters had been written when their bytes were copied."""
-    form_before: LayerPrecision = field(init=False)
+    """Number of writes to its parameters when their bytes were copied."""
+    precision_before: LayerPrecision = field(init=False)
     absent_before: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.form_before, self.absent_before = self.layer.precision, self.layer.absent
+        self.precision_before, self.absent_before = self.unit.precision, self.unit.absent
 
     def undo(self) -> None:
-        """Have the slots as they were; the bytes are still there."""
-        reinstate(self.layer, self.form_before, self.absent_before)
+        """Switch the slots back; the old bytes are still there."""
+        reinstate(self.unit, self.precision_before, self.absent_before)
 
 
 @dataclass
 class PreparedAction:
-    """What an action will flip, and what it holds until then."""
+    """The switches that an action will commit, and what it holds until then."""
 
     action: Release | Move
-    flips: list[SlotSwitch] = field(default_factory=list)
+    switches: list[SlotSwitch] = field(default_factory=list)
     deferred: list[WeightUnit] = field(default_factory=list)
     moved_bytes: int = 0
-    lent_bytes: int = 0
-    """Stages that the layers will not need."""
+    stage_bytes: int = 0
+    """Bytes of stages that the layers will not need."""
     committed: bool = False
 
     @property
-    def layers(self) -> list[WeightUnit]:
-        return [flip.layer for flip in self.flips]
+    def units(self) -> list[WeightUnit]:
+        """The units whose slots will switch."""
+        return [switch.unit for switch in self.switches]
 
     def require_unwritten(self) -> None:
         """Raises `StateError` if a layer was written since its bytes were copied: the copies are old."""
-        for flip in self.flips:
-            if flip.layer.version() != flip.version:
-                name = flip.layer.name
+        for switch in self.switches:
+            if switch.unit.version() != switch.version:
+                name = switch.unit.name
                 raise StateError(f"the weights of {name} were written while they were on their way; try again")
 
-    def let_go(self) -> None:
-        """Where torch exchanged parameters, the contents have what the layers had: hold it no longer."""
-        for flip in self.flips:
-            flip.contents.clear()
+    def drop_contents(self) -> None:
+        """Hold the contents no longer: where torch exchanged parameters, they have what the layers had."""
+        for switch in self.switches:
+            switch.contents.clear()
 
 
 class DeferredActions:
-    """The layers whose move is deferred. The KV cache keeps the pages that they need from new caches."""
+    """Units whose swap or restore waits for pages, which the KV cache keeps from new caches meanwhile."""
 
     def __init__(self, broker: PageBroker) -> None:
         self._broker = broker
         self._moves: dict[WeightUnit, Move] = {}
 
-    def add(self, layers: Iterable[WeightUnit], move: Move) -> None:
-        self._set({**self._moves, **dict.fromkeys(layers, move)})
+    def forget(self, units: Iterable[WeightUnit]) -> None:
+        """Have these units wait no more."""
+        gone = set(units)
+        self._set({unit: move for unit, move in self._moves.items() if unit not in gone})
 
-    def drop(self, layers: Iterable[WeightUnit]) -> None:
-        gone = set(layers)
-        self._set({layer: move for layer, move in self._moves.items() if layer not in gone})
-
-    def moves(self) -> list[Move]:
-        """The actions that are waited for, each with the layers that still wait."""
-        wanted: dict[Move, list[WeightUnit]] = {}
-        for layer, move in self._moves.items():
-            wanted.setdefault(of_layers(move, ()), []).append(layer)
-        return [of_layers(move, indices(layers)) for move, layers in wanted.items()]
-
-    def has(self, layer: WeightUnit) -> bool:
-        """Whether a move of the layer is deferred."""
-        return layer in self._moves
+    def add(self, units: Iterable[WeightUnit], move: Move) -> None:
+        """Have these units wait for a swap or restore."""
+        self._set({**self._moves, **dict.fromkeys(units, move)})
 
     def _set(self, moves: dict[WeightUnit, Move]) -> None:
-        places = {layer.pool.name for layer in (*self._moves, *moves)}
+        places = {unit.pool.name for unit in (*self._moves, *moves)}
         self._moves = moves
         for place in places:
-            here = [(layer, move) for layer, move in moves.items() if layer.pool.name == place]
-            self._broker.hold_back(place, sum(layer.pages_in(form_after(layer, move)) for layer, move in here))
+            pages = (u.pages_in(precision_after(u, move)) for u, move in moves.items() if u.pool.name == place)
+            self._broker.hold_back(place, sum(pages))
+
+    def moves(self) -> tuple[Move, ...]:
+        """Return the deferred actions, each with the layers that still wait."""
+        layers: dict[Move, list[int]] = {}
+        for unit, move in self._moves.items():
+            layers.setdefault(replace(move, layers=()), []).append(unit.index)
+        return tuple(replace(move, layers=tuple(dict.fromkeys(indices))) for move, indices in layers.items())
+
+    def require_settled(self, units: Iterable[WeightUnit], action: str) -> None:
+        """Raise `StateError` if a swap or restore of a unit is deferred; `action` is what must wait for it."""
+        for unit in units:
+            if unit in self._moves:
+                raise StateError(
+                    f"{unit.name} waits for pages to be swapped or restored; {action} it when that is done"
+                )
 
 
-def of_layers(move: Move, layers: tuple[int, ...]) -> Move:
-    """The same move of other layers."""
-    return Swap(layers, move.variant, move.parts) if isinstance(move, Swap) else Restore(layers, move.parts)
+def precision_after(unit: WeightUnit, move: Move) -> LayerPrecision:
+    """Return the precision that an action gives a unit. Raises `ConfigError` for a variant that it does not have."""
+    return unit.with_variant(move.variant if isinstance(move, Swap) else None, move.parts)
 
 
-def form_after(layer: WeightUnit, move: Move) -> LayerPrecision:
-    """The form that a move gives a layer. Raises `ConfigError`."""
-    return layer.with_variant(move.variant if isinstance(move, Swap) else None, move.parts)
+def require_no_gradients(unit: WeightUnit) -> None:
+    """Raise `StateError` if a parameter has a gradient, which a weight without bytes cannot carry."""
+    if any(slot.parameter.grad is not None for slot in unit.slots.values()):
+        raise StateError(f"{unit.name} has gradients; set them to None before it is released or swapped")
 
 
-def by_place(layers: Iterable[WeightUnit]) -> dict[str, list[WeightUnit]]:
+def by_place(units: Iterable[WeightUnit]) -> dict[str, list[WeightUnit]]:
+    """Group units by the name of their place, in their order."""
     places: dict[str, list[WeightUnit]] = {}
-    for layer in layers:
-        places.setdefault(layer.pool.name, []).append(layer)
+    for unit in units:
+        places.setdefault(unit.pool.name, []).append(unit)
     return places
 
 
-def indices(layers: Iterable[WeightUnit]) -> tuple[int, ...]:
-    """Each once."""
-    return tuple(dict.fromkeys(layer.index for layer in layers))
-
-
-def retire(layer: WeightUnit, form: LayerPrecision, broker: PageBroker) -> int:
-    """The layer's block for a form is not read any more; returns the pages that are free now."""
-    block, place = layer.blocks[form.key], layer.pool.name
-    if layer.pool.backend.device.type == "cuda":
-        torch.cuda.synchronize(layer.pool.backend.device)
-    if block.hide():
-        block.make_reclaimable()
-        return block.pages
-    del layer.blocks[form.key]
-    return block.orphan(lambda pages: broker.give_to_cache(place, pages))
+def retire(unit: WeightUnit, precision: LayerPrecision, broker: PageBroker) -> int:
+    """Let go of a unit's buffer that no forward pass reads any more; return the pages that are free now."""
+    buffer, place = unit.blocks[precision.key], unit.pool.name
+    synchronize(unit.pool.backend.device)
+    if buffer.hide():
+        buffer.make_reclaimable()
+        return buffer.pages
+    del unit.blocks[precision.key]
+    return buffer.orphan(lambda pages: broker.give_to_cache(place, pages))
 
 
 def resize_stages(weights: ModelWeights, place: str) -> int:
-    """As many stages as the absent layers of a place need; returns the pages that others may have more or fewer."""
+    """Have as many stages as the absent layers of a place need; return the pages that others may have more or fewer."""
     streamer = weights.streamers[place]
     absent = sum(layer.absent for layer in weights.layers if layer.pool.name == place)
     wanted = max(streamer.least, min(MOST_STAGES, absent))

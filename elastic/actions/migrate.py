@@ -1,21 +1,18 @@
 """The action that has a layer, or modules of it, at another place (CoCoServe, section 3.3).
 
-Bytes are copied from page to page while the layer serves; the safe point only flips the slots, and then the pages that
-it leaves are free. So a migrated layer is the same bits, in the variant that it was in.
+Bytes are copied from page to page while the layer serves; the safe point only switches the slots, and then the pages
+that it leaves are free. So a migrated layer is the same bits, in the variant that it was in.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from elastic.actions.deferred import DeferredActions, resize_stages
+from elastic.actions.base import ActionHandler
+from elastic.actions.deferred import DeferredActions, require_no_gradients, resize_stages
 from elastic.actions.pages.allocation import WeightPageAllocator
-from elastic.actions.pages.copy_plan import pairs
-from elastic.actions.release import require_no_gradients
+from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.device_transfer import TransferRouter
 from elastic.memory.copy_engine import CopyBatch, CopyHandle
@@ -31,93 +28,78 @@ from elastic.weights.slot_contents import reinstate, resident_contents
 
 @dataclass
 class LayerMove:
-    """One decoder layer: the units that it consists of before and after."""
+    """A pending move of one decoder layer: the units of which it consists before and after."""
 
     before: tuple[WeightUnit, ...]
     after: tuple[WeightUnit, ...]
     arriving: WeightUnit
-    """Of `after` the one at the new place."""
+    """The unit of `after` at the new place."""
     remains: Mapping[WeightUnit, WeightUnit | None]
-    """For each unit that loses parameters, what is left of it."""
+    """The rest of each unit that loses parameters; None: nothing."""
     version: int
+    """Number of writes to its parameters when their bytes were copied."""
     contents: Mapping[str, Content] = field(default_factory=dict)
 
     @property
-    def index(self) -> int:
-        return self.arriving.index
+    def leaving_pages(self) -> int:
+        """Pages that it needs no longer where it is."""
+        return sum(unit.held_pages - (rest.held_pages if rest else 0) for unit, rest in self.remains.items())
 
-    @property
-    def pages(self) -> int:
-        """That it takes at the new place."""
-        return self.arriving.held_pages
-
-    @property
-    def leaving_pages(self) -> Counter[str]:
-        """That it needs no longer, by place."""
-        pages: Counter[str] = Counter()
-        for unit, rest in self.remains.items():
-            pages[unit.pool.name] += unit.held_pages - (rest.held_pages if rest else 0)
-        return pages
-
-    @property
-    def written(self) -> bool:
-        """Whether a parameter was written since its bytes were copied."""
-        return sum(unit.version() for unit in self.before) != self.version
-
-    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) for all that arrives: from the pages where it is, or from the host store."""
-        return pairs(self.arriving, self.remains)
-
-    def flip(self) -> None:
-        self.arriving.show(self.contents, self.arriving.precision)
+    def require_unwritten(self) -> None:
+        """Raise `StateError` if a parameter was written since its bytes were copied."""
+        if sum(unit.version() for unit in self.before) != self.version:
+            name = self.arriving.name
+            raise StateError(f"the weights of {name} were written while they were on their way; try again")
 
     def undo(self) -> None:
-        """Have the slots as they were; the bytes are still there."""
+        """Switch the slots back; the old bytes are still there."""
         for unit in self.remains:
             reinstate(unit, unit.precision, unit.absent)
 
 
 @dataclass
 class PreparedMigration:
+    """A migration in preparation."""
+
     action: Migrate
-    relocations: list[LayerMove] = field(default_factory=list)
+    moves: list[LayerMove] = field(default_factory=list)
     committed: bool = False
 
 
-class MigrateHandler:
+class MigrateHandler(ActionHandler):
     """`Migrate`: check, prepare, commit, roll back, finish."""
 
     def __init__(
         self,
         weights: ModelWeights,
-        routes: TransferRouter,
-        tenancy: WeightPageAllocator,
-        waiting: DeferredActions,
-        pace: RateLimiter,
+        router: TransferRouter,
+        allocator: WeightPageAllocator,
+        deferred: DeferredActions,
+        copy_rate: RateLimiter,
     ) -> None:
         self._weights = weights
-        self._routes = routes
-        self._tenancy = tenancy
-        self._waiting = waiting
-        self._pace = pace
+        self._router = router
+        self._allocator = allocator
+        self._deferred = deferred
+        self._copy_rate = copy_rate
 
     def dry_run(self, action: Migrate) -> PlanStep:
-        """What the action would do now. Raises `CapacityError` if the place has no room for it."""
-        planned = self._check(action)
-        pages = sum(relocation.pages for relocation in planned)
-        self._tenancy.require_room(action.place, pages)
-        gained = sum(relocation.leaving_pages.total() for relocation in planned) - pages
-        moved = sum(relocation.arriving.precision.nbytes for relocation in planned)
+        """Return what the action would do now. Raises `CapacityError` if the place has no room for it."""
+        moves = self._check(action)
+        pages = sum(move.arriving.held_pages for move in moves)
+        self._allocator.require_room(action.place, pages)
+        gained = sum(move.leaving_pages for move in moves) - pages
+        moved = sum(move.arriving.precision.nbytes for move in moves)
         return PlanStep(action, "applied", moved, gained, pages, 0.0)
 
     def prepare(self, action: Migrate) -> PreparedMigration:
-        """Pages at the new place, and the bytes copied into them."""
+        """Take pages at the new place, and copy the bytes into them."""
         prepared, copies = PreparedMigration(action), CopyBatch()
         try:
-            for relocation in self._check(action):
-                self._tenancy.take(relocation.arriving, self._pace)
-                prepared.relocations.append(relocation)
-                copies.add(self._fill(relocation))
+            for move in self._check(action):
+                self._allocator.take(move.arriving, self._copy_rate)
+                prepared.moves.append(move)
+                copies.add(self._fill(move))
             copies.finish()
         except BaseException:
             copies.discard()
@@ -126,63 +108,60 @@ class MigrateHandler:
         return prepared
 
     def commit(self, prepared: PreparedMigration) -> None:
-        """Flip the parameters to their new pages."""
-        for relocation in prepared.relocations:
-            if relocation.written:
-                name = relocation.arriving.name
-                raise StateError(f"the weights of {name} were written while they were on their way; try again")
+        """Switch the parameters to their new pages."""
+        for move in prepared.moves:
+            move.require_unwritten()
         prepared.committed = True
-        for relocation in prepared.relocations:
-            self._weights.set_units(relocation.index, relocation.after)
-            relocation.flip()
-        self._routes.update()
+        for move in prepared.moves:
+            self._weights.set_units(move.arriving.index, move.after)
+            move.arriving.show(move.contents, move.arriving.precision)
+        self._router.update()
 
     def rollback(self, prepared: PreparedMigration) -> None:
-        """Flip back, and give the new pages back."""
-        for relocation in reversed(prepared.relocations):
+        """Switch back, and give the new pages back."""
+        for move in reversed(prepared.moves):
             if prepared.committed:
-                relocation.undo()
-                self._weights.set_units(relocation.index, relocation.before)
-                self._routes.update()
-            relocation.contents = {}
-            self._tenancy.lend(relocation.arriving, self._tenancy.give_up(relocation.arriving))
-        prepared.relocations.clear()
+                move.undo()
+                self._weights.set_units(move.arriving.index, move.before)
+                self._router.update()
+            move.contents = {}
+            self._allocator.give_to_cache(move.arriving, self._allocator.give_up(move.arriving))
+        prepared.moves.clear()
 
     def finish(self, prepared: PreparedMigration) -> Change:
-        """What the layers left behind is KV capacity there, but for pages that tensors outside still show."""
+        """Give the pages that the layers left to the KV cache, but for those that tensors outside still show."""
         released = retained = moved = 0
-        for relocation in prepared.relocations:
-            relocation.contents = {}
-            moved += relocation.arriving.precision.nbytes
-            self._tenancy.settle(relocation.arriving.pool.name, relocation.arriving.pages)
-            released -= relocation.pages * relocation.arriving.pool.page_bytes
-            for unit, rest in relocation.remains.items():
-                left = (unit.held_pages - (rest.held_pages if rest else 0)) * unit.pool.page_bytes
-                pages = self._leave(unit, rest, relocation)
-                self._tenancy.lend(unit, pages)
-                self._tenancy.settle(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
+        for move in prepared.moves:
+            move.contents = {}
+            moved += move.arriving.precision.nbytes
+            self._allocator.record_resident(move.arriving.pool.name, move.arriving.pages)
+            released -= move.arriving.held_pages * move.arriving.pool.page_bytes
+            for unit, rest in move.remains.items():
+                leaving = unit.held_pages - (rest.held_pages if rest else 0)
+                pages = self._leave(unit, rest)
+                self._allocator.give_to_cache(unit, pages)
+                self._allocator.record_resident(unit.pool.name, (rest.pages if rest else 0) - unit.pages)
                 released += pages * unit.pool.page_bytes
-                retained += max(0, left - pages * unit.pool.page_bytes)
-        done = tuple(relocation.index for relocation in prepared.relocations)
+                retained += max(0, leaving - pages) * unit.pool.page_bytes
+        done = tuple(move.arriving.index for move in prepared.moves)
         return Change("applied", done, (), moved, released, retained)
 
-    def deferred(self) -> tuple[Migrate, ...]:
-        """A migration is never deferred: without pages it is refused."""
-        return ()
-
     def _check(self, action: Migrate) -> list[LayerMove]:
-        """What is to be moved: nothing of a layer that is there already."""
-        pool = self._tenancy.pool(action.place)
-        planned = [self._plan(index, action.parts, pool) for index in self._weights.layer_indices(action.layers)]
-        return [relocation for relocation in planned if relocation is not None]
+        """Return the moves to be done: none for a layer that is there already."""
+        pool = self._allocator.pool(action.place)
+        moves = [self._plan(index, action.parts, pool) for index in self._weights.layer_indices(action.layers)]
+        return [move for move in moves if move is not None]
 
     def _plan(self, index: int, parts: tuple[str, ...], pool: PagePool) -> LayerMove | None:
+        """Plan the move of one layer, or of modules of it. None: it is there already."""
         units = self._weights.units(index)
-        names = self._names(units, parts)
+        names = self._weights.parameters_under(index, parts)
+        if not names:
+            raise ConfigError(f"{units[0].name} has no weights of its own: others use them too")
         whole = len(names) == sum(len(unit.slots) for unit in units) or pool is units[0].pool
         whole = whole or _leaves_nothing(units, names, pool)
-        there = all(unit.pool is pool and not unit.absent for unit in units if unit.slots.keys() & names)
-        if there and (not whole or len(units) == 1):
+        arrived = all(unit.pool is pool and not unit.absent for unit in units if unit.slots.keys() & names)
+        if arrived and (not whole or len(units) == 1):
             return None
         self._require_movable(units, whole)
         self._require_device(units, pool, whole)
@@ -190,29 +169,23 @@ class MigrateHandler:
             names = {name for unit in units for name in unit.slots}
         own = not units[0].slots.keys() - names
         arriving = merge_units(units, names, pool, "" if own else "+".join(parts))
-        remains = {unit: _rest(unit, names) for unit in units if unit.slots.keys() & names}
+        losing = [unit for unit in units if unit.slots.keys() & names]
+        remains = {unit: remainder(unit, names) if unit.slots.keys() - names else None for unit in losing}
         staying = tuple(unit for unit in (remains.get(u, u) for u in units) if unit is not None)
         after = (arriving, *staying) if own else (*staying, arriving)
         return LayerMove(units, after, arriving, remains, sum(unit.version() for unit in units))
 
-    def _names(self, units: tuple[WeightUnit, ...], parts: tuple[str, ...]) -> set[str]:
-        names = self._weights.parameters_under(units[0].index, parts)
-        if not names:
-            raise ConfigError(f"{units[0].name} has no weights of its own: others use them too")
-        return names
-
     def _require_movable(self, units: tuple[WeightUnit, ...], whole: bool) -> None:
         name = units[0].name
         self._weights.require_alone(units[0].index)
-        if any(self._waiting.has(unit) for unit in units):
-            raise StateError(f"{name} waits for pages to be swapped or restored; migrate it when that is done")
+        self._deferred.require_settled(units, "migrate")
         if units[0].absent and not whole:
             raise StateError(f"{name} is in host memory; restore it before modules of it are migrated")
         for unit in units:
             require_no_gradients(unit)
 
     def _require_device(self, units: tuple[WeightUnit, ...], pool: PagePool, whole: bool) -> None:
-        """To another device go layers that share no parameter, and modules."""
+        """Raise `ConfigError` for a layer with shared parameters or adapters that is to go to another device."""
         shared, device = units[0].layer.unpaged.parameters(), pool.backend.device
         if whole and shared and any(unit.pool.backend.device != device for unit in units):
             raise ConfigError(
@@ -220,30 +193,26 @@ class MigrateHandler:
                 f"to another device ({device})"
             )
 
-    def _fill(self, relocation: LayerMove) -> CopyHandle:
-        """Begin to copy; meanwhile what sits in the slots is made."""
-        unit = relocation.arriving
-        copy = self._weights.streamer(unit).copier.copy_async(relocation.pairs(), self._pace)
-        relocation.contents = resident_contents(unit, unit.precision)
+    def _fill(self, move: LayerMove) -> CopyHandle:
+        """Begin to copy, and make the slots' contents meanwhile."""
+        unit = move.arriving
+        copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, move.remains), self._copy_rate)
+        move.contents = resident_contents(unit, unit.precision)
         return copy
 
-    def _leave(self, unit: WeightUnit, rest: WeightUnit | None, relocation: LayerMove) -> int:
-        """Give up what a unit has lost; returns the pages that are free now."""
+    def _leave(self, unit: WeightUnit, rest: WeightUnit | None) -> int:
+        """Give up the pages of what a unit has lost; return those that are free now."""
         if unit.absent:
             self._weights.streamer(unit).forget(unit)
             return resize_stages(self._weights, unit.pool.name)
-        return self._tenancy.narrow(unit, rest) if rest else self._tenancy.give_up(unit)
+        return self._allocator.shrink(unit, rest) if rest else self._allocator.give_up(unit)
 
 
 def _leaves_nothing(units: tuple[WeightUnit, ...], names: set[str], pool: PagePool) -> bool:
-    """Whether only vectors would stay behind when these parameters go to another device: they go too, so that hidden
-    states travel to the layer once."""
+    """Return whether only vectors would stay when these parameters go to another device: they go too, so that hidden
+    states are copied to the layer once."""
     if pool.backend.device == units[0].pool.backend.device or units[0].layer.unpaged.parameters():
         return False
     staying = {name: slot for unit in units if unit.pool is not pool for name, slot in unit.slots.items()}
     matrices = [name for name, slot in staying.items() if name not in names and slot.parameter.ndim > 1]
     return not matrices or not units[0].slots.keys() - names
-
-
-def _rest(unit: WeightUnit, names: set[str]) -> WeightUnit | None:
-    return remainder(unit, names) if unit.slots.keys() - names else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elastic.actions.base import ActionHandler
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.manager import KVMemory
@@ -31,21 +32,21 @@ class PreparedKVMigration:
     pool: KVPool
     layers: tuple[int, ...]
     """Of the action, those whose KV cache is elsewhere."""
-    parcels: weakref.WeakKeyDictionary[ElasticLayer, KVTransfer] = field(default_factory=weakref.WeakKeyDictionary)
+    transfers: weakref.WeakKeyDictionary[ElasticLayer, KVTransfer] = field(default_factory=weakref.WeakKeyDictionary)
     """Of the cache layers that live. What was taken for one that died went with it."""
     homes: dict[int, KVPool] = field(default_factory=dict)
     """Before the commit."""
 
 
-class MigrateKVHandler:
+class MigrateKVHandler(ActionHandler):
     """`MigrateKV`: check, prepare, commit, roll back, finish."""
 
-    def __init__(self, memory: KVMemory, pace: RateLimiter, require_alone: Callable[[int], None]) -> None:
+    def __init__(self, memory: KVMemory, copy_rate: RateLimiter, require_alone: Callable[[int], None]) -> None:
         """`require_alone` raises for a layer whose rows replicas share."""
         self._memory = memory
         self._require_alone = require_alone
         self._pools = {pool.pool.name: pool for pool in memory.pools}
-        self._pace = pace
+        self._copy_rate = copy_rate
         self._copiers: dict[torch.device, CopyEngine] = {}
 
     def close(self) -> None:
@@ -65,8 +66,8 @@ class MigrateKVHandler:
         try:
             for _ in range(ROUNDS):
                 for layer in self._leaving(prepared):
-                    self._parcel(prepared, layer).sync(
-                        layer, lambda source: self._copier(source, prepared.pool), self._pace
+                    self._transfer(prepared, layer).sync(
+                        layer, lambda source: self._copier(source, prepared.pool), self._copy_rate
                     )
         except BaseException:
             self.rollback(prepared)
@@ -80,25 +81,21 @@ class MigrateKVHandler:
             prepared.homes[index] = self._memory.homes[index]
             self._memory.homes[index] = prepared.pool
         for layer in self._leaving(prepared):
-            self._parcel(prepared, layer).cut_over(layer)
+            self._transfer(prepared, layer).cut_over(layer)
 
     def rollback(self, prepared: PreparedKVMigration) -> None:
         """Everything goes on where it was, and the new pages are given back."""
         for index, pool in prepared.homes.items():
             self._memory.homes[index] = pool
-        for layer, parcel in list(prepared.parcels.items()):
-            parcel.revert(layer)
-        prepared.parcels.clear()
+        for layer, transfer in list(prepared.transfers.items()):
+            transfer.revert(layer)
+        prepared.transfers.clear()
 
     def finish(self, prepared: PreparedKVMigration) -> Change:
         """What caches have left is idle, for the next ones there, but for what tensors outside still show."""
-        parcels = list(prepared.parcels.values())
-        retained = sum(parcel.finish() for parcel in parcels)
-        return Change("applied", prepared.layers, (), sum(p.moved_bytes for p in parcels), 0, retained)
-
-    def deferred(self) -> tuple[MigrateKV, ...]:
-        """It is never deferred: without pages it is refused."""
-        return ()
+        transfers = list(prepared.transfers.values())
+        retained = sum(transfer.finish() for transfer in transfers)
+        return Change("applied", prepared.layers, (), sum(p.moved_bytes for p in transfers), 0, retained)
 
     def _check(self, action: MigrateKV) -> PreparedKVMigration:
         """What is to be moved. Raises if the place has no room for it."""
@@ -150,8 +147,8 @@ class MigrateKVHandler:
         held = (layer.held() for layer in self._leaving(prepared))
         return sum(self._memory.pages_at(prepared.pool, tokens) for tokens in held if tokens is not None)
 
-    def _parcel(self, prepared: PreparedKVMigration, layer: ElasticLayer) -> KVTransfer:
-        return prepared.parcels.setdefault(layer, KVTransfer(self._memory, prepared.pool))
+    def _transfer(self, prepared: PreparedKVMigration, layer: ElasticLayer) -> KVTransfer:
+        return prepared.transfers.setdefault(layer, KVTransfer(self._memory, prepared.pool))
 
     def _copier(self, source: KVPool, target: KVPool) -> CopyEngine:
         devices = [pool.pool.backend.device for pool in (target, source)]

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.actions.deferred import DeferredActions, PreparedAction, SlotSwitch, by_place, resize_stages, retire
+from elastic.actions.base import ActionHandler
+from elastic.actions.deferred import (
+    DeferredActions,
+    PreparedAction,
+    SlotSwitch,
+    by_place,
+    require_no_gradients,
+    resize_stages,
+    retire,
+)
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.types import Change, PlanStep, Release
@@ -17,97 +26,95 @@ from elastic.weights.streaming import MOST_STAGES, WeightStreamer
 
 @dataclass
 class PreparedRelease(PreparedAction):
-    """A release that was checked; `claimed` are the pages that a first stage took from the KV cache, by place."""
+    """A release in preparation."""
 
-    claimed: dict[str, int] = field(default_factory=dict)
+    stage_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that a first stage took from the KV cache, by place."""
 
 
-class ReleaseHandler:
+class ReleaseHandler(ActionHandler):
     """`Release`: check, prepare, commit, roll back, finish."""
 
-    def __init__(self, weights: ModelWeights, broker: PageBroker, waiting: DeferredActions) -> None:
+    def __init__(self, weights: ModelWeights, broker: PageBroker, deferred: DeferredActions) -> None:
         self._weights = weights
         self._broker = broker
-        self._waiting = waiting
+        self._deferred = deferred
 
     def dry_run(self, action: Release) -> PlanStep:
-        """What the action would do now. Raises `CapacityError` or `StateError` if it cannot be done."""
-        layers = self._check(action)
-        pages = sum(layer.held_pages for layer in layers) - self._stage_pages(layers)
-        return PlanStep(action, "applied", sum(layer.nbytes for layer in layers), pages, 0, 0.0)
+        """Return what the action would do now. Raises `CapacityError` or `StateError` if it cannot be done."""
+        units = self._check(action)
+        pages = sum(unit.held_pages for unit in units) - self._more_stage_pages(units)
+        return PlanStep(action, "applied", sum(unit.nbytes for unit in units), pages, 0, 0.0)
 
     def prepare(self, action: Release) -> PreparedRelease:
         """Have the weights in the host store."""
-        layers = self._check(action)
-        prepared = PreparedRelease(action, claimed=self._have_stages(layers))
+        units = self._check(action)
+        prepared = PreparedRelease(action, stage_pages=self._make_first_stages(units))
         try:
-            for layer in layers:
-                version = layer.version()
-                prepared.moved_bytes += layer.keep()
-                prepared.flips.append(SlotSwitch(layer, layer.full, absent_contents(layer), version))
+            for unit in units:
+                version = unit.version()
+                prepared.moved_bytes += unit.keep()
+                prepared.switches.append(SlotSwitch(unit, unit.full, absent_contents(unit), version))
         except BaseException:
-            self._give_stages_back(layers)
+            self._resize_stages(units)
             raise
         return prepared
 
     def commit(self, prepared: PreparedRelease) -> None:
-        """Flip the layers to the host store."""
+        """Switch the slots to the host store."""
         prepared.require_unwritten()
         prepared.committed = True
-        for flip in prepared.flips:
-            flip.layer.hide(flip.contents)
+        for switch in prepared.switches:
+            switch.unit.hide(switch.contents)
 
     def rollback(self, prepared: PreparedRelease) -> None:
-        """Flip back. The block still has everything."""
+        """Switch the slots back: the buffers still have everything."""
         if prepared.committed:
-            for flip in prepared.flips:
-                flip.undo()
-        self._give_stages_back(prepared.layers)
-        prepared.let_go()
+            for switch in prepared.switches:
+                switch.undo()
+        self._resize_stages(prepared.units)
+        prepared.drop_contents()
 
     def finish(self, prepared: PreparedRelease) -> Change:
-        """Retire the blocks: their pages are KV capacity, but for what stages need and what tensors outside show."""
-        prepared.let_go()
+        """Retire the buffers: their pages are KV capacity, but for what stages need and what tensors outside show."""
+        prepared.drop_contents()
         released = retained = 0
-        for place, layers in by_place(prepared.layers).items():
-            flips = [flip for flip in prepared.flips if flip.layer in layers]
-            freed = [retire(flip.layer, flip.form_before, self._broker) for flip in flips]
+        for place, units in by_place(prepared.units).items():
+            switches = [switch for switch in prepared.switches if switch.unit in units]
+            freed = [retire(switch.unit, switch.precision_before, self._broker) for switch in switches]
             pages = sum(freed) + resize_stages(self._weights, place)
             self._broker.give_to_cache(place, pages)
-            pool = layers[0].pool
-            released += (pages - prepared.claimed.get(place, 0)) * pool.page_bytes
-            held = sum(flip.layer.pages_in(flip.form_before) for flip in flips)
+            pool = units[0].pool
+            released += (pages - prepared.stage_pages.get(place, 0)) * pool.page_bytes
+            held = sum(switch.unit.pages_in(switch.precision_before) for switch in switches)
             retained += (held - sum(freed)) * pool.page_bytes
             pool.notify()
-        self._waiting.drop(self._weights.units_of(prepared.action.layers))
-        done = tuple(layer.index for layer in prepared.layers)
+        self._deferred.forget(self._weights.units_of(prepared.action.layers))
+        done = tuple(unit.index for unit in prepared.units)
         return Change("applied", done, (), prepared.moved_bytes, released, retained)
 
-    def deferred(self) -> tuple[Release, ...]:
-        """A release is never deferred."""
-        return ()
-
     def _check(self, action: Release) -> list[WeightUnit]:
-        layers = self._weights.units_of(action.layers)
-        for layer in layers:
-            if not layer.slots:
-                raise ConfigError(f"{layer.name} has no weights of its own: others use them too")
-            if layer.part:
+        """Return the units to be released."""
+        units = self._weights.units_of(action.layers)
+        for unit in units:
+            if not unit.slots:
+                raise ConfigError(f"{unit.name} has no weights of its own: others use them too")
+            if unit.part:
                 raise StateError(
-                    f"{layer.name}.{layer.part} is at {layer.pool.name}, apart from its layer; migrate the whole layer "
+                    f"{unit.name}.{unit.part} is at {unit.pool.name}, apart from its layer; migrate the whole layer "
                     "to one place before it is released"
                 )
-            streamer = self._weights.streamer(layer)
-            if not streamer.stages and not self._broker.could_take(layer.pool.name, streamer.stage_pages):
+            streamer = self._weights.streamer(unit)
+            if not streamer.stages and not self._broker.could_take(unit.pool.name, streamer.stage_pages):
                 raise _no_stage(streamer)
-            require_no_gradients(layer)
-            self._weights.require_alone(layer.index)
-        return [layer for layer in layers if not layer.absent]
+            require_no_gradients(unit)
+            self._weights.require_alone(unit.index)
+        return [unit for unit in units if not unit.absent]
 
-    def _have_stages(self, layers: list[WeightUnit]) -> dict[str, int]:
-        """See to it that there is a stage; the KV cache gives the pages if there was none. Returns these, by place."""
-        claimed: dict[str, int] = {}
-        for place in by_place(layers):
+    def _make_first_stages(self, units: list[WeightUnit]) -> dict[str, int]:
+        """Make a stage at each place that has none, of pages of the KV cache; return these, by place."""
+        taken: dict[str, int] = {}
+        for place in by_place(units):
             streamer = self._weights.streamers[place]
             if streamer.stages:
                 continue
@@ -118,19 +125,19 @@ class ReleaseHandler:
             except BaseException:
                 self._broker.give_to_cache(place, streamer.stage_pages)
                 raise
-            claimed[place] = streamer.stage_pages
-        return claimed
+            taken[place] = streamer.stage_pages
+        return taken
 
-    def _give_stages_back(self, layers: Sequence[WeightUnit]) -> None:
-        for place in by_place(layers):
+    def _resize_stages(self, units: Sequence[WeightUnit]) -> None:
+        for place in by_place(units):
             self._broker.give_to_cache(place, resize_stages(self._weights, place))
 
-    def _stage_pages(self, layers: list[WeightUnit]) -> int:
-        """Pages that further stages would take if these layers were absent too."""
+    def _more_stage_pages(self, units: list[WeightUnit]) -> int:
+        """Count the pages that further stages would take if these units were absent too."""
         pages = 0
-        for place in by_place(layers):
+        for place in by_place(units):
             streamer = self._weights.streamers[place]
-            absent = sum(w.absent or w in layers for w in self._weights.layers if w.pool.name == place)
+            absent = sum(w.absent or w in units for w in self._weights.layers if w.pool.name == place)
             pages += max(0, min(MOST_STAGES, absent) - streamer.stages) * streamer.stage_pages
         return pages
 
@@ -143,9 +150,3 @@ def _no_stage(streamer: WeightStreamer) -> CapacityError:
         free_bytes=pool.free_pages * pool.page_bytes,
         total_bytes=pool.budget_pages * pool.page_bytes,
     )
-
-
-def require_no_gradients(layer: WeightUnit) -> None:
-    """Raises `StateError` if a parameter has a gradient, which a weight without bytes cannot carry."""
-    if any(slot.parameter.grad is not None for slot in layer.slots.values()):
-        raise StateError(f"{layer.name} has gradients; set them to None before it is released or swapped")

@@ -1,6 +1,6 @@
 """The actions that have a decoder layer at one more place, and no longer there (CoCoServe, section 3.2).
 
-Bytes are copied from page to page while the layer serves; the safe point lets the layer's runs know of the copy. A
+Bytes are copied from page to page while the layer serves; the safe point tells the replica dispatcher of the copy. A
 replica is in the variant that its layer is in, and stays so: a layer with replicas is not swapped, released or moved.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from elastic.actions.deferred import DeferredActions
+from elastic.actions.base import ActionHandler
+from elastic.actions.deferred import DeferredActions, require_no_gradients
 from elastic.actions.pages.allocation import WeightPageAllocator
-from elastic.actions.pages.copy_plan import pairs
-from elastic.actions.release import require_no_gradients
+from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.forward_override import dispatches
 from elastic.hooks.replicas.dispatcher import ReplicaDispatcher
@@ -36,39 +36,36 @@ Replicas = Mapping[int, Mapping[str, Replica]]
 
 @dataclass
 class PreparedReplication:
-    """What an action on replicas will flip."""
+    """An action on replicas in preparation."""
 
     action: Replicate | Evict
     replicas: dict[int, Replica] = field(default_factory=dict)
-    """By layer: those that come, or go."""
+    """The replicas that come, or go, by layer."""
     before: Replicas | None = None
-    """Once committed: the replicas that there were."""
-
-    def let_go(self) -> None:
-        self.replicas.clear()
+    """The replicas that there were; None before the commit."""
 
 
-class ReplicateHandler:
+class ReplicateHandler(ActionHandler):
     """`Replicate` and `Evict`: check, prepare, commit, roll back, finish."""
 
     def __init__(
         self,
         weights: ModelWeights,
         modules: Sequence[nn.Module],
-        runs: ReplicaDispatcher,
-        tenancy: WeightPageAllocator,
-        waiting: DeferredActions,
-        pace: RateLimiter,
+        dispatcher: ReplicaDispatcher,
+        allocator: WeightPageAllocator,
+        deferred: DeferredActions,
+        copy_rate: RateLimiter,
         unsplittable: Collection[int],
         on_copied: Callable[[nn.Module, nn.Module], None],
     ) -> None:
         """`on_copied` hears of a layer and of the module that computes its replica, before that is used."""
         self._weights = weights
         self._modules = [weakref.ref(module) for module in modules]
-        self._runs = runs
-        self._tenancy = tenancy
-        self._waiting = waiting
-        self._pace = pace
+        self._dispatcher = dispatcher
+        self._allocator = allocator
+        self._deferred = deferred
+        self._copy_rate = copy_rate
         self._unsplittable = unsplittable
         self._on_copied = on_copied
         self._replicas: Replicas = {}
@@ -78,30 +75,30 @@ class ReplicateHandler:
         """End the threads and give the pages of all replicas back. No forward may be in flight. Can be called twice."""
         while self._workers:
             self._workers.popitem()[1].close()
-        gone = [replica for by_place in self._replicas.values() for replica in by_place.values()]
-        self._have({})
-        for replica in gone:
-            self._lose(replica)
+        replicas = [replica for by_place in self._replicas.values() for replica in by_place.values()]
+        self._set_replicas({})
+        for replica in replicas:
+            self._free(replica)
 
     def dry_run(self, action: Replicate | Evict) -> PlanStep:
-        """What the action would do now. Raises `CapacityError` if the place has no room for it."""
+        """Return what the action would do now. Raises `CapacityError` if the place has no room for it."""
         if isinstance(action, Evict):
-            pages = sum(self._of(layer, action.place).unit.held_pages for layer in self._leaving(action))
+            pages = sum(self._replicas[i][action.place].unit.held_pages for i in self._check_evict(action))
             return PlanStep(action, "applied", 0, pages, 0, 0.0)
-        units = [self._copy_of(layer, action.place) for layer in self._coming(action)]
+        units = [self._copied_unit(layer, action.place) for layer in self._check_replicate(action)]
         pages = sum(unit.held_pages for unit in units)
-        self._tenancy.require_room(action.place, pages)
+        self._allocator.require_room(action.place, pages)
         return PlanStep(action, "applied", sum(unit.precision.nbytes for unit in units), -pages, pages, 0.0)
 
     def prepare(self, action: Replicate | Evict) -> PreparedReplication:
-        """For replicas that come: pages, and the bytes copied into them."""
+        """Take pages for replicas that come, and copy the bytes into them."""
         prepared = PreparedReplication(action)
         if isinstance(action, Evict):
-            prepared.replicas = {layer: self._of(layer, action.place) for layer in self._leaving(action)}
+            prepared.replicas = {layer: self._replicas[layer][action.place] for layer in self._check_evict(action)}
             return prepared
         copies = CopyBatch()
         try:
-            for layer in self._coming(action):
+            for layer in self._check_replicate(action):
                 copies.add(self._replicate(layer, prepared))
             copies.finish()
         except BaseException:
@@ -111,9 +108,11 @@ class ReplicateHandler:
         return prepared
 
     def commit(self, prepared: PreparedReplication) -> None:
-        """Have the layers' runs as they are from now on."""
-        if isinstance(prepared.action, Replicate):
-            self._require_unwritten(prepared)
+        """Have batches shared out between the replicas that there are from now on."""
+        for layer, replica in prepared.replicas.items():
+            if isinstance(prepared.action, Replicate) and self._version(layer) != replica.version:
+                name = self._weights.layers[layer].name
+                raise StateError(f"the weights of {name} were written while they were on their way; try again")
         prepared.before, place = self._replicas, prepared.action.place
         after = {layer: dict(by_place) for layer, by_place in self._replicas.items()}
         for layer, replica in prepared.replicas.items():
@@ -121,40 +120,36 @@ class ReplicateHandler:
                 del after[layer][place]
             else:
                 after.setdefault(layer, {})[place] = replica
-        self._have(after)
+        self._set_replicas(after)
 
     def rollback(self, prepared: PreparedReplication) -> None:
-        """Have the runs as they were, and give new pages back."""
+        """Have the replicas as they were, and give new pages back."""
         if prepared.before is not None:
-            self._have(prepared.before)
+            self._set_replicas(prepared.before)
         if isinstance(prepared.action, Replicate):
-            self._give_up(prepared)
-        prepared.let_go()
+            self._free_all(prepared)
+        prepared.replicas.clear()
 
     def finish(self, prepared: PreparedReplication) -> Change:
-        """What replicas have left is KV capacity there, but for pages that tensors outside still show."""
+        """Give the pages of evicted replicas to the KV cache, but for those that tensors outside still show."""
         place, done = prepared.action.place, tuple(prepared.replicas)
         pages = sum(replica.unit.held_pages for replica in prepared.replicas.values())
-        size = self._tenancy.pool(place).page_bytes
+        size = self._allocator.pool(place).page_bytes
         if isinstance(prepared.action, Evict):
-            freed = self._give_up(prepared)
-            self._tenancy.settle(place, -pages)
-            prepared.let_go()
+            freed = self._free_all(prepared)
+            self._allocator.record_resident(place, -pages)
+            prepared.replicas.clear()
             return Change("applied", done, (), 0, freed * size, (pages - freed) * size)
         moved = sum(replica.unit.precision.nbytes for replica in prepared.replicas.values())
-        self._tenancy.settle(place, pages)
-        prepared.let_go()
+        self._allocator.record_resident(place, pages)
+        prepared.replicas.clear()
         return Change("applied", done, (), moved, -pages * size)
-
-    def deferred(self) -> tuple[Replicate | Evict, ...]:
-        """Neither is ever deferred: without pages a replica is refused."""
-        return ()
 
     # -- checks
 
-    def _coming(self, action: Replicate) -> list[int]:
-        """The layers that have no replica there yet."""
-        pool = self._tenancy.pool(action.place)
+    def _check_replicate(self, action: Replicate) -> list[int]:
+        """Return the layers that have no replica there yet."""
+        pool = self._allocator.pool(action.place)
         layers = [
             i for i in self._weights.layer_indices(action.layers) if action.place not in self._replicas.get(i, {})
         ]
@@ -162,14 +157,15 @@ class ReplicateHandler:
             self._require_replicable(layer, pool)
         return layers
 
-    def _leaving(self, action: Evict) -> list[int]:
-        self._tenancy.pool(action.place)
+    def _check_evict(self, action: Evict) -> list[int]:
+        """Return the layers whose replica there is to go. Raises `StateError` for one that has none."""
+        self._allocator.pool(action.place)
         layers = list(self._weights.layer_indices(action.layers))
         for layer in layers:
             if action.place not in self._replicas.get(layer, {}):
-                there = sorted(self._replicas.get(layer, {}))
+                places = sorted(self._replicas.get(layer, {})) or "no place"
                 name = self._weights.layers[layer].name
-                raise StateError(f"{name} has no replica at {action.place}; it has replicas at {there or 'no place'}")
+                raise StateError(f"{name} has no replica at {action.place}; it has replicas at {places}")
         return layers
 
     def _require_replicable(self, layer: int, pool: PagePool) -> None:
@@ -192,71 +188,63 @@ class ReplicateHandler:
             raise StateError(f"{name} is at {pool.name} itself; replicate it at another place, or migrate it first")
         if any(unit.absent for unit in units):
             raise StateError(f"{name} is in host memory; restore it before it is replicated")
-        if any(self._waiting.has(unit) for unit in units):
-            raise StateError(f"{name} waits for pages to be swapped or restored; replicate it when that is done")
+        self._deferred.require_settled(units, "replicate")
         for unit in units:
             require_no_gradients(unit)
 
-    def _require_unwritten(self, prepared: PreparedReplication) -> None:
-        for layer, replica in prepared.replicas.items():
-            if self._version(layer) != replica.version:
-                name = self._weights.layers[layer].name
-                raise StateError(f"the weights of {name} were written while they were on their way; try again")
+    # -- replicas
 
-    # -- what is done
-
-    def _copy_of(self, layer: int, place: str) -> WeightUnit:
-        """All of a layer, as a unit of a place; nothing is there yet."""
+    def _copied_unit(self, layer: int, place: str) -> WeightUnit:
+        """Make one unit of all of a layer, for a place; it has no pages yet."""
         units = self._weights.units(layer)
         names = {name for unit in units for name in unit.slots}
-        return merge_units(units, names, self._tenancy.pool(place))
+        return merge_units(units, names, self._allocator.pool(place))
 
     def _replicate(self, layer: int, prepared: PreparedReplication) -> CopyHandle:
         """Begin to copy; meanwhile the copy of the module is put over the pages."""
-        unit = self._copy_of(layer, prepared.action.place)
+        unit = self._copied_unit(layer, prepared.action.place)
         module = self._modules[layer]()
         if module is None:
             raise StateError("the model is gone")
         copied = LayerCopy(module)
         self._on_copied(module, copied.module)
-        self._tenancy.take(unit, self._pace)
+        self._allocator.take(unit, self._copy_rate)
         prepared.replicas[layer] = Replica(
-            unit, copied, self._worker(unit.pool), dispatches(module), self._version(layer)
+            unit, copied, self._worker_at(unit.pool), dispatches(module), self._version(layer)
         )
-        copy = self._weights.streamer(unit).copier.copy_async(pairs(unit, self._weights.units(layer)), self._pace)
+        plan = copy_plan(unit, self._weights.units(layer))
+        copy = self._weights.streamer(unit).copier.copy_async(plan, self._copy_rate)
         copied.put(unit.slots, resident_contents(unit, unit.precision))
         copied.bring_buffers(unit.pool.backend.device)
         return copy
 
-    def _have(self, replicas: Replicas) -> None:
+    def _set_replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._weights.replicas = {
             layer: tuple(replica.unit for replica in by_place.values())
             for layer, by_place in replicas.items()
             if by_place
         }
-        self._runs.set_replicas(replicas)
+        self._dispatcher.set_replicas(replicas)
 
-    def _give_up(self, prepared: PreparedReplication) -> int:
-        """Pages of replicas that are no more; returns those that are free now."""
+    def _free_all(self, prepared: PreparedReplication) -> int:
+        """Free the pages of the prepared replicas; return those that are free now."""
         freed = 0
         while prepared.replicas:
-            freed += self._lose(prepared.replicas.popitem()[1])
+            freed += self._free(prepared.replicas.popitem()[1])
         return freed
 
-    def _lose(self, replica: Replica) -> int:
+    def _free(self, replica: Replica) -> int:
+        """Free the pages of a replica that is no more; return those that are free now."""
         replica.copy.empty()
-        pages = self._tenancy.give_up(replica.unit)
-        self._tenancy.lend(replica.unit, pages)
+        pages = self._allocator.give_up(replica.unit)
+        self._allocator.give_to_cache(replica.unit, pages)
         return pages
 
-    def _worker(self, pool: PagePool) -> ReplicaWorker:
+    def _worker_at(self, pool: PagePool) -> ReplicaWorker:
         if pool.name not in self._workers:
             self._workers[pool.name] = ReplicaWorker(pool.name, pool.backend.device)
         return self._workers[pool.name]
-
-    def _of(self, layer: int, place: str) -> Replica:
-        return self._replicas[layer][place]
 
     def _version(self, layer: int) -> int:
         return sum(unit.version() for unit in self._weights.units(layer))

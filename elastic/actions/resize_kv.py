@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from elastic.actions.base import ActionHandler
 from elastic.errors import ConfigError
 from elastic.kvcache.layers.full import OffloadedTokens
 from elastic.kvcache.manager import KVMemory
@@ -22,7 +23,7 @@ class PreparedResize:
     result: Resize | None = None
 
 
-class ResizeHandler:
+class ResizeHandler(ActionHandler):
     """`ResizeKV`: check, prepare, commit, roll back."""
 
     def __init__(self, memory: KVMemory) -> None:
@@ -73,10 +74,6 @@ class ResizeHandler:
         """The result."""
         assert prepared.result is not None
         return prepared.result
-
-    def deferred(self) -> tuple[ResizeKV, ...]:
-        """A deferred resize completes by itself, as caches end."""
-        return ()
 
     def _pool(self, action: ResizeKV) -> KVPool:
         if action.place not in self._pools:

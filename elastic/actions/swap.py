@@ -1,8 +1,8 @@
-"""The actions that have a layer at its place in another form: swapped to a variant, or restored to full precision.
+"""The actions that give a layer another precision at its place: a swap to a variant, a restore to full weights.
 
-MorphServe, section 3.3. The paper overwrites a layer's memory in place; here each form has pages of its own, which are
-filled while the old form serves, and the flip is what the safe point waits for. So a fault before it costs nothing, and
-no forward pass reads what is being written.
+MorphServe, section 3.3. The paper overwrites a layer's memory in place; here each precision has pages of its own, which
+are filled while the old one serves, and only the switch waits for the safe point. So a fault before it costs nothing,
+and no forward pass reads what is being written.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
+from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import (
     DeferredActions,
     Move,
     PreparedAction,
     SlotSwitch,
     by_place,
-    form_after,
-    indices,
-    of_layers,
+    precision_after,
+    require_no_gradients,
     resize_stages,
     retire,
 )
 from elastic.actions.pages.broker import PageBroker
-from elastic.actions.release import require_no_gradients
 from elastic.errors import CapacityError
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, PlanStep
@@ -36,107 +35,111 @@ from elastic.weights.slot_contents import resident_contents
 
 @dataclass
 class PreparedSwap(PreparedAction):
+    """A swap or restore in preparation."""
+
     action: Move
 
 
-class SwapHandler:
+class SwapHandler(ActionHandler):
     """`Swap` and `Restore`: check, prepare, commit, roll back, finish."""
 
-    def __init__(self, weights: ModelWeights, broker: PageBroker, waiting: DeferredActions, pace: RateLimiter) -> None:
+    def __init__(
+        self, weights: ModelWeights, broker: PageBroker, deferred: DeferredActions, copy_rate: RateLimiter
+    ) -> None:
         self._weights = weights
         self._broker = broker
-        self._waiting = waiting
-        self._pace = pace
+        self._deferred = deferred
+        self._copy_rate = copy_rate
 
     def dry_run(self, action: Move) -> PlanStep:
-        """What the action would do if nothing changed until then."""
-        layers = self._check(action)
-        forms = {layer: form_after(layer, action) for layer in layers}
+        """Return what the action would do if nothing changed until then."""
+        after = {unit: precision_after(unit, action) for unit in self._check(action)}
         fits = all(
-            self._broker.could_take(place, self._most_needed([(layer, forms[layer]) for layer in here]))
-            for place, here in by_place(layers).items()
+            self._broker.could_take(place, self._most_needed([(unit, after[unit]) for unit in units]))
+            for place, units in by_place(after).items()
         )
-        arriving = sum(layer.pages_in(form) for layer, form in forms.items())
-        moved = sum(form.nbytes for form in forms.values())
-        gained = sum(layer.held_pages for layer in layers) - arriving
+        arriving = sum(unit.pages_in(precision) for unit, precision in after.items())
+        moved = sum(precision.nbytes for precision in after.values())
+        gained = sum(unit.held_pages for unit in after) - arriving
         return PlanStep(action, "applied" if fits else "deferred", moved, gained, arriving, 0.0)
 
     def prepare(self, action: Move) -> PreparedSwap:
-        """For each layer: pages, and the bytes copied into them. Layers without pages wait."""
+        """Take pages for each layer, and copy its bytes into them. Layers without pages are deferred."""
         prepared = PreparedSwap(action)
-        layers = self._check(action)
+        units = self._check(action)
         try:
-            prepared.lent_bytes = self._spare_stages([layer for layer in layers if layer.absent])
-            for _, units in groupby(layers, lambda unit: unit.index):
-                self._prepare_layer(list(units), prepared)
+            prepared.stage_bytes = self._free_stages([unit for unit in units if unit.absent])
+            for _, of_layer in groupby(units, lambda unit: unit.index):
+                self._prepare_layer(list(of_layer), prepared)
         except BaseException:
             self.rollback(prepared)
             raise
         return prepared
 
     def commit(self, prepared: PreparedSwap) -> None:
-        """Flip the layers to their new blocks."""
+        """Switch the slots to their new buffers."""
         prepared.require_unwritten()
         prepared.committed = True
-        for flip in prepared.flips:
-            flip.layer.show(flip.contents, flip.form)
+        for switch in prepared.switches:
+            switch.unit.show(switch.contents, switch.precision)
 
     def rollback(self, prepared: PreparedSwap) -> None:
-        """Flip back, and give the pages back."""
+        """Switch the slots back, and give the pages back."""
         if prepared.committed:
-            for flip in prepared.flips:
-                flip.undo()
-        prepared.let_go()
-        self._drop(prepared.flips)
+            for switch in prepared.switches:
+                switch.undo()
+        prepared.drop_contents()
+        self._drop(prepared.switches)
         for place in by_place(self._weights.units_of(prepared.action.layers)):
             self._broker.give_to_cache(place, resize_stages(self._weights, place))
-        prepared.flips.clear()
+        prepared.switches.clear()
 
     def finish(self, prepared: PreparedSwap) -> Change:
-        """Retire the old blocks, drop what stages have of the layers, and note who waits."""
-        prepared.let_go()
-        gained, retained = prepared.lent_bytes, 0
-        for place, layers in by_place([*prepared.layers, *prepared.deferred]).items():
-            size = layers[0].pool.page_bytes
-            flips = [flip for flip in prepared.flips if flip.layer in layers]
-            freed, kept = self._retire_old(flips)
+        """Retire the old buffers, drop what stages have of the layers, and note what is deferred."""
+        prepared.drop_contents()
+        gained, retained = prepared.stage_bytes, 0
+        for place, units in by_place([*prepared.units, *prepared.deferred]).items():
+            size = units[0].pool.page_bytes
+            switches = [switch for switch in prepared.switches if switch.unit in units]
+            freed, kept = self._retire_old(switches)
             freed += resize_stages(self._weights, place)
             self._broker.give_to_cache(place, freed)
-            gained += (freed - sum(flip.layer.pages_in(flip.form) for flip in flips)) * size
+            gained += (freed - sum(switch.unit.pages_in(switch.precision) for switch in switches)) * size
             retained += kept * size
-        self._waiting.drop(self._weights.units_of(prepared.action.layers))
-        self._waiting.add(prepared.deferred, of_layers(prepared.action, ()))
-        for layers in by_place(prepared.layers).values():
-            layers[0].pool.notify()
-        done, waiting = (indices(part) for part in (prepared.layers, prepared.deferred))
-        return Change("deferred" if waiting else "applied", done, waiting, prepared.moved_bytes, gained, retained)
+        self._deferred.forget(self._weights.units_of(prepared.action.layers))
+        self._deferred.add(prepared.deferred, prepared.action)
+        for units in by_place(prepared.units).values():
+            units[0].pool.notify()
+        done = tuple(dict.fromkeys(unit.index for unit in prepared.units))
+        deferred = tuple(dict.fromkeys(unit.index for unit in prepared.deferred))
+        return Change("deferred" if deferred else "applied", done, deferred, prepared.moved_bytes, gained, retained)
 
     def deferred(self) -> tuple[Move, ...]:
-        """The moves to be tried again when pages have come free."""
-        return tuple(self._waiting.moves())
+        """Return the swaps and restores to be tried again when pages have come free."""
+        return self._deferred.moves()
 
     def _check(self, action: Move) -> list[WeightUnit]:
-        """The layers that are not so yet. Raises `CapacityError` if a place could not hold them even with no cache."""
-        layers = []
-        for layer in self._weights.units_of(action.layers):
-            self._weights.parameters_under(layer.index, action.parts)
-            if layer.absent or form_after(layer, action).key != layer.precision.key:
-                require_no_gradients(layer)
-                self._weights.require_alone(layer.index)
-                layers.append(layer)
-        for place, here in by_place(layers).items():
-            self._require_room(place, here, [form_after(layer, action) for layer in here])
-        return layers
+        """Return the units to be switched. Raises `CapacityError` if a place could not hold them even with no cache."""
+        units = []
+        for unit in self._weights.units_of(action.layers):
+            self._weights.parameters_under(unit.index, action.parts)
+            if unit.absent or precision_after(unit, action).key != unit.precision.key:
+                require_no_gradients(unit)
+                self._weights.require_alone(unit.index)
+                units.append(unit)
+        for place, at_place in by_place(units).items():
+            self._require_room(place, at_place, action)
+        return units
 
-    def _require_room(self, place: str, layers: list[WeightUnit], forms: list[LayerPrecision]) -> None:
-        arriving = [layer.pages_in(form) for layer, form in zip(layers, forms, strict=True)]
-        returning = [layer for layer in layers if layer.absent]
+    def _require_room(self, place: str, units: list[WeightUnit], action: Move) -> None:
+        arriving = sum(unit.pages_in(precision_after(unit, action)) for unit in units)
+        returning = [unit for unit in units if unit.absent]
         saved = self._stages_after(place, returning, least=self._weights.streamers[place].least)[1]
-        growth = sum(arriving) - sum(layer.held_pages for layer in layers) - saved
-        room, pool = self._broker.claimable(place), layers[0].pool
+        growth = arriving - sum(unit.held_pages for unit in units) - saved
+        room, pool = self._broker.claimable(place), units[0].pool
         if growth > room:
             raise CapacityError(
-                f"place {place} has no room for {len(layers)} more layers beside its KV cache; restore fewer, lower "
+                f"place {place} has no room for {len(units)} more layers beside its KV cache; restore fewer, lower "
                 "the KV limit, or give it a larger budget",
                 requested_bytes=growth * pool.page_bytes,
                 free_bytes=room * pool.page_bytes,
@@ -144,101 +147,96 @@ class SwapHandler:
             )
 
     def _stages_after(self, place: str, returning: list[WeightUnit], least: int) -> tuple[int, int]:
-        """How many stages the place needs when these layers are back, and how many pages that saves."""
+        """Count the stages that the place needs when these units are back, and the pages that saves."""
         streamer = self._weights.streamers[place]
         staying = sum(w.absent for w in self._weights.layers if w.pool.name == place) - len(returning)
         count = min(streamer.stages, max(least, staying))
         return count, (streamer.stages - count) * streamer.stage_pages
 
     def _prepare_layer(self, units: list[WeightUnit], prepared: PreparedSwap) -> None:
-        """All units of one layer, or none."""
-        first = len(prepared.flips)
+        """Prepare all units of one layer, or none."""
+        first = len(prepared.switches)
         for unit in units:
-            form = form_after(unit, prepared.action)
-            if prepared.deferred or not self._take_pages(unit, form):
-                self._drop(prepared.flips[first:])
-                del prepared.flips[first:]
+            precision = precision_after(unit, prepared.action)
+            if prepared.deferred or not self._take_pages(unit, precision):
+                self._drop(prepared.switches[first:])
+                del prepared.switches[first:]
                 prepared.deferred += units
                 return
-            prepared.flips.append(SlotSwitch(unit, form, {}, unit.version()))
-        for flip in prepared.flips[first:]:
-            self._prepare_flip(flip, prepared)
+            prepared.switches.append(SlotSwitch(unit, precision, {}, unit.version()))
+        for switch in prepared.switches[first:]:
+            switch.precision = self._fill(switch.unit, switch.precision)
+            switch.contents = resident_contents(switch.unit, switch.precision)
+            prepared.moved_bytes += switch.precision.nbytes
 
-    def _prepare_flip(self, flip: SlotSwitch, prepared: PreparedSwap) -> None:
-        layer, form = flip.layer, flip.form
-        form = flip.form = self._fill(layer, form)
-        flip.contents = resident_contents(layer, form)
-        prepared.moved_bytes += form.nbytes
+    def _drop(self, switches: list[SlotSwitch]) -> None:
+        """Give the pages of new buffers back."""
+        for switch in reversed(switches):
+            self._broker.give_to_cache(switch.unit.pool.name, retire(switch.unit, switch.precision, self._broker))
+            switch.unit.pool.notify()
 
-    def _drop(self, flips: list[SlotSwitch]) -> None:
-        """Give the pages of new blocks back."""
-        for flip in reversed(flips):
-            self._broker.give_to_cache(flip.layer.pool.name, retire(flip.layer, flip.form, self._broker))
-            flip.layer.pool.notify()
-
-    def _take_pages(self, layer: WeightUnit, form: LayerPrecision) -> bool:
-        """Have the form's block filled with pages: of the KV cache, or as many as it gives up of the reserve."""
-        pages, place = layer.pages_in(form), layer.pool.name
-        claimed = next(
-            (n for n in (pages, pages - self._reserved(layer, form)) if self._broker.take_from_cache(place, n)), None
-        )
-        if claimed is None:
+    def _take_pages(self, unit: WeightUnit, precision: LayerPrecision) -> bool:
+        """Fill the precision's buffer with pages: of the KV cache, or as many as it gives up of the reserve."""
+        pages, place = unit.pages_in(precision), unit.pool.name
+        from_reserve = self._from_reserve(unit, precision)
+        taken = next((n for n in (pages, pages - from_reserve) if self._broker.take_from_cache(place, n)), None)
+        if taken is None:
             return False
-        reserved = pages - claimed
+        reserved = pages - taken
         try:
             with self._broker.reserves[place].opened(reserved) if reserved else nullcontext():
-                layer.block_for(form).allocate(layer.owner)
+                unit.block_for(precision).allocate(unit.owner)
         except CapacityError:
-            self._broker.give_to_cache(place, claimed)
-            if layer.pool.free_pages >= pages:
+            self._broker.give_to_cache(place, taken)
+            if unit.pool.free_pages >= pages:
                 raise
             return False  # another model has the pages
         return True
 
-    def _reserved(self, layer: WeightUnit, form: LayerPrecision) -> int:
-        """Pages of the reserve that the layer may have: no more than it gives back when its old form is retired."""
-        reserve = self._broker.reserves.get(layer.pool.name)
-        return min(reserve.ready, layer.held_pages, layer.pages_in(form)) if reserve else 0
+    def _from_reserve(self, unit: WeightUnit, precision: LayerPrecision) -> int:
+        """Count the pages of the reserve that a unit may have: no more than its old precision gives back."""
+        reserve = self._broker.reserves.get(unit.pool.name)
+        return min(reserve.ready, unit.held_pages, unit.pages_in(precision)) if reserve else 0
 
-    def _most_needed(self, moves: list[tuple[WeightUnit, LayerPrecision]]) -> int:
-        """The most pages that caches are asked for when these layers move one after another."""
+    def _most_needed(self, switches: list[tuple[WeightUnit, LayerPrecision]]) -> int:
+        """Return the most pages that caches are asked for when these units switch one after another."""
         most = grown = 0
-        for layer, form in moves:
-            most = max(most, grown + layer.pages_in(form) - self._reserved(layer, form))
-            grown += layer.pages_in(form) - layer.held_pages
+        for unit, precision in switches:
+            most = max(most, grown + unit.pages_in(precision) - self._from_reserve(unit, precision))
+            grown += unit.pages_in(precision) - unit.held_pages
         return most
 
-    def _fill(self, layer: WeightUnit, form: LayerPrecision) -> LayerPrecision:
-        """Copy the form's bytes, and check meanwhile that the host has those that leave; returns the form as it is."""
-        copier, block = self._weights.streamer(layer).copier, layer.blocks[form.key]
-        copy = copier.copy(layer.sources(block.show(form.layout), form), self._pace)
+    def _fill(self, unit: WeightUnit, precision: LayerPrecision) -> LayerPrecision:
+        """Copy a precision's bytes, checking meanwhile that the host has those that leave; return it as it is then."""
+        copier, buffer = self._weights.streamer(unit).copier, unit.blocks[precision.key]
+        copy = copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate)
         try:
-            changed = 0 if layer.absent else layer.keep(self._pace)
+            changed = 0 if unit.absent else unit.keep(self._copy_rate)
         finally:
             copy.finish()
-        if changed or outdated(form, layer.host_copies):
-            form = layer.precisions.renewed(form, layer.host_copies)
-            copier.copy(layer.sources(block.show(form.layout), form), self._pace).finish()
-        return form
+        if changed or outdated(precision, unit.host_copies):
+            precision = unit.precisions.renewed(precision, unit.host_copies)
+            copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
+        return precision
 
-    def _retire_old(self, flips: list[SlotSwitch]) -> tuple[int, int]:
-        """The pages that the layers gave up: those free now, and those that tensors outside still show."""
+    def _retire_old(self, switches: list[SlotSwitch]) -> tuple[int, int]:
+        """Return the pages that the units gave up: those free now, and those that tensors outside still show."""
         freed = retained = 0
-        for flip in flips:
-            if flip.absent_before:
-                self._weights.streamer(flip.layer).forget(flip.layer)
+        for switch in switches:
+            if switch.absent_before:
+                self._weights.streamer(switch.unit).forget(switch.unit)
             else:
-                pages = retire(flip.layer, flip.form_before, self._broker)
+                pages = retire(switch.unit, switch.precision_before, self._broker)
                 freed += pages
-                retained += flip.layer.pages_in(flip.form_before) - pages
+                retained += switch.unit.pages_in(switch.precision_before) - pages
         return freed, retained
 
-    def _spare_stages(self, returning: list[WeightUnit]) -> int:
-        """Layers that return need fewer stages, and may need their pages; returns the bytes."""
-        lent = 0
-        for place, layers in by_place(returning).items():
-            count, _ = self._stages_after(place, layers, least=1)  # one is used until the layers are back
-            spare = self._weights.streamers[place].resize(count)
-            self._broker.give_to_cache(place, spare)
-            lent += spare * layers[0].pool.page_bytes
-        return lent
+    def _free_stages(self, returning: list[WeightUnit]) -> int:
+        """Give up stages that are not needed when these units are back, for their pages; return the bytes."""
+        freed = 0
+        for place, units in by_place(returning).items():
+            count, _ = self._stages_after(place, units, least=1)  # one is used until the layers are back
+            pages = self._weights.streamers[place].resize(count)
+            self._broker.give_to_cache(place, pages)
+            freed += pages * units[0].pool.page_bytes
+        return freed

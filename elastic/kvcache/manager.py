@@ -141,7 +141,7 @@ class KVMemory:
     def _pool_of(self, user: ElasticLayer) -> KVPool:
         if user.fixed_pool is not None:
             return user.fixed_pool
-        of_its_device = [pool for pool in self.pools if pool.pool.backend.device == user.device]
+        of_its_device = [pool for pool in self.pools if pool.device == user.device]
         if not of_its_device:
             raise StateError(
                 f"the model now computes on {user.device}, where it has no place (places: "

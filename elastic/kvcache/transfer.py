@@ -43,7 +43,7 @@ class KVTransfer:
             return
         target = self._open(layer, held)
         for lease in (held.lease, target):
-            synchronize(lease.pool.pool.backend.device)
+            synchronize(lease.pool.device)
         step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.token_bytes)
         for start in range(self._copied, held.length, step):
             pairs = self._pairs(layer, start, min(start + step, held.length))
@@ -99,7 +99,7 @@ class KVTransfer:
         if self._target is None:
             self._target = self._pool.lease(*self._memory.geometries_at(self._pool, held), layer)
             self._epoch, self._origin, self._copied = held.epoch, held.first, held.first
-        elif self._pool.pool.backend.device == held.lease.pool.pool.backend.device:
+        elif self._pool.device == held.lease.pool.device:
             self._target.store.stream = held.lease.store.stream  # all copies so far are done
         self._target.hold(0, held.length - self._origin)
         self._target.store.limit_epoch = FROM_ELSEWHERE
@@ -112,8 +112,9 @@ class KVTransfer:
             held = layer.held()
             if held is None or held.epoch != self._epoch:
                 return []
-            start = min(stop, max(start, held.first))
-            sources = held.lease.views(start - held.origin, stop - held.origin)
+            with held.lease.pool.lock:  # a forward pass may have let its window slide on since, and given pages back
+                start = min(stop, max(start, held.first, held.origin + held.lease.store.start))
+                sources = held.lease.views(start - held.origin, stop - held.origin)
         targets = self._target.views(start - self._origin, stop - self._origin)
         self._copied = stop
         self.moved_bytes += sum(source.nbytes for source in sources)
@@ -122,7 +123,7 @@ class KVTransfer:
 
 def _after_last_user(store: LayerStore) -> AbstractContextManager[object]:
     """Have what is copied follow the kernels that used the store last, so that nobody waits for them."""
-    device = store.pool.backend.device
+    device = store.pool.device
     if device.type != "cuda":
         return nullcontext()
     if not store.stream:

@@ -55,6 +55,7 @@ class PagePool:
     def __init__(self, name: str, backend: PageBackend, budget_bytes: int, *, ready_pages: int = 16) -> None:
         self.name = name
         self.backend = backend
+        self.device = backend.device
         self.page_bytes = backend.page_bytes
         self.budget_pages = budget_bytes // self.page_bytes
         self.ready_pages = ready_pages

@@ -40,7 +40,7 @@ class VirtualRange:
 
     def storage(self, slot: int, nbytes: int, on_dead: Callable[[], Any]) -> MappedStorage:
         """Offer `nbytes` of memory from a slot on to torch; `on_dead` is called when its last tensor has died."""
-        return MappedStorage(self.address + slot * self.pool.page_bytes, nbytes, self.pool.backend.device, on_dead)
+        return MappedStorage(self.address + slot * self.pool.page_bytes, nbytes, self.pool.device, on_dead)
 
     def close(self) -> None:
         """Give every page and the address space back. Can be called twice."""

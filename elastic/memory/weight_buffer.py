@@ -93,7 +93,7 @@ class WeightBuffer:
 
     def show(self, layout: LayerLayout) -> dict[str, torch.Tensor]:
         """View the parameters by name, [shape in the checkpoint] each, in its dtypes; the same tensors until `hide`."""
-        device = self.pool.backend.device
+        device = self.pool.device
         for name, parameter in layout.parameters.items():
             if name not in self._storages:
                 address = self._range.address + parameter.offset

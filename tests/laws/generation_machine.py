@@ -98,7 +98,7 @@ class Look:
     """An action that changes nothing."""
 
 
-class LookMechanism:
+class LookHandler:
     """Looks at the machine at the safe point, when no other action is half done."""
 
     def __init__(self, machine: Machine) -> None:
@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
         self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
         self.pools = self.rt.kv.memory.pools
         self.backends: list[Any] = [pool.pool.backend for pool in self.pools]
-        self.rt._executor._handlers[Look] = LookMechanism(self)  # type: ignore[index]
+        self.rt._executor._handlers[Look] = LookHandler(self)  # type: ignore[index]
         self.shared = {pool: pool.limits.maximum + self.pages_of_weights(pool) for pool in self.pools}
         offload = data.draw(st.booleans())
         for pool in self.pools:

@@ -1,14 +1,13 @@
-"""Pages of the places for units of layers: taken from the KV cache, given back, and left at rest in between."""
+"""Pages of the places for weight units: taken from the KV cache, given back, and kept mapped in between."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
 
-import torch
-
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError
+from elastic.memory.copy_engine import synchronize
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
@@ -16,20 +15,20 @@ from elastic.weights.layer import WeightUnit
 
 
 class WeightPageAllocator:
-    """What units have left stays mapped as long as nobody needs the pages: for those that return."""
+    """Takes pages of places for weight units; keeps those they leave mapped, for their return, until needed."""
 
     def __init__(self, pools: Iterable[PagePool], broker: PageBroker) -> None:
         self._pools = {pool.name: pool for pool in pools}
         self._broker = broker
-        self._resting: dict[object, WeightBuffer] = {}
+        self._reclaimable: dict[object, WeightBuffer] = {}
 
     def close(self) -> None:
-        """Give up what rests."""
-        while self._resting:
-            self._resting.popitem()[1].close()
+        """Give up the buffers that were kept."""
+        while self._reclaimable:
+            self._reclaimable.popitem()[1].close()
 
     def pool(self, place: str) -> PagePool:
-        """Raises `ConfigError` for what is no place of the model."""
+        """Return the pool of a place. Raises `ConfigError` for what is no place of the model."""
         if place not in self._pools:
             raise ConfigError(
                 f"place {place!r} is none of this model's, which are {sorted(self._pools)}; "
@@ -38,52 +37,48 @@ class WeightPageAllocator:
         return self._pools[place]
 
     def require_room(self, place: str, pages: int) -> None:
-        """Raises `CapacityError` if the KV cache could not do without these pages."""
+        """Raise `CapacityError` if the KV cache could not do without these pages."""
         if not self._broker.could_take(place, pages):
             raise self._no_room(place, pages)
 
-    def take(self, unit: WeightUnit, pace: RateLimiter | None = None) -> None:
-        """Have the unit's block filled with pages, made at a pace. Raises `CapacityError`; then nothing has changed."""
+    def take(self, unit: WeightUnit, copy_rate: RateLimiter | None = None) -> None:
+        """Fill a unit's buffer with pages, made at the copy rate. Raises `CapacityError`; then nothing has changed."""
         place, pages = unit.pool.name, unit.held_pages
         if not self._broker.take_from_cache(place, pages):
             raise self._no_room(place, pages)
-        left = self._resting.pop(_key(unit), None)
-        if left is not None:
-            unit.blocks[unit.precision.key] = left
+        kept = self._reclaimable.pop(_key(unit), None)
+        if kept is not None:
+            unit.blocks[unit.precision.key] = kept
         try:
-            unit.block_for(unit.precision).allocate(unit.owner, pace)
+            unit.block_for(unit.precision).allocate(unit.owner, copy_rate)
         except BaseException:
             self._broker.give_to_cache(place, pages)
             raise
 
-    def settle(self, place: str, pages: int) -> None:
-        """Weights of so many pages have come to stay, or gone for good (below zero)."""
+    def record_resident(self, place: str, pages: int) -> None:
+        """Record that weights of so many pages have come to stay, or gone for good (below zero)."""
         self._broker.record_resident(place, pages)
 
-    def narrow(self, unit: WeightUnit, rest: WeightUnit) -> int:
-        """A unit has become `rest`, in the same block; returns the pages that are free now."""
-        settle(unit)
-        block = unit.blocks.pop(unit.precision.key)
-        _close(unit)
-        gone = [lies for name in unit.slots if name not in rest.slots for lies in unit.precision.stored_names(name)]
-        return block.shrink(gone, partial(self._broker.give_to_cache, unit.pool.name))
+    def shrink(self, unit: WeightUnit, rest: WeightUnit) -> int:
+        """Leave of a unit's buffer what `rest` has of it; return the pages that are free now."""
+        buffer = _detach_buffer(unit)
+        gone = [stored for name in unit.slots if name not in rest.slots for stored in unit.precision.stored_names(name)]
+        return buffer.shrink(gone, partial(self._broker.give_to_cache, unit.pool.name))
 
     def give_up(self, unit: WeightUnit) -> int:
-        """A unit is no more; returns the pages that are free now."""
-        settle(unit)
-        block = unit.blocks.pop(unit.precision.key)
-        _close(unit)
-        if not block.hide():
-            return block.orphan(partial(self._broker.give_to_cache, unit.pool.name))
-        block.make_reclaimable()
+        """Give up the buffer of a unit that is no more; return the pages that are free now."""
+        buffer = _detach_buffer(unit)
+        if not buffer.hide():
+            return buffer.orphan(partial(self._broker.give_to_cache, unit.pool.name))
+        buffer.make_reclaimable()
         key = _key(unit)
-        earlier, self._resting[key] = self._resting.get(key), block
+        earlier, self._reclaimable[key] = self._reclaimable.get(key), buffer
         if earlier is not None:
             earlier.close()
-        return block.pages
+        return buffer.pages
 
-    def lend(self, unit: WeightUnit, pages: int) -> None:
-        """The KV cache of the unit's place may have these pages."""
+    def give_to_cache(self, unit: WeightUnit, pages: int) -> None:
+        """Give pages to the KV cache of the unit's place."""
         self._broker.give_to_cache(unit.pool.name, pages)
         unit.pool.notify()
 
@@ -97,18 +92,15 @@ class WeightPageAllocator:
         )
 
 
-def settle(unit: WeightUnit) -> None:
-    """Return when nothing on the device reads the unit's pages any more."""
-    if unit.pool.backend.device.type == "cuda":
-        torch.cuda.synchronize(unit.pool.backend.device)
-
-
 def _key(unit: WeightUnit) -> object:
-    """What a block is good for."""
+    """Tell buffers apart by what they can be used for again."""
     return unit.index, unit.pool.name, unit.precision.key, tuple(unit.precision.layout.parameters.items())
 
 
-def _close(unit: WeightUnit) -> None:
-    """Blocks of forms that it had before: at rest."""
+def _detach_buffer(unit: WeightUnit) -> WeightBuffer:
+    """Take a unit's buffer from it, when nothing on the device reads it any more; close those of earlier precisions."""
+    synchronize(unit.pool.backend.device)
+    buffer = unit.blocks.pop(unit.precision.key)
     while unit.blocks:
         unit.blocks.popitem()[1].close()
+    return buffer

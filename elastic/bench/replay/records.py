@@ -39,13 +39,13 @@ class Record:
     ended_s: float | None
     error: str | None = None
     weights: tuple[int, ...] = ()
-    """For each token, the index of the weights that computed it; empty where that is not known."""
+    """The index of the weights that computed each token; empty where it is not known."""
     tokens: tuple[int, ...] = ()
     """The generated token ids; empty where they are not known."""
 
     @property
     def completed(self) -> bool:
-        """Whether it ended well, with a token at least."""
+        """True if it ended well, with a token at least."""
         return self.finish in COMPLETED and bool(self.token_times_s)
 
     @property

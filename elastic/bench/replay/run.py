@@ -25,4 +25,4 @@ class ReplayRun:
     timeline: tuple[EngineState, ...] = ()
     actions: tuple[FinishedAction, ...] = ()
     interrupted: bool = False
-    """Whether Ctrl-C ended it: requests under way are `unfinished`, later ones were not offered."""
+    """True if Ctrl-C ended it: requests under way are `unfinished`, later ones were not offered."""

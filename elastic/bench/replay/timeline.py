@@ -23,7 +23,7 @@ class EngineState:
     """The count since the engine began."""
     stalls: int = 0
     token_layers: dict[str, int] | None = None
-    """Of a server, since it began: variant -> pairs of a generated token and a decoder layer that was in it."""
+    """Variant -> pairs of a generated token and a decoder layer in it, since a server began; None for an engine."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
+from elastic.server.routes import STATUS_VERSION
 from elastic.types import KINDS, Event, Status, Swap
 
-VERSION = 1
 LARGEST = 2**63
 """An exclusive bound on numbers, which also refuses what is not a number."""
 _ACTIONS = {name: kind for kind, name in KINDS.items()}
@@ -50,8 +50,9 @@ class StatusDocument:
 
 def read_status(document: object) -> StatusDocument:
     """Read a document into a record. Raises `NotAStatus`."""
-    if isinstance(document, dict) and isinstance(document.get("version"), int) and document["version"] > VERSION:
-        raise NotAStatus(f"its status is of version {document['version']}; this Elastic reads {VERSION}: update it")
+    version = document.get("version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > STATUS_VERSION:
+        raise NotAStatus(f"its status is of version {version}; this Elastic reads {STATUS_VERSION}: update it")
     record: StatusDocument = read(StatusDocument, document, "the document")
     if record.status is not None and any(place.page_bytes < 1 for place in record.status.places):
         raise NotAStatus("a place has no page_bytes")

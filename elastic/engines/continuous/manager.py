@@ -49,9 +49,7 @@ class SamplingModelRunner(ModelRunner):  # type: ignore[misc]
         """Run one forward pass, without the stock mask of all tokens against all."""
         # attention knows what each token sees: a finished mask keeps the model from building one of all against all
         batch_data["attention_mask"] = batch_data["input_ids"].new_ones((1, 1, 1, 1), dtype=torch.bool)
-        batch_data.pop(
-            "is_causal", None
-        )  # transformers would write it to the config, which forwards of other threads read
+        batch_data.pop("is_causal", None)  # it would be written to the config, which forwards of other threads read
         super().compute_batch(model, batch_data)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:

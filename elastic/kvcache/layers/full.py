@@ -241,7 +241,7 @@ class ElasticLayer(PagedLayer):
         if self._lease is None or not self._length:
             return None
         last_used = self.last_used
-        synchronize(self._lease.pool.pool.backend.device)
+        synchronize(self._lease.pool.device)
         pinned = self.device.type == "cuda"
         copies = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned).copy_(rows) for rows in self.views()]
         return OffloadedTokens(self, last_used, *copies)

@@ -233,7 +233,7 @@ class RowSplitLayer(PagedLayer):
 
 
 def _on_device_of(part: ElasticLayer, rows: torch.Tensor) -> torch.Tensor:
-    return rows if part.fixed_pool is None else to_device(rows, part.fixed_pool.pool.backend.device)
+    return rows if part.fixed_pool is None else to_device(rows, part.fixed_pool.device)
 
 
 def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -55,5 +55,6 @@ class WeightsShare:
         """Keep pages that weights wait for from new caches; those that live may go on. 0: weights wait no more."""
         kv = self._kv
         with kv.lock:
-            kv.limits = kv.limits.with_held_back(pages)
+            shrinks = kv.limits.shrinks + (pages > kv.limits.held_back)
+            kv.limits = replace(kv.limits, held_back=pages, shrinks=shrinks)
             kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.limits.open))

@@ -38,12 +38,19 @@ class KVBuffer:
         self._storages = [storage for storage in self._storages if storage.alive]
         return bool(self._storages)
 
-    def missing(self, first: int, stop: int) -> int:
-        """Count the pages to add before the window reaches `stop` (and starts at `first`, if it is empty now)."""
-        return self.geometry.rows * max(0, stop - (self.stop if self.range.slots else first))
+    def missing(self, start: int, stop: int) -> int:
+        """Count the pages to add at the end of the window before the tokens [start, stop) are mapped."""
+        first, end = self.geometry.slots(start, stop)
+        return self.geometry.rows * max(0, end - (self.stop if self.range.slots else first))
 
-    def extend(self, first: int, stop: int, pages: Sequence[int]) -> None:
+    def spare(self, start: int, stop: int) -> int:
+        """Count the mapped pages that hold none of the tokens [start, stop)."""
+        first, end = self.geometry.slots(start, stop)
+        return len(self.range.slots) - self.geometry.rows * (end - first)
+
+    def extend(self, start: int, stop: int, pages: Sequence[int]) -> None:
         """Map `pages`, as many as `missing` said, at the end of every row; all or none."""
+        first, stop = self.geometry.slots(start, stop)
         begin = self.stop if self.range.slots else first
         count, row_slots = stop - begin, self.geometry.row_slots
         done = 0
@@ -58,11 +65,12 @@ class KVBuffer:
         self.first, self.stop = (self.first if self.stop > self.first else first), stop
         self._renew()
 
-    def retreat(self, first: int, stop: int) -> int:
-        """Shrink the window to [first, stop) and free the pages outside it; return how many, all or none.
+    def retreat(self, start: int, stop: int) -> int:
+        """Shrink the window to the tokens [start, stop) and free the pages outside it; return how many, all or none.
 
         Nothing happens while tensors outside show the memory.
         """
+        first, stop = self.geometry.slots(start, stop)
         first, stop = max(first, self.first), min(stop, self.stop)
         cuts = [(self.first, first), (stop, self.stop)] if first < stop else [(self.first, self.stop)]
         cuts = [cut for cut in cuts if cut[0] < cut[1]]
@@ -88,7 +96,7 @@ class KVBuffer:
         g = self.geometry
         if start == stop:
             with torch.inference_mode(False):
-                return torch.empty((g.batch, g.heads, 0, g.dim), dtype=g.dtype, device=self._pool.backend.device)
+                return torch.empty((g.batch, g.heads, 0, g.dim), dtype=g.dtype, device=self._pool.device)
         if self._flat is None:
             self._renew()
         assert self._flat is not None

@@ -62,24 +62,19 @@ class LayerStore:
         """Drop the tensors that Elastic holds; return whether others still show this memory."""
         return any(buffer.is_shown_outside() for buffer in self.buffers)
 
-    def missing(self, start: int, stop: int) -> int:
-        """Count the pages to add before the tokens [start, stop) are mapped."""
-        return sum(buffer.missing(*buffer.geometry.slots(start, stop)) for buffer in self.buffers)
-
     def extend(self, start: int, stop: int, owner: str) -> None:
         """Map pages for the tokens [start, stop). Raises `CapacityError`; pages mapped by then stay, as spare ones."""
-        windows = [geometry.slots(start, stop) for geometry in self.geometries]
-        counts = [buffer.missing(*window) for buffer, window in zip(self.buffers, windows, strict=True)]
+        counts = [buffer.missing(start, stop) for buffer in self.buffers]
         self._growing = True
         try:
             pages = self.pool.allocate(owner, sum(counts))
         finally:
             self._growing = False
-        for buffer, window, count in zip(self.buffers, windows, counts, strict=True):
+        for buffer, count in zip(self.buffers, counts, strict=True):
             if not count:
                 continue
             try:
-                buffer.extend(*window, pages[:count])
+                buffer.extend(start, stop, pages[:count])
             except BaseException:
                 self.pool.free(pages)
                 raise
@@ -89,19 +84,15 @@ class LayerStore:
 
     def spare(self) -> int:
         """Count the mapped pages that hold none of the tokens [start, stop)."""
-        if self._growing:
-            return 0
-        windows = [geometry.slots(self.start, self.stop) for geometry in self.geometries]
-        needed = [g.rows * (stop - first) for g, (first, stop) in zip(self.geometries, windows, strict=True)]
-        return self.pages - sum(needed)
+        return 0 if self._growing else sum(buffer.spare(self.start, self.stop) for buffer in self.buffers)
 
     def trim(self) -> int:
         """Give spare pages back, as far as no tensor outside shows them; return how many."""
         if self._growing:
             return 0
-        synchronize(self.pool.backend.device)  # no kernel may still read or write what is unmapped (law 6)
+        synchronize(self.pool.device)  # no kernel may still read or write what is unmapped (law 6)
         try:
-            return sum(buffer.retreat(*buffer.geometry.slots(self.start, self.stop)) for buffer in self.buffers)
+            return sum(buffer.retreat(self.start, self.stop) for buffer in self.buffers)
         finally:
             self._note_windows()
 

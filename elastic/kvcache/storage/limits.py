@@ -35,7 +35,3 @@ class KVLimits:
         """Set the maximum; a limit at the old one follows."""
         limit = maximum if self.limit == self.maximum else min(self.limit, maximum)
         return replace(self, maximum=maximum, limit=limit)
-
-    def with_held_back(self, pages: int) -> KVLimits:
-        """Set the pages that weights wait for."""
-        return replace(self, held_back=pages, shrinks=self.shrinks + (pages > self.held_back))

@@ -37,7 +37,7 @@ class GroupRanges:
         self.group = group
         self.layer_pages = layer_pages
         self.mapped: dict[int, None] = {}  # sector ids, as a set in order
-        readable = kv.pool.backend.device.type == "cpu"  # so that printing a tensor over it does not crash
+        readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
         self.ranges = [VirtualRange(kv.pool, sectors * layer_pages, readable_gaps=readable) for _ in group.layers]
         nbytes = sectors * layer_pages * kv.pool.page_bytes
         self._storages = [layer_range.storage(0, nbytes, lambda: None) for layer_range in self.ranges]
@@ -163,7 +163,7 @@ class BlockMemory:
         """Give idle sectors back until `pages` pages came free; return how many did."""
         with self.lock:
             self._give_up_reusable()
-            synchronize(self.kv.pool.backend.device)  # no kernel may still read what is unmapped (law 6)
+            synchronize(self.kv.device)  # no kernel may still read what is unmapped (law 6)
             freed = 0
             for group, idle in zip(self.groups, self._idle, strict=True):
                 while idle and freed < pages:
@@ -190,7 +190,7 @@ class BlockMemory:
     def close(self) -> None:
         """Give everything back; what is in it is lost. Can be called twice."""
         with self.lock:
-            synchronize(self.kv.pool.backend.device)
+            synchronize(self.kv.device)
             for group, idle in zip(self.groups, self._idle, strict=True):
                 group.close()
                 idle.clear()

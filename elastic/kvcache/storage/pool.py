@@ -47,6 +47,7 @@ class KVPool:
         ready_share: float = READY_SHARE,
     ) -> None:
         self.pool = pool
+        self.device = pool.device
         self.lock = pool.mapping_lock
         maximum = maximum_bytes // pool.page_bytes
         self.limits = KVLimits(maximum, limit=maximum, floor=maximum)
@@ -90,7 +91,7 @@ class KVPool:
     def grow(self, store: LayerStore, start: int, stop: int) -> None:
         """Map pages for the tokens [start, stop), under the lock. Raises `CapacityError` with the store as it was."""
         self.settle()
-        missing, used = store.missing(start, stop), self.usage.used
+        missing, used = sum(buffer.missing(start, stop) for buffer in store.buffers), self.usage.used
         limit = self.limits.maximum if self.limits.shrinks > store.limit_epoch else self.limits.open
         if used + missing > limit:
             used -= self.reclaimer.trim_live(but=store)
@@ -300,7 +301,7 @@ class StoreLease:
         """For which there is address space."""
         self._lock = pool.lock
         self._number = store.lease
-        self._device = pool.pool.backend.device
+        self._device = pool.device
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int

@@ -1,4 +1,4 @@
-"""What a packed matrix is, apart from how it is computed: formats, integer codes, the frozen table of kernels.
+"""Packed matrices apart from their kernels: formats, integer codes, the frozen table of kernels.
 
 Way in: `Format` and `register`, `base.format_of`, `integer.Integers`, `kernel_table.paths`.
 All of `elastic.quant` imports it; it imports only the leaves.

@@ -45,7 +45,7 @@ class KernelTarget:
 
 
 class Format(Protocol):
-    """How matrices of one type of config are packed, and multiplied with."""
+    """The packing of matrices of one type of config, and their products."""
 
     def supports(self, config: Any, matrix: MatrixShape) -> str | None:
         """Return None, or in words why a matrix of this shape cannot be packed."""

@@ -39,7 +39,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """One matrix in integers.
+    """A matrix in integers.
 
     Column k of the codes belongs to input `order[k]`, or to input k without an order. The columns of a group are side
     by side: column k is in group `k // (inputs / groups)`. With an input scale, the codes give the matrix for inputs

@@ -86,7 +86,7 @@ class IncrementalForward(FullForward):
         self.states = list(trace.states)
         """The input of each layer and the output of the last, [sequences, tokens, hidden], with the chosen ones."""
         self._keeps = keeps
-        """Whether states are kept of candidates that were not chosen."""
+        """True if states are kept of candidates that were not chosen."""
         self._candidates: dict[int, list[torch.Tensor]] = {}
         """Candidate -> what it and the layers after it return, as far as it is known."""
 

@@ -9,16 +9,6 @@ from elastic.errors import ConfigError
 from elastic.quant.sensitivity.profile_file import Profile
 
 
-def front_to_back(layers: int) -> tuple[int, ...]:
-    """Return the layers from the first to the last."""
-    return tuple(range(layers))
-
-
-def last_first(layers: int) -> tuple[int, ...]:
-    """Return the layers from the last to the first."""
-    return tuple(reversed(range(layers)))
-
-
 def contiguous(layers: int) -> tuple[int, ...]:
     """Return an order that grows outward from the middle: at any time the swapped layers are neighbours."""
     middle = (layers - 1) / 2
@@ -31,8 +21,8 @@ def random_order(layers: int, seed: int) -> tuple[int, ...]:
 
 
 RULES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "front_to_back": front_to_back,
-    "last_first": last_first,
+    "front_to_back": lambda layers: tuple(range(layers)),
+    "last_first": lambda layers: tuple(reversed(range(layers))),
     "contiguous": contiguous,
 }
 

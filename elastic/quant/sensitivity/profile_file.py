@@ -24,7 +24,7 @@ FILE_FORMAT = 1
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """All that the scores depend on: profiles with equal settings are equal."""
+    """The settings that the scores depend on: profiles with equal settings are equal."""
 
     variant: str
     """The variant that replaced layers, such as "int4"."""
@@ -34,7 +34,7 @@ class ProfileSettings:
     alpha2: float
     beta: float
     lazy: bool
-    """Whether candidates that could not win a round were left out of it."""
+    """True if candidates that could not win a round were left out of it."""
     dtype: str
     """The dtype of the activations."""
     layers: tuple[str, ...]
@@ -75,7 +75,7 @@ class Profile:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer is in the order."""
+        """True if every layer is in the order."""
         return len(self.rounds) == len(self.lts)
 
     def check(self, layers: Sequence[nn.Module]) -> None:

@@ -40,11 +40,11 @@ class PackedMatrix:
     dtype: torch.dtype
     """The dtype of the parameter that it stands for."""
     transposed: bool = False
-    """Whether the parameter is [inputs, outputs]."""
+    """True if the parameter is [inputs, outputs]."""
     experts: int | None = None
     """The number of experts; None for a single matrix."""
     of_experts: bool = False
-    """Whether it is one expert of several."""
+    """True if it is one expert of several."""
     cache: KernelCache = field(default_factory=KernelCache, repr=False, compare=False)
     """Shared by views of the same matrices: kernels take the parts as an argument."""
     _bound: dict[tuple[torch.dtype, int, int], BoundKernel] = field(
@@ -89,7 +89,7 @@ class PackedMatrix:
         """Return the same codes, packed for another target."""
         matrices = [self] if self.experts is None else [self.expert(i) for i in range(self.experts)]
         repack = format_of(self.config).repack
-        packed = [repack(self.config, one.parts, self.matrix, self.target, target) for one in matrices]
+        packed = [repack(self.config, matrix.parts, self.matrix, self.target, target) for matrix in matrices]
         parts = packed[0] if self.experts is None else stack_parts(packed)
         return replace(self, parts=parts, target=target, cache=KernelCache())
 

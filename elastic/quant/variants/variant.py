@@ -67,7 +67,7 @@ class MatrixParameter:
         self.parts = packed.parts
         self.source_digest = source_digest
         self.from_checkpoint = from_checkpoint
-        """Whether the codes were read from a quantized checkpoint, not rounded from the model's weights."""
+        """True if the codes were read from a quantized checkpoint, not rounded from the model's weights."""
         self._by_target: dict[KernelTarget, MatrixParameter] = {}
 
     def for_device(self, device: torch.device) -> MatrixParameter:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,12 +143,13 @@ class ResponseStream:
         answers: Sequence[ChoiceStream],
         queue: LoopQueue,
         on_end: Callable[[ChoiceStream], None],
-        on_news: Callable[[Output], None],
+        tokens: Counter[int],
         *,
         eager: bool,
     ) -> None:
+        """`tokens` counts those generated, by the index of their weights in `Engine.weights`."""
         self.answers = tuple(answers)
-        self._engine, self._queue, self._on_end, self._on_news = engine, queue, on_end, on_news
+        self._engine, self._queue, self._on_end, self._tokens = engine, queue, on_end, tokens
         self._eager = eager
         self._news = asyncio.Event()
         self._closed = False
@@ -168,7 +169,7 @@ class ResponseStream:
 
         def take(output: Output) -> None:
             answer.take(output)
-            self._on_news(output)
+            self._tokens[output.weights] += len(output.tokens)
             if output.finish:
                 self._on_end(answer)
             if self._eager or output.finish:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from elastic.engines.base import Engine, Output, Request
+from elastic.engines.base import Engine, Request
 from elastic.server.generation.bodies import Bodies
 from elastic.server.generation.errors import unavailable
 from elastic.server.generation.metrics import Metrics, Operation
@@ -85,10 +85,7 @@ class ServerState:
             self._queue = LoopQueue(loop)
         answers = [ChoiceStream(i, request, self._tokenizer, stops) for i, request in enumerate(requests)]
         observe = partial(self.metrics.observe, operation)
-        return ResponseStream(self.engine, answers, self._queue, observe, self._count, eager=eager)
-
-    def _count(self, output: Output) -> None:
-        self._tokens[output.weights] += len(output.tokens)
+        return ResponseStream(self.engine, answers, self._queue, observe, self._tokens, eager=eager)
 
     def token_layers(self) -> dict[str, int]:
         """Count the pairs of a generated token and a decoder layer, by the layer's variant then. On any thread."""

@@ -13,7 +13,7 @@ from elastic import SLO, Scale
 from elastic.controller.decision import Plan
 from elastic.controller.policies.arbiter import Arbiter, ArbiterState
 from elastic.controller.policies.precision_steps import LayerSize
-from elastic.controller.policies.scaling import ScalingPolicy
+from elastic.controller.policies.scaling import ScalingPhase, ScalingPolicy, ScalingState, Times
 from elastic.controller.policies.shortage import violations
 from elastic.controller.snapshot import MemoryStats, PlaceReading, Quantiles, RequestStats, Snapshot
 from elastic.planning.measured_cost import Calibration, LinearLatency, MeasuredCostModel
@@ -89,6 +89,25 @@ def test_what_it_decides(snapshot: Snapshot, actions: tuple[Action, ...], reason
     plan = settle(policy(), snapshot)
     assert plan.actions == actions
     assert reason in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("last", "phase"),
+    [
+        (Times(99.0, 99.0, action_s=99.5, search_s=99.5), ScalingPhase.COOLING),
+        (Times(99.0, 99.0, search_s=99.5), ScalingPhase.EASED),
+        (Times(peer_shortage_s=99.0, search_s=99.5), ScalingPhase.YIELDING),
+        (Times(search_s=99.5), ScalingPhase.RESTING),
+        (Times(), ScalingPhase.GROWING),
+    ],
+)
+def test_the_first_phase_whose_condition_holds_decides(last: Times, phase: ScalingPhase) -> None:
+    one = policy(Scale(vacancy_ticks=1, cooldown_s=1.0, dwell_s=5.0))
+    state = ScalingState(eased=9, rows=8.0, last=last)
+    plan = one.decide(seen(), state)
+    assert plan.reason.startswith(phase.value)
+    assert bool(plan.actions) == (phase is ScalingPhase.GROWING)
+    assert one.decide(seen(busy=True), state).reason == ScalingPhase.BUSY.value
 
 
 def test_layers_with_modules_elsewhere_are_neither_replicated_nor_released() -> None:

@@ -257,6 +257,28 @@ def test_a_long_slide_holds_only_its_window(layout: KVLayout) -> None:
         layer.crop(-1)
 
 
+def test_a_window_that_slides_on_while_it_is_copied_elsewhere_is_copied_as_far_as_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward pass may give pages back between the look at what is held and the views of it."""
+    pools = [KVPool(PagePool(f"cpu#{n}", MemfdBackend(PAGE), 200 * PAGE), 200 * PAGE) for n in (1, 2)]
+    memory = KVMemory([(pool, HEAD_MAJOR) for pool in pools], 256, pools[:1])
+    layer = ElasticSlidingLayer(memory, WINDOW, index=0)
+    layer.update(*states(1, 20))
+    seen_before = layer.held()
+    for step in range(60):
+        layer.update(*states(1, 1, step))
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "held", lambda: seen_before)
+        transfer = KVTransfer(memory, pools[1])
+        transfer.sync(layer, lambda source: copier, RateLimiter())
+    assert transfer.moved_bytes == 0
+    before = layer.keys.clone()  # type: ignore[union-attr]
+    transfer.cut_over(layer)
+    assert layer.is_on(pools[1])
+    assert torch.equal(layer.keys, before)  # type: ignore[arg-type]
+
+
 def test_nothing_is_copied_on_growth() -> None:
     memory, _ = new_memory(max_tokens=4096)
     layer = ElasticLayer(memory)

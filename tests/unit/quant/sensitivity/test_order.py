@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic import ConfigError, Profile
-from elastic.quant.sensitivity.order import RULES, contiguous, front_to_back, last_first, order, random_order
+from elastic.quant.sensitivity.order import RULES, contiguous, order, random_order
 from elastic.quant.sensitivity.profile_file import ProfileSettings, SearchRound
 
 SETTING = ProfileSettings("int4", {}, 0.25, 0.25, 0.5, False, "float32", ("a", "b"), "", 1, 1)
@@ -20,7 +20,7 @@ def test_every_rule_orders_every_layer_once(layers: int, seed: int) -> None:
     block = contiguous(layers)
     for k in range(1, layers + 1):
         assert max(block[:k]) - min(block[:k]) == k - 1
-    assert last_first(layers) == front_to_back(layers)[::-1]
+    assert RULES["last_first"](layers) == RULES["front_to_back"](layers)[::-1]
     assert random_order(layers, seed) == random_order(layers, seed)
 
 
