@@ -115,7 +115,7 @@ class MigrateHandler(ActionHandler):
         for move in prepared.moves:
             self._weights.set_units(move.arriving.index, move.after)
             move.arriving.show(move.contents, move.arriving.precision)
-        self._router.lay()
+        self._router.update()
 
     def rollback(self, prepared: PreparedMigration) -> None:
         """Switch back, and give the new pages back."""
@@ -123,7 +123,7 @@ class MigrateHandler(ActionHandler):
             if prepared.committed:
                 move.undo()
                 self._weights.set_units(move.arriving.index, move.before)
-                self._router.lay()
+                self._router.update()
             move.contents = {}
             self._allocator.give_to_cache(move.arriving, self._allocator.give_up(move.arriving))
         prepared.moves.clear()

@@ -225,7 +225,7 @@ class ReplicateHandler(ActionHandler):
             for layer, by_place in replicas.items()
             if by_place
         }
-        self._dispatcher.lay(replicas)
+        self._dispatcher.set_replicas(replicas)
 
     def _free_all(self, prepared: PreparedReplication) -> int:
         """Free the pages of the prepared replicas; return those that are free now."""

@@ -48,7 +48,7 @@ class TransferRouter:
             next((slot.device for slot in layer.slots.values()), layer.pool.backend.device) for layer in weights.layers
         ]
 
-    def lay(self) -> None:
+    def update(self) -> None:
         """Follow the layers' devices; at a safe point. After the last layer comes its device at first."""
         devices = [layer.pool.backend.device for layer in self._weights.layers]
         transfers = {device: TransferCache(device) for device in devices}

@@ -40,7 +40,7 @@ class ForwardActivity:
 traffic = ForwardActivity()
 
 
-class _Thread(threading.local):
+class _EnteredModules(threading.local):
     """The modules (ids) whose forward passes a thread is in, outermost first."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ForwardGate:
         self._writers_waiting = 0
         self._readers_waiting = 0
         self._readers_first = 0  # readers to let in before the next writer
-        self.thread = _Thread()
+        self.thread = _EnteredModules()
         self.refusal: str | None = None
         """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
 

@@ -42,7 +42,7 @@ class ModelHooks:
                 hook: Any = AsInTheCheckpoint(index, self._context.weights)
                 self._handles.append(layer.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
-    def let_stand_in(self, decoder: Decoder) -> None:
+    def install_overrides(self, decoder: Decoder) -> None:
         """Have replicas called in the places of layers, where that is the best place."""
         for layer in decoder.layers:
             forward_override.install_override(layer)

@@ -16,7 +16,7 @@ from elastic.hooks.interceptor import Args, Kwargs
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
-class _Thread(threading.local):
+class _ForwardCache(threading.local):
     """The cache of a thread's forward pass, and the tokens that its layers (ids) held before it."""
 
     cache: Any = None
@@ -36,7 +36,7 @@ class EnterRoot(Hook):
         names = list(inspect.signature(type(root).forward).parameters)[1:]
         wanted = ("past_key_values", "use_cache", "input_ids", "inputs_embeds", *_OUTPUTS)
         self._positions = {name: names.index(name) for name in wanted if name in names}
-        self._thread = _Thread()
+        self._thread = _ForwardCache()
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if torch.compiler.is_compiling():

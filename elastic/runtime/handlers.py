@@ -42,7 +42,7 @@ def make_handlers(
     deferred = DeferredActions(broker)
     allocator = stack.enter_context(closing(WeightPageAllocator(pools, broker)))
     router = TransferRouter(weights, forward)
-    router.lay()
+    router.update()
     names = [parameter_names(layer) for layer in decoder.layers]
     dispatcher = forward.dispatcher = ReplicaDispatcher(weights, forward, RowSplitCaches(kv), names)
     unsplittable = without_rows(kv, decoder.config)

@@ -86,7 +86,7 @@ def _put_on(model: nn.Module, runtime: Runtime, parts: ModelParts, options: Wrap
     stack.callback(hooks.remove)
     hooks.install(options.decoder)
     if len(parts.pools) > 1:
-        hooks.let_stand_in(options.decoder)
+        hooks.install_overrides(options.decoder)
     stack.callback(attention.remove)
     attention.install()
     parts.kv.attention_follows = attention.everywhere

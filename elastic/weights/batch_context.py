@@ -20,12 +20,12 @@ class BatchShare:
         """Called in place of the next layer that the thread calls, this once; None: the layer itself."""
 
 
-class _Thread(threading.local):
+class _CurrentShare(threading.local):
     share: BatchShare | None = None
     """None: whole batches."""
 
 
-thread = _Thread()
+thread = _CurrentShare()
 
 
 def full_batch_tokens(tokens: int) -> int:

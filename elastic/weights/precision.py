@@ -148,7 +148,7 @@ class UnitPrecisions:
         return self.having(chosen)
 
     def renewed(self, precision: LayerPrecision, kept: Mapping[str, HostTensor]) -> LayerPrecision:
-        """Return a precision with every outdated packing made anew from the full bytes that are kept.
+        """Return a precision with every outdated packing made anew from the full parameters, any shape, that are kept.
 
         Raises `StateError` where that cannot be had.
         """
@@ -180,5 +180,5 @@ class UnitPrecisions:
 
 
 def outdated(precision: LayerPrecision, kept: Mapping[str, HostTensor]) -> bool:
-    """Return whether a packing stands for other bytes than the full ones that are kept, by parameter."""
+    """Return whether a packing stands for other bytes than the full parameters (any shape, by name) that are kept."""
     return any(packing.source_digest != kept[name].digest for name, packing in precision.packings.items())

@@ -320,14 +320,14 @@ def test_a_migration_that_fails_at_the_safe_point_is_undone(
     if swapped:
         rt.swap(1, "int8")
     before, expected, where = brought(model), model(**prompt(2)).logits, rt.status().residencies
-    lay, failures = TransferRouter.lay, [RuntimeError("no")]
+    update, failures = TransferRouter.update, [RuntimeError("no")]
 
     def fail_once(routes: TransferRouter) -> None:
         if failures:
             raise failures.pop()
-        lay(routes)
+        update(routes)
 
-    monkeypatch.setattr(TransferRouter, "lay", fail_once)
+    monkeypatch.setattr(TransferRouter, "update", fail_once)
     with pytest.raises(RuntimeError, match="no"):
         rt.migrate(module, "there")
     assert rt.status().residencies == where

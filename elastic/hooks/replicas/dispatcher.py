@@ -107,7 +107,7 @@ class ReplicaInterceptor:
         return gathered
 
 
-class _Thread(threading.local):
+class _CurrentPass(threading.local):
     """The pass that a thread is in, and whether its forward may be scattered at all."""
 
     current: ScatterGatherPass | None = None
@@ -126,13 +126,13 @@ class ReplicaDispatcher:
         self._caches = caches
         self._names = names
         self.replicated: tuple[int, ...] = ()
-        self.thread = _Thread()
+        self.thread = _CurrentPass()
         self._speeds = ThroughputEstimator()
         self.timings = PassTimings(self._speeds)
         self._warned: set[str] = set()
 
-    def lay(self, replicas: Mapping[int, Mapping[str, Replica]]) -> None:
-        """Have layers with these replicas, by layer and place, from now on; at a safe point."""
+    def set_replicas(self, replicas: Mapping[int, Mapping[str, Replica]]) -> None:
+        """Have these replicas, by layer and place, from now on; at a safe point."""
         self.replicated = tuple(sorted(layer for layer, by_place in replicas.items() if by_place))
         devices = [layer.pool.backend.device for layer in self._weights.layers]
         groups: dict[int, ReplicaGroup] = {}

@@ -39,6 +39,7 @@ def _span(axis: int) -> Take:
     """Take tokens along this axis, counted from the last: of hidden states [1, tokens, hidden], -2."""
 
     def take(tensor: torch.Tensor, tokens: slice, count: int) -> torch.Tensor | None:
+        """Return the tokens of a tensor of any shape that has all of them along the axis."""
         if tensor.ndim < -axis or tensor.shape[axis] != count:
             return None
         return tensor.narrow(axis, tokens.start, tokens.stop - tokens.start)

@@ -23,6 +23,7 @@ def _along(axes: Mapping[int, int]) -> Take:
     """Take rows along an axis, by the number of dimensions; a tensor with one row stands for all of them."""
 
     def take(tensor: torch.Tensor, rows: slice, batch: int) -> torch.Tensor | None:
+        """Return the rows of a tensor of any shape with so many dimensions."""
         axis = axes.get(tensor.ndim)
         if axis is None:
             return None

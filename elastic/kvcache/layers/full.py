@@ -108,6 +108,7 @@ class ElasticLayer(PagedLayer):
         self.is_initialized = True
         self._changed()
 
+    @synchronized
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

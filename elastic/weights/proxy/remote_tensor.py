@@ -33,7 +33,7 @@ class RemoteTensor(torch.Tensor):
     """A tensor with the shape and dtype of `value`, on the device `home`, to which it is copied when needed there."""
 
     value: torch.Tensor
-    """Where it was computed; once it was needed, at home."""
+    """Where it was computed; once it was needed, on the home device."""
     home: torch.device
 
     @staticmethod
@@ -54,7 +54,7 @@ class RemoteTensor(torch.Tensor):
         if function in STAYING and "out" not in kwargs and _all_at_one_place(args, kwargs):
             return _compute_remotely(function, args, kwargs)
         if function in _MEMORY:
-            return function(*_at_home(args), **_at_home(kwargs))
+            return function(*_fetched(args), **_fetched(kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -62,23 +62,23 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return function(*_at_home(args), **_at_home(kwargs or {}))
+        return function(*_fetched(args), **_fetched(kwargs or {}))
 
-    def at_home(self) -> torch.Tensor:
-        """Return the plain tensor, of the same shape and dtype, at home; it stays there from now on."""
+    def fetched(self) -> torch.Tensor:
+        """Return the plain tensor, of the same shape and dtype, on its home device, where it stays from now on."""
         if self.value.device != self.home:
             self.value = self.value.to(self.home)
         return self.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = self.at_home().clone()
+        memo[id(self)] = copied = self.fetched().clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.at_home().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.fetched().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.at_home())
+        return repr(self.fetched())
 
 
 def wrap_remote(value: Any, home: torch.device) -> Any:
@@ -108,5 +108,5 @@ def _all_at_one_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(devices) == 1 and tensors[0].home not in devices  # type: ignore[attr-defined]
 
 
-def _at_home(tree: Any) -> Any:
-    return tree_map_only(RemoteTensor, RemoteTensor.at_home, tree)
+def _fetched(tree: Any) -> Any:
+    return tree_map_only(RemoteTensor, RemoteTensor.fetched, tree)

@@ -73,15 +73,15 @@ def test_routes_are_laid_where_devices_differ_and_taken_up_again() -> None:
     other: Any = SimpleNamespace()
     forward.interceptors[2] = (other,)
     routes = TransferRouter(weights, forward)
-    routes.lay()
+    routes.update()
     assert forward.interceptors == {2: (other,)}
     weights.layers[1] = weights.layer(META)
     weights.layers[2] = weights.layer(META)
-    routes.lay()
+    routes.update()
     assert sorted(forward.interceptors) == [0, 1, 2, 3]
     assert forward.interceptors[2][1] is other
     followed = [forward.interceptors[i][0].leave(torch.ones(1)).device for i in range(3)]
     assert [d.type for d in followed] == ["meta", "meta", "cpu"]
     weights.layers[1] = weights.layers[2] = weights.layer(CPU)
-    routes.lay()
+    routes.update()
     assert forward.interceptors == {2: (other,)}
