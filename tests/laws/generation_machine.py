@@ -190,14 +190,16 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2"]), data=st.data())
     def begin(self, name: str, data: st.DataObject) -> None:
+        # everything is drawn before anything is begun: hypothesis may end an example at any draw
         layout = data.draw(st.sampled_from(LAYOUTS[self.device]))
+        self.tight, offload, with_beams = (data.draw(st.booleans()) for _ in range(3))
+        steps = data.draw(st.lists(STEP, min_size=70, max_size=70))
         self.model, self.expected, beams = Plain.get(name)
         self.bits = {key: tensor.clone() for key, tensor in self.model.state_dict().items()}
         self.stop = threading.Event()
         self.tokens = threading.Semaphore(0)  # one for each token written
         self.faults_armed, self.fault_pending = 0, False
         self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.tight = data.draw(st.booleans())
         first, *others = PLACES[self.device]
         first = first.with_budget(TIGHT[self.device]) if self.tight else first
         elastic.wrap(self.model, places=[first, *others], kv_layout=layout, variants=[HALF])
@@ -207,15 +209,14 @@ class Machine(RuleBasedStateMachine):
         self.backends: list[Any] = [pool.pool.backend for pool in self.pools]
         self.rt._executor._handlers[Look] = LookHandler(self)  # type: ignore[index]
         self.shared = {pool: pool.limits.maximum + self.pages_of_weights(pool) for pool in self.pools}
-        offload = data.draw(st.booleans())
         for pool in self.pools:
             pool.host_offload = offload
         self.kept: list[list[Any]] = []  # caches between two turns: [cache, prompt, tokens it has seen]
-        second = (BEAMS, beams) if data.draw(st.booleans()) else (OPTIONS, self.expected[1])
+        second = (BEAMS, beams) if with_beams else (OPTIONS, self.expected[1])
         self.writers = [Writer(self, 0, OPTIONS, self.expected[0]), Writer(self, 1, *second)]
         for writer in self.writers:
             writer.start()
-        self.travel(data.draw(st.lists(STEP, min_size=70, max_size=70)))
+        self.travel(steps)
 
     @rule(share=st.floats(0, 1), tight=st.booleans(), wait=st.booleans())
     @told

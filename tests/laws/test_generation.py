@@ -24,7 +24,7 @@ def run_machine(*arguments: str, timeout: float) -> None:
 
 
 def test_the_laws_hold_while_other_threads_generate(device: str) -> None:
-    run_machine("--device", device, "--examples", "42", "--steps", "50", "--least", "500", timeout=600)
+    run_machine("--device", device, "--examples", "46", "--steps", "50", "--least", "500", timeout=600)
 
 
 @pytest.mark.long
