@@ -52,10 +52,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test closes what it opened."""
     yield
-    gc.collect()
+    if places._open or not request.config.getoption("--quick"):
+        gc.collect()
     assert not places._open, f"places still open: {list(places._open)}"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from elastic.assets import MODEL_DIR
 
+pytestmark = pytest.mark.slow
+
 TRAINING = Path(__file__).parents[2] / "training"
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import elastic
 
 ROOT = Path(elastic.__file__).parent
@@ -19,6 +21,7 @@ def test_the_public_names_are_these() -> None:
     assert callable(elastic.runtime)
 
 
+@pytest.mark.slow
 def test_importing_elastic_imports_no_transformers_and_starts_nothing() -> None:
     code = """
         import sys, threading

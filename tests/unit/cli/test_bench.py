@@ -24,6 +24,7 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 )
 
 
+@pytest.mark.slow
 def test_a_trace_is_replayed_to_a_server_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(AZURE)
@@ -75,6 +76,7 @@ def test_generated_arrivals_are_named_in_the_result(source: list[str], words: st
     assert "ttfts" not in summary
 
 
+@pytest.mark.slow
 def test_a_model_is_served_and_measured_in_this_process(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 40)
@@ -176,6 +178,7 @@ def command(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(asked, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_trace_that_begins_late_is_replayed_at_once(tmp_path: Path) -> None:
     trace, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
     rows = [{"timestamp": 1_780_000_000 + 50 * i, "input_length": 3, "output_length": 2} for i in range(4)]
@@ -193,6 +196,7 @@ def test_a_trace_that_begins_late_is_replayed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_run_that_a_signal_ends_writes_what_there_is(number: signal.Signals, tmp_path: Path) -> None:
     out, records = tmp_path / "out.json", tmp_path / "records.jsonl"
     arguments = ["--poisson", "20", "--duration", "600", "--lengths", "2:2", "--warmup", "0"]
@@ -211,6 +215,7 @@ def test_a_run_that_a_signal_ends_writes_what_there_is(number: signal.Signals, t
     assert "note: out was interrupted" in error
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_run_ends_it_with_its_exit_code() -> None:
     code = """
     import signal

@@ -13,6 +13,7 @@ from elastic import __version__
 from elastic.cli.main import main
 
 
+@pytest.mark.slow
 def test_the_demo_writes_the_plain_models_text_while_pages_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--max-new-tokens", "90"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -30,6 +31,7 @@ def test_generate_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == first
 
 
+@pytest.mark.slow
 def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     """As in `elastic generate ... | head -c 1`."""
     command = [sys.executable, "-m", "elastic.cli.main", "generate", "--prompt", "import os", "--max-new-tokens", "400"]
@@ -57,6 +59,7 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["demo", "generate"])
+@pytest.mark.slow
 def test_what_the_caller_must_change(
     command: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +77,7 @@ def test_a_damaged_model_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith(f"elastic generate: --model {tmp_path} cannot be loaded")
 
 
+@pytest.mark.slow
 def test_the_demo_needs_a_page_size_that_the_system_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--pages", "5000"]) == 2
     assert "page_bytes=5000" in capsys.readouterr().err

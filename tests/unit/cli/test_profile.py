@@ -41,6 +41,7 @@ def test_the_order_is_shown_and_saved_beside_the_checkpoint(
     assert capsys.readouterr().out == shown
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(model: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, out = tmp_path / "out.png", tmp_path / "profile.json"

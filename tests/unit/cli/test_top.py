@@ -203,6 +203,7 @@ def test_a_server_that_goes_away_is_asked_again_and_its_last_frame_stays() -> No
 
 
 @pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.slow
 def test_it_goes_on_until_it_is_interrupted(terminal: bool) -> None:
     code = "import sys; from elastic.cli.main import main; sys.exit(main(['top', sys.argv[1], '--every', '0.1']))"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {})

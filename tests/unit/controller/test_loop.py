@@ -221,6 +221,7 @@ def child(code: str) -> str:
     return in_child(textwrap.dedent(COMMON) + textwrap.dedent(code)).strip()
 
 
+@pytest.mark.slow
 def test_races_of_start_stop_and_ticks_end() -> None:
     out = child("""
         one = Controller(lambda: SEEN, Calm(), lambda a, w: None, tick_s=0.0001)
@@ -239,6 +240,7 @@ def test_races_of_start_stop_and_ticks_end() -> None:
     assert out == "False True ()"
 
 
+@pytest.mark.slow
 def test_stop_during_a_tick_waits_for_it_and_from_within_it_does_not() -> None:
     out = child("""
         inside, go = threading.Event(), threading.Event()
@@ -268,6 +270,7 @@ def test_stop_during_a_tick_waits_for_it_and_from_within_it_does_not() -> None:
     assert out.split("\n") == ["True", "False", "the end"]
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_it_ticks() -> None:
     out = child("""
         import torch
@@ -283,6 +286,7 @@ def test_the_interpreter_ends_while_it_ticks() -> None:
     assert out == "end"
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_no_controller_and_does_not_hang() -> None:
     out = child("""
         import os, warnings
@@ -308,6 +312,7 @@ def test_a_forked_child_has_no_controller_and_does_not_hang() -> None:
     assert out == "True"
 
 
+@pytest.mark.slow
 def test_an_hour_of_ticks_costs_the_same_at_the_end_as_at_the_beginning() -> None:
     """36,000 ticks of 0.1 s under traffic: memory stays as it is, and so do the calls that a tick makes."""
     counters, now = RequestMetrics(), [0.0]

@@ -25,6 +25,7 @@ def test_an_answer_ends_at_any_end_token_of_the_generation_config(monkeypatch: p
     assert on["usage"]["completion_tokens"] == 20
 
 
+@pytest.mark.slow
 def test_answers_without_a_seed_differ() -> None:
     asked = {**ASKED, "prompt": [ASKED["prompt"]] * 6, "temperature": 1.5}
     with EMBEDDED.made() as engine, TestClient(app_for(engine)) as client:

@@ -56,6 +56,7 @@ def test_a_refusal_reaches_every_forward() -> None:
     assert not gate.leave(1)
 
 
+@pytest.mark.slow
 def test_writers_exclude_readers_and_each_other_and_all_make_progress() -> None:
     out = in_child("""
         import threading
@@ -86,6 +87,7 @@ def test_writers_exclude_readers_and_each_other_and_all_make_progress() -> None:
     assert out.strip() == str([]) + " " + str({"read": [300] * 3, "write": [300] * 2})
 
 
+@pytest.mark.slow
 def test_a_waiting_commit_goes_before_new_forwards_and_they_before_the_next_commit() -> None:
     out = in_child("""
         import threading, time

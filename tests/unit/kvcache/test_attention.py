@@ -151,6 +151,7 @@ def test_what_another_library_registered_as_sdpa_is_left_alone(wrapped: Any) -> 
         AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
+@pytest.mark.slow
 def test_a_plain_model_is_compiled_whole_beside_a_wrapped_one(wrapped: Any) -> None:
     wrapped(build("llama-gqa"))
     plain = build("gpt2")

@@ -143,6 +143,7 @@ def test_a_checkpoint_is_used_only_for_equal_bits(tmp_path: Path) -> None:
     assert store.status().file_bytes == 0, "nobody holds it any more"
 
 
+@pytest.mark.slow
 def test_processes_share_the_pages_of_a_checkpoint(tmp_path: Path) -> None:
     save_file({"weight": torch.randn(1 << 20)}, tmp_path / "m.safetensors")
     out = in_child(f"""

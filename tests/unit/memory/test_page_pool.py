@@ -216,6 +216,7 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
+TestLedger.pytestmark = [pytest.mark.slow]
 TestLedger.settings = settings(
     max_examples=ACTIONS // STEPS,
     stateful_step_count=STEPS,

@@ -6,6 +6,7 @@ import textwrap
 from importlib import import_module
 
 import poison
+import pytest
 
 from support.child_process import in_child
 
@@ -35,6 +36,7 @@ TRAP = """
 """
 
 
+@pytest.mark.slow
 def test_new_pages_and_adopted_stores_are_full_of_nan_here_and_in_children() -> None:
     exec(textwrap.dedent(TRAP), {})
     in_child(TRAP)

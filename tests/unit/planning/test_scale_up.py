@@ -87,6 +87,7 @@ def filled(case: Case, after: Placement) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seeds, st.booleans())
+@pytest.mark.slow
 def test_planners_leave_margins_alone_and_never_make_it_slower(seed: int, printed: bool) -> None:
     case = random_case(seed, printed=printed, layers=12)
     args = case.placement, case.needs, case.places, case.model

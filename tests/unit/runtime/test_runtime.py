@@ -224,10 +224,12 @@ def child(code: str) -> str:
     return in_child(WRAP.format(tests=str(Path(__file__).parents[2])) + code)
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_with_a_wrapped_model() -> None:
     assert child("    print('bye')").strip() == "bye"
 
 
+@pytest.mark.slow
 def test_a_forked_child_cannot_touch_the_parents_pages() -> None:
     out = child("""
     pid = os.fork()
@@ -255,6 +257,7 @@ def test_a_forked_child_cannot_touch_the_parents_pages() -> None:
     assert out.split("\n")[:-1] == ["child: True"] * 3 + ["parent: 0", "parent: True 24", "parent: True"]
 
 
+@pytest.mark.slow
 def test_a_pickled_model_is_a_plain_model() -> None:
     out = child("""
     import pickle
@@ -264,6 +267,7 @@ def test_a_pickled_model_is_a_plain_model() -> None:
     assert out.strip() == "True"
 
 
+@pytest.mark.slow
 def test_a_spawned_child_gets_a_plain_model_and_the_parent_is_told_what_that_did() -> None:
     """torch moves the storages that it sends into shared memory: out of the pages."""
     out = child("""
@@ -288,6 +292,7 @@ def test_a_spawned_child_gets_a_plain_model_and_the_parent_is_told_what_that_did
     assert out.split("\n")[:-1] == ["child: True True True", "parent: True", "parent: True"]
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_while_the_memory_of_a_dropped_model_is_given_back() -> None:
     out = child("""
     elastic.wrap(build("llama-gqa"), places="cpu#dropped=64MiB")
@@ -301,6 +306,7 @@ def test_the_interpreter_exits_while_the_memory_of_a_dropped_model_is_given_back
     assert out.strip() == "given back: True"
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_while_layers_are_released_and_streamed() -> None:
     out = child("""
     import threading

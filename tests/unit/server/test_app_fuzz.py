@@ -153,6 +153,7 @@ def test_no_path_method_or_header_is_a_500(
     st.booleans(),
     st.lists(st.text("abcdefgh ", min_size=1, max_size=3), max_size=3),
 )
+@pytest.mark.slow
 def test_valid_requests_get_the_known_text(
     client: TestClient, prompt: str, most: int, stream: bool, stops: list[str]
 ) -> None:

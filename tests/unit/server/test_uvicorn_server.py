@@ -29,6 +29,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 ASKED = {"prompt": "x", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
     engine = FakeEngine(step_s=0.005)
     with live(engine) as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
@@ -195,6 +196,7 @@ def children(tmp_path: Path) -> Iterator[tuple[Child, Child]]:
         child.kill()
 
 
+@pytest.mark.slow
 def test_the_command_and_the_example_serve_until_sigterm(children: tuple[Child, Child]) -> None:
     command, example = children
     with httpx.Client(base_url=command.url(), timeout=PATIENCE_S) as client:
@@ -232,6 +234,7 @@ def busy() -> Iterator[Child]:
     child.kill()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_quietly(busy: Child) -> None:
     url = busy.url()
     where = "127.0.0.1", int(url.rsplit(":", 1)[1])

@@ -58,6 +58,7 @@ def test_the_state_of_a_resident_layer_is_contiguous_where_the_checkpoint_is(
         assert tensor.is_contiguous()
 
 
+@pytest.mark.slow
 def test_wrapping_and_unwrapping_need_no_more_than_one_layer_beside_the_model() -> None:
     out = in_child("""
     import re, torch, elastic

@@ -247,6 +247,7 @@ def test_prompts_of_other_lengths_and_wrong_options_are_refused() -> None:
         ReplayOptions(timeout_s=0.0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_there_is_and_leaves_the_engine_nothing_to_do() -> None:
     out = in_child(
         """
@@ -278,6 +279,7 @@ def test_ctrl_c_keeps_what_there_is_and_leaves_the_engine_nothing_to_do() -> Non
     st.integers(1, 6),
     st.sampled_from([None, 0, 2]),
 )
+@pytest.mark.slow
 def test_every_offered_request_ends_exactly_once_in_one_way(
     wanted: list[tuple[float, int, int]], batch: int, queue: int | None
 ) -> None:

@@ -103,6 +103,7 @@ def real() -> Callable[..., Result]:
     return make
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_of_one_file_or_many(real: Callable[..., Result], tmp_path: Path) -> None:
     for number in (1, 3):
         path = tmp_path / f"{number}.png"
@@ -110,6 +111,7 @@ def test_a_picture_is_drawn_of_one_file_or_many(real: Callable[..., Result], tmp
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_picture_needs_arrays_and_a_place_to_go(real: Callable[..., Result], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="short has no arrays to draw; run it with --save-detailed"):
         draw([real("short", detailed=False)], tmp_path / "x.png")

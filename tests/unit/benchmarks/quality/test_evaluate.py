@@ -135,6 +135,7 @@ def test_the_likelihood_of_the_text_is_that_of_the_full_model(wrapped: Any) -> N
     assert found.text_nats == pytest.approx(float(torch.nn.functional.cross_entropy(logits, ids[0, len(PROMPT) :])))
 
 
+@pytest.mark.slow
 def test_many_requests_at_once_are_what_they_are_one_by_one(assets: Any, wrapped: Any) -> None:
     """Of any lengths; and in the order in which they were given."""
     model, tokenizer = assets

@@ -455,6 +455,7 @@ AnyDay.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnyDay = AnyDay.TestCase
+TestAnyDay.pytestmark = [pytest.mark.slow]
 
 
 def test_the_state_is_small_and_frozen() -> None:

@@ -118,17 +118,20 @@ def of_modes(settings: Policy) -> ControllerPolicy:
 
 
 @pytest.mark.parametrize("mode", ["accuracy", "balanced", "performance"])
+@pytest.mark.slow
 def test_the_modes_act_on_episodes_and_do_not_chatter(mode: str) -> None:
     total = score(of_modes, Policy.named(mode))
     assert passes(total), total
 
 
+@pytest.mark.slow
 def test_a_policy_that_does_nothing_fails() -> None:
     total = score(lambda settings: DoNothing(), Policy())
     assert total.calm == total.episodes
     assert not passes(total)
 
 
+@pytest.mark.slow
 def test_a_policy_that_flips_and_flops_fails() -> None:
     total = score(lambda settings: FlipFlop(), Policy())
     assert total.good < 0.5 * total.episodes

@@ -314,6 +314,7 @@ class FlipFlop:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_it_does_not_oscillate_on_noisy_traces(kind: str) -> None:
     """Each trace is a minute; the load itself turns round a few times in it."""
     turns = [reversals(drive(policy(Scale(dwell_s=5.0)), kind, seed)) for seed in range(15)]
@@ -322,6 +323,7 @@ def test_it_does_not_oscillate_on_noisy_traces(kind: str) -> None:
     assert min(reversals(drive(FlipFlop(), kind, seed)) for seed in range(3)) > 20
 
 
+@pytest.mark.slow
 def test_it_acts_where_there_is_something_to_do() -> None:
     acted = [drive(policy(Scale(dwell_s=5.0)), kind, seed) for kind in KINDS for seed in range(5)]
     assert sum(bool(done) for done in acted) >= 0.8 * len(acted)

@@ -75,6 +75,7 @@ def test_no_more_guests_leave_than_must() -> None:
     assert 0 < len(world.lenders["B"].replicas("a")) < 4
 
 
+@pytest.mark.slow
 def test_while_one_is_short_the_other_takes_no_room_and_returns_after_it() -> None:
     world = pair(scale=quick(dwell_s=2.0))
     world.lenders["A"].running = 1
@@ -237,6 +238,7 @@ SILENT = [
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @example(SILENT, 1, [500] * 4)
 @given(steps, st.integers(0, 4), st.lists(st.integers(500, 1500), min_size=4, max_size=4))
+@pytest.mark.slow
 def test_no_two_models_are_ever_planned_into_the_same_bytes(
     script: list[tuple[str, ...]], took: int, totals: list[int]
 ) -> None:
@@ -278,6 +280,7 @@ def test_no_two_models_are_ever_planned_into_the_same_bytes(
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_it_does_not_oscillate(seed: int) -> None:
     """Two loads that come and go by turns, with noise, for two minutes: what moves follows them, and not more often."""
     import random

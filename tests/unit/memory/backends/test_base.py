@@ -140,6 +140,7 @@ def test_without_a_parking_place_pages_are_mapped_anew(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("readable_gaps", [False, True])
+@pytest.mark.slow
 def test_unmapped_addresses_fault_or_read_as_zero(readable_gaps: bool) -> None:
     code = f"""
         import ctypes

@@ -39,6 +39,7 @@ def product(path: Kernel, x: torch.Tensor, parts: PackedTensors, tokens: int) ->
 
 @given(st.data(), configs_and_matrices(), DTYPES, st.integers(1, ROWS))
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
     data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype, tokens: int
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_path_errs_no_more_than_twice_as_much_as_a_plain_product_in_bfloat16(
 
 @given(st.data(), configs_and_matrices(), DTYPES, st.integers(1, ROWS))
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_dynamic_int8_errs_no_more_than_it_says(
     data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype, tokens: int
 ) -> None:
@@ -143,6 +145,7 @@ def test_groups_that_the_kernel_does_not_know_are_expanded() -> None:
 
 
 @pytest.mark.parametrize("instructions", ["AVX512_CORE_VNNI", "AVX2"])
+@pytest.mark.slow
 def test_integer_products_are_exact_on_cpus_with_and_without_vnni(instructions: str) -> None:
     code = """
         import os
@@ -158,6 +161,7 @@ def test_integer_products_are_exact_on_cpus_with_and_without_vnni(instructions: 
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.slow
 def test_paths_of_other_instruction_sets_compute_the_same(capability: str) -> None:
     code = """
 import torch

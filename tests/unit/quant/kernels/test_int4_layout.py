@@ -58,6 +58,7 @@ def test_bytes_for_other_instructions_are_repacked(
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.slow
 def test_nibbles_lie_as_the_kernel_of_each_instruction_set_wants_them(capability: str) -> None:
     code = """
 import torch

@@ -183,6 +183,7 @@ def test_layers_run_as_often_as_the_bound_of_exact_reuse(
     seed=st.integers(0, 3),
 )
 @settings(max_examples=8, deadline=None)
+@pytest.mark.slow
 def test_a_lazy_search_finds_the_same_order(deep: Any, alphas: tuple[float, ...], batch: int, seed: int) -> None:
     options: Any = dict(zip(("alpha1", "alpha2", "beta"), alphas, strict=True), batch=batch, variant=CONFIG)
     plain = elastic.profile(deep, calibration(3, seed=seed), **options)

@@ -135,6 +135,7 @@ def test_calibration_text_makes_a_variant_better(wrapped: Any) -> None:
             elastic.wrap(build("llama-mha"), variants=[elastic.Variant("int4", calibration=wrong)])
 
 
+@pytest.mark.slow
 def test_host_memory_of_all_variants_is_at_most_twice_the_model(wrapped: Any) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4
@@ -247,6 +248,7 @@ torch.save([values, torch.backends.cpu.get_cpu_capability()], {out!r})
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="has one instruction set only")
+@pytest.mark.slow
 def test_files_are_packed_again_for_another_instruction_set(tmp_path: Path) -> None:
     """The very same codes, in the layout of the kernels that run there."""
     found = []

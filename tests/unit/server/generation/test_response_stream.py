@@ -56,6 +56,7 @@ async def read(client: httpx.AsyncClient, i: int, leave_after: int | None) -> st
 
 
 @pytest.mark.parametrize("kind", [pytest.param(FAKE, id="fake"), pytest.param(EMBEDDED, id="embedded")])
+@pytest.mark.slow
 def test_64_streams_with_random_disconnects(kind: Kind) -> None:
     rng = random.Random(5)
     leaving = [rng.randrange(6) if rng.random() < 0.5 else None for _ in range(CLIENTS)]

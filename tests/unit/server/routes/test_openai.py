@@ -162,6 +162,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.completions.create(model=NAME, prompt="x", logprobs=3)
 
 
+@pytest.mark.slow
 def test_many_at_once_through_the_asynchronous_client(server: Live, kind: Kind) -> None:
     async def ask(client: openai.AsyncOpenAI, i: int) -> str:
         prompt = f"x{i}"
