@@ -62,8 +62,7 @@ def wrap(
 
     `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`, packed now and kept in host
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
-    processes. `copy_rate`, such as "2GB", bounds the bytes a second of what moves while a model of
-    the process computes; None: no bound.
+    processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes; None: no bound.
 
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for
     a budget too small; in each case the model is as it was.
