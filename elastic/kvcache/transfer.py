@@ -73,7 +73,7 @@ class KVTransfer:
             layer.exchange(target, self._origin)
 
     def revert(self, layer: ElasticLayer) -> None:
-        """Undo `cut_over`, if it was called; a layer that changed after it stays, with what it holds now."""
+        """Undo `cut_over`, if it was called; what changed after it goes back by way of host memory, at its next use."""
         with layer.lock:
             held, previous = layer.held(), self._previous
             limit_epoch, last_used = self._before
@@ -81,6 +81,8 @@ class KVTransfer:
             if previous is not None and unchanged:
                 layer.exchange(previous.lease, previous.origin)
                 layer.limit_epoch, self._previous = limit_epoch, None
+            elif layer.is_on(self._pool):
+                layer.evict_to_host()
         self.finish()
 
     def finish(self) -> int:

@@ -33,7 +33,8 @@ MLP = "model.layers.1.mlp"
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondDevice]:
-    with second_device(monkeypatch) as mode:
+    """The kernels of packed products that are chosen by time may use scratch memory, which it takes for the first's."""
+    with second_device(monkeypatch) as mode, paths.forced("reference"):
         yield mode
 
 
@@ -204,13 +205,12 @@ def test_results_elsewhere_are_tensors_like_any_other(device: Any) -> None:
 
 
 @pytest.fixture
-def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelTarget]:
+def other_kernels(monkeypatch: pytest.MonkeyPatch) -> KernelTarget:
     """The second device takes packed matrices as a GPU does. Products are those of the codes."""
     target, known = KernelTarget("cuda", "sm90"), KernelTarget.of
     monkeypatch.setattr(KernelTarget, "of", staticmethod(lambda device: target if device == THERE else known(device)))
     monkeypatch.setattr("elastic.quant.variants.pack_model.measure", lambda *args: None)
-    with paths.forced("reference"):
-        yield target
+    return target
 
 
 @pytest.mark.parametrize("variant", ["int8", "int4"])
@@ -372,8 +372,7 @@ def test_pages_of_modules_elsewhere_are_given_back(device: Any, wrapped: Any) ->
         rt.migrate(modules_of(model, 1)[2:5], "there")
         if variant:
             rt.swap(1, variant)
-        with paths.forced("reference"):  # others may use scratch memory, which is on the first device
-            model(**prompt(2))
+        model(**prompt(2))
         rt.restore(1)
         assert rt.migrate(1, "cpu#a").retained_bytes == 0
         assert owners() == at_first

@@ -305,6 +305,33 @@ def test_what_happens_to_caches_on_their_way_is_not_lost(
     assert used(rt) == [0, 0]
 
 
+@pytest.mark.parametrize("name", MEANWHILE)
+def test_caches_that_change_between_a_failed_commit_and_its_rollback_go_back(
+    name: str, monkeypatch: Any, wrapped: Any
+) -> None:
+    """Their homes do, so that a cache left at the new place would be none of either."""
+    model = build("llama-gqa")
+    rt = wrapped(model, two_places()).elastic
+    cache = model(**prompt(2, 40)).past_key_values
+    copy = copy_module.deepcopy(cache)
+    handler: Any = rt._executor.handler(elastic.MigrateKV((0,), "cpu#b"))
+    commit = handler.commit
+
+    def commit_then_fail(prepared: Any) -> None:
+        commit(prepared)
+        MEANWHILE[name](cache)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(handler, "commit", commit_then_fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        rt.migrate_kv([0, 1, 2], "cpu#b")
+    assert used(rt)[1] == 0
+    MEANWHILE[name](copy)
+    assert contents(cache) == contents(copy)
+    assert used(rt)[1] == 0
+    rt.check()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_caches_that_die_on_their_way_are_dropped(fails: bool, monkeypatch: Any, wrapped: Any) -> None:
     model = build("llama-gqa")

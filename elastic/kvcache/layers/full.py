@@ -256,6 +256,15 @@ class ElasticLayer(PagedLayer):
         lease.end()
         return True
 
+    @synchronized
+    def evict_to_host(self) -> None:
+        """Hold a copy in host memory instead of pages until the next use, which leases pages anew."""
+        copy = self.copy_to_host()
+        if copy is None:
+            self.give_up()
+        else:
+            self.move_to_host(copy)
+
     # -- as a part of a split layer
 
     def like(self, fixed_pool: KVPool | None) -> ElasticLayer:

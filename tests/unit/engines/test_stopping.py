@@ -31,5 +31,5 @@ def test_answers_without_a_seed_differ() -> None:
     with EMBEDDED.made() as engine, TestClient(app_for(engine)) as client:
         texts = [choice["text"] for choice in client.post("/v1/completions", json=asked).json()["choices"]]
         again = [client.post("/v1/completions", json={**ASKED, "temperature": 1.5, "seed": 3}).json() for _ in "ab"]
-    assert len(set(texts)) == 6
+    assert len(set(texts)) > 1, "six answers that a seed of the library's own would make the same"
     assert again[0]["choices"] == again[1]["choices"]

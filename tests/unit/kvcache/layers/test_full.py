@@ -167,6 +167,7 @@ class LayerMachine(RuleBasedStateMachine):
             if crop:
                 self.crop(1)
             self.parcel.revert(self.layer)
+            assert not self.layer.is_on(self.there)
         else:
             assert self.parcel.finish() == 0
         self.parcel = None
