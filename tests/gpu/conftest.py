@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from gpu import simulator as simulated
+
+
+@pytest.fixture
+def simulator() -> Iterator[ModuleType]:
+    """The simulated driver, with no violations yet. The test is skipped on a real one."""
+    if not simulated.loaded():
+        pytest.skip("the driver is not simulated")
+    simulated.clear()
+    yield simulated
+    assert simulated.violations() == []

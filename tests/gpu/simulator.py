@@ -1,0 +1,61 @@
+"""The simulated CUDA driver of this process: what tests ask of it, and what they have it do."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+OUT_OF_MEMORY = 2
+"""`CUDA_ERROR_OUT_OF_MEMORY`."""
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    if not hasattr(driver, "sim_violations"):
+        return None
+    driver.sim_violation.restype = ctypes.c_char_p
+    driver.sim_stat.argtypes, driver.sim_stat.restype = [ctypes.c_char_p], ctypes.c_uint64
+    driver.sim_set_sched.argtypes = [ctypes.c_char_p]
+    driver.sim_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    return driver
+
+
+def loaded() -> bool:
+    """Return whether the CUDA driver of this process is the simulated one."""
+    return _driver() is not None
+
+
+def _loaded() -> ctypes.CDLL:
+    driver = _driver()
+    assert driver is not None, "the driver of this process is not simulated: `make simulate` runs such tests"
+    return driver
+
+
+def violations() -> list[str]:
+    """Return the rules broken since the last `clear`, each in a sentence."""
+    return [_loaded().sim_violation(i).decode() for i in range(_loaded().sim_violations())]
+
+
+def clear() -> None:
+    """Forget violations, and errors that stay with the process on a GPU."""
+    _loaded().sim_clear_violations()
+    _loaded().sim_reset_sticky()
+
+
+def fail(call: str, nth: int = 1, code: int = OUT_OF_MEMORY) -> None:
+    """Have the `nth` next call of that name of the driver fail with `code`; 0: none."""
+    _loaded().sim_fail(call.encode(), nth, code)
+
+
+def count(name: str) -> int:
+    """Count calls of the driver by name since the process began, or another of the simulator's counters."""
+    return int(_loaded().sim_stat(name.encode()))
+
+
+def schedule(name: str) -> None:
+    """Choose when queued work runs: `eager`, `lazy` (not before somebody waits for it) or `random:SEED`."""
+    _loaded().sim_set_sched(name.encode())
