@@ -5,22 +5,20 @@ The layout of the bytes is that of `cuda_layout`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 
-def _product(
-    x: Any,
-    packed: Any,
-    scales: Any,
-    y: Any,
-    tokens: Any,
-    outputs: Any,
-    inputs: Any,
-    group: Any,
+def _product(  # type: ignore[no-untyped-def]  # triton reads annotations, and knows no globals in them but its own
+    x,
+    packed,
+    scales,
+    y,
+    tokens,
+    outputs,
+    inputs,
+    group,
     BITS: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
@@ -59,6 +57,12 @@ def _product(
 _kernel = triton.jit(_product)
 
 
+def block_sizes(tokens: int, group: int) -> tuple[int, int, int]:
+    """Return how many tokens, outputs and inputs the kernel multiplies at a time; the inputs divide the group."""
+    m, n = (16, 32) if tokens <= 16 else (64, 64)
+    return m, n, min(group & -group, 64)
+
+
 def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Multiply x: [tokens, inputs], float32, bfloat16 or float16; returns [tokens, outputs] in the same dtype.
 
@@ -67,9 +71,7 @@ def product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: i
     """
     tokens, inputs = x.shape
     outputs = packed.shape[0]
-    block_m = 16 if tokens <= 16 else 64
-    block_n = 32 if tokens <= 16 else 64
-    block_k = min(group & -group, 64)
+    block_m, block_n, block_k = block_sizes(tokens, group)
     y = x.new_empty(tokens, outputs)
     grid = (triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n))
     with torch.cuda.device(x.device if x.is_cuda else -1):  # it may be another than the present one
