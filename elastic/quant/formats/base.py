@@ -43,6 +43,11 @@ class KernelTarget:
             return cls("cuda", f"sm{major}{minor}")
         return cls("cpu", torch.backends.cpu.get_cpu_capability())
 
+    @property
+    def compute_capability(self) -> int:
+        """Of a CUDA device: 90 for 9.0."""
+        return int(self.instructions.removeprefix("sm"))
+
 
 class Format(Protocol):
     """The packing of matrices of one type of config, and their products."""

@@ -1,7 +1,8 @@
 """Products with matrices in integers on CUDA.
 
-    packed     torch's int4 kernel. It takes bfloat16 alone, so x is rounded to it
-    triton     a kernel of our own for what that one does not take (int8, int3, other groups), in the dtype of x
+    packed     torch's int4 kernel, from sm80 on. It takes bfloat16 alone, so x is rounded to it
+    triton     from sm75 on, a kernel of our own for what that one does not take (int8, int3, other groups), in the
+               dtype of x
     expanded   weights to the dtype of x, some outputs at a time, then a plain product: for many tokens
 
 No gradient flows through any of them.
@@ -31,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def paths(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> Mapping[str, Kernel]:
-    """Return the kernels of CUDA for x: [tokens, inputs]; without triton there are fewer."""
-    made = CudaKernels(config, matrix)
+    """Return the kernels of CUDA for x: [tokens, inputs]; without triton, or for an old GPU, there are fewer."""
+    made = CudaKernels(config, matrix, target)
     kernels: dict[str, Kernel] = {"expanded": made.expanded}
-    if tiled(config, matrix):
+    if tiled(config, matrix, target):
         kernels["packed"] = made.packed
-    elif _has_triton():
+    elif target.compute_capability >= 75 and _has_triton():
         kernels["triton"] = made.triton
-    shapes = required(config, matrix)
+    shapes = required(config, matrix, target)
     return {name: CheckedKernel(matrix, shapes, bindable(kernel)) for name, kernel in kernels.items()}
 
 
@@ -57,6 +58,7 @@ class CudaKernels:
 
     config: Integers
     matrix: MatrixShape
+    target: KernelTarget
 
     def packed(self, x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
         """Multiply x: [tokens, inputs] by torch's int4 kernel; returns bfloat16 [tokens, outputs]."""
@@ -82,8 +84,9 @@ class CudaKernels:
 
     def _weights(self, parts: PackedTensors, start: int, stop: int) -> torch.Tensor:
         """Expand the weights of some outputs, float32 [stop - start, inputs]."""
-        rows = slice(start // 8, stop // 8) if tiled(self.config, self.matrix) else slice(start, stop)
-        codes = codes_of(self.config, parts["packed"][rows], self.matrix)
+        in_tiles = tiled(self.config, self.matrix, self.target)
+        rows = slice(start // 8, stop // 8) if in_tiles else slice(start, stop)
+        codes = codes_of(self.config, parts["packed"][rows], self.matrix, self.target)
         scales, offsets = parts["scales"][:, start:stop].float().permute(2, 1, 0).unsqueeze(3)
         grouped = codes.view(*scales.shape[:2], -1).float() - ENCODINGS[self.config.bits].middle
         return torch.addcmul(offsets, grouped, scales).flatten(1)

@@ -1,7 +1,7 @@
 """The layout of a matrix in integers on CUDA: its parts. All functions also run on tensors in host memory.
 
     int4   packed  int32 [outputs / 8, inputs / 16 t, 32, t / 2], as torch's int4 kernel wants it, where it takes the
-                   shape: t = 8, 4 or 2 tiles of 16 inputs side by side
+                   shape, from sm80 on: t = 8, 4 or 2 tiles of 16 inputs side by side
     else   packed  uint8 [outputs, bytes]: int8, one code a byte; int4, two, the even column in the lower half;
                    int3, the lower two bits of four columns a byte, then the upper bits of eight columns a byte
            scales  bfloat16 [groups, outputs, 2], scale and offset; repeated in groups larger than torch's kernel knows
@@ -22,9 +22,9 @@ from elastic.quant.kernels.checks import Required, extras, read_extras, torch_in
 ENCODINGS = {8: ScaleEncoding(128), 4: ScaleEncoding(8), 3: ScaleEncoding(4)}
 
 
-def tiled(config: Integers, matrix: MatrixShape) -> bool:
-    """Return whether torch's int4 kernel takes this matrix."""
-    return config.bits == 4 and group_of(config, matrix) in (32, 64, 128, 256)
+def tiled(config: Integers, matrix: MatrixShape, target: KernelTarget) -> bool:
+    """Return whether torch's int4 kernel takes this matrix. Compiled for a GPU before 8.0 it has no body."""
+    return config.bits == 4 and group_of(config, matrix) in (32, 64, 128, 256) and target.compute_capability >= 80
 
 
 def group_of(config: Integers, matrix: MatrixShape) -> int:
@@ -33,11 +33,11 @@ def group_of(config: Integers, matrix: MatrixShape) -> int:
     return torch_int4_group(size) if config.bits == 4 else size
 
 
-def required(config: Integers, matrix: MatrixShape) -> Required:
+def required(config: Integers, matrix: MatrixShape, target: KernelTarget) -> Required:
     """Return the shapes and dtypes of the parts that every matrix of this shape has."""
     outputs, inputs = matrix.outputs, matrix.inputs
     scales = ((inputs // group_of(config, matrix), outputs, 2), torch.bfloat16)
-    if tiled(config, matrix):
+    if tiled(config, matrix, target):
         tiles = _tiles(inputs)
         return {"packed": ((outputs // 8, inputs // 16 // tiles, 32, tiles // 2), torch.int32), "scales": scales}
     return {"packed": ((outputs, inputs * config.bits // 8), torch.uint8), "scales": scales}
@@ -47,7 +47,7 @@ def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict
     """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
     matrix = MatrixShape(*codes.codes.shape)
     pairs = ENCODINGS[config.bits].encode_pairs(codes, group_of(config, matrix))
-    packed = to_tiles(codes.codes) if tiled(config, matrix) else to_rows(codes.codes, config.bits)
+    packed = to_tiles(codes.codes) if tiled(config, matrix, target) else to_rows(codes.codes, config.bits)
     return {"packed": packed, "scales": pairs, **extras(codes)}
 
 
@@ -55,14 +55,14 @@ def unpack(config: Integers, parts: PackedTensors, matrix: MatrixShape, target: 
     """Read the codes, uint8 [outputs, inputs], with scales and zeros, float32 [outputs, groups], from parts."""
     repeats = config.inputs_per_group(matrix.inputs) // group_of(config, matrix)
     scales, offsets = parts["scales"][::repeats].unbind(2)
-    codes = codes_of(config, parts["packed"], matrix)
+    codes = codes_of(config, parts["packed"], matrix, target)
     scales, zeros = ENCODINGS[config.bits].decode(scales, offsets)
     return QuantizedMatrix(codes, scales, zeros, **read_extras(parts))
 
 
-def codes_of(config: Integers, packed: torch.Tensor, matrix: MatrixShape) -> torch.Tensor:
+def codes_of(config: Integers, packed: torch.Tensor, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
     """Read codes, uint8 [rows, inputs], from the packed bytes of some outputs, [rows / 8, ...] or [rows, n]."""
-    return from_tiles(packed, matrix.inputs) if tiled(config, matrix) else from_rows(packed, config.bits)
+    return from_tiles(packed, matrix.inputs) if tiled(config, matrix, target) else from_rows(packed, config.bits)
 
 
 def to_tiles(codes: torch.Tensor) -> torch.Tensor:

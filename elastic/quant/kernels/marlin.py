@@ -67,8 +67,9 @@ class MarlinFormat:
     ) -> Mapping[str, Kernel]:
         """Return the kernels that multiply x: [tokens, inputs] with such parts, by name.
 
-        Raises `BackendUnavailable` without a vLLM that has the kernel.
+        Raises `BackendUnavailable` without a vLLM that has the kernel, and for a GPU that it was not made for.
         """
+        _require_kernels_for(target)
         gemm, kind = _gemm(config)
 
         def marlin(x: torch.Tensor, parts: PackedTensors) -> torch.Tensor:
@@ -104,13 +105,14 @@ class MarlinFormat:
     ) -> PackedTensors:
         """Return the parts of the [outputs, inputs] matrix as they are: the layout is the same for all GPUs.
 
-        Raises `ConfigError` for a CPU.
+        Raises `ConfigError` for a CPU, `BackendUnavailable` for an old GPU.
         """
         if target.device != "cuda":
             raise ConfigError(
                 f"Marlin's kernels need CUDA: what is packed for them cannot go to {target.device}; use Integers for "
                 "layers that do, or restore them first"
             )
+        _require_kernels_for(target)
         return parts
 
 
@@ -189,6 +191,15 @@ def _nibbles(words: torch.Tensor) -> torch.Tensor:
     """Undo `_words`: int32 [rows, n / 8] -> uint8 [rows, n]."""
     both = words.contiguous().view(torch.uint8)
     return torch.stack((both & 15, both >> 4), 2).flatten(1)
+
+
+def _require_kernels_for(target: KernelTarget) -> None:
+    """Raise `BackendUnavailable` for a GPU before 8.0: the kernel's products in bfloat16 begin there."""
+    if target.compute_capability < 80:
+        raise BackendUnavailable(
+            f"Marlin's kernels need compute capability 8.0, this GPU has {target.compute_capability / 10:.1f}; use "
+            "Integers"
+        )
 
 
 def _gemm(config: Marlin) -> tuple[Any, Any]:

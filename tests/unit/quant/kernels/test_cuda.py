@@ -18,25 +18,58 @@ from elastic.quant.kernels.cuda_layout import tiled, to_tiles
 from elastic.quant.kernels.integer_format import pack
 from support.integer_matrices import codes, configs_and_matrices
 
-CUDA = KernelTarget("cuda", "sm90")
+CUDA, TURING = KernelTarget("cuda", "sm90"), KernelTarget("cuda", "sm75")
 
 
-@given(st.data(), configs_and_matrices(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@given(
+    st.data(),
+    configs_and_matrices(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([CUDA, TURING]),
+)
 @settings(max_examples=100, deadline=None)
 def test_expanded_weights_are_those_of_the_reference(
-    data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype
+    data: st.DataObject, drawn: tuple[Integers, MatrixShape], dtype: torch.dtype, target: KernelTarget
 ) -> None:
     config, matrix = drawn
     original = data.draw(codes(config, matrix))
-    parts = pack(config, original, CUDA)
-    paths = format_of(config).paths(config, parts, matrix, CUDA)
-    assert ("packed" in paths) == tiled(config, matrix)
+    parts = pack(config, original, target)
+    paths = format_of(config).paths(config, parts, matrix, target)
+    assert ("packed" in paths) == tiled(config, matrix, target)
     x = torch.randn(64, matrix.inputs).to(dtype)
     exact = x.double() @ original.value().double().t()
     plain = (x.bfloat16() @ original.value().bfloat16().t()).double()
     for name in ("expanded", "reference"):
         assert (paths[name](x, parts).double() - exact).norm() <= 2 * (plain - exact).norm()
         assert paths[name](x[:0], parts).shape == (0, matrix.outputs)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "int4", "int8"),
+    [
+        ("sm70", set(), set()),
+        ("sm75", {"triton"}, {"triton"}),
+        ("sm80", {"packed"}, {"triton"}),
+        ("sm120", {"packed"}, {"triton"}),
+    ],
+)
+def test_a_gpu_is_offered_the_kernels_that_were_compiled_for_it(
+    instructions: str, int4: set[str], int8: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.quant.kernels.cuda._has_triton", lambda: True)
+    matrix, target = MatrixShape(32, 64), KernelTarget("cuda", instructions)
+    for config, kernels in ((Integers(4, 32), int4), (Integers(8, 32), int8)):
+        parts = pack(config, round_to_nearest(torch.randn(32, 64), config), target)
+        assert format_of(config).paths(config, parts, matrix, target).keys() == {"expanded", "reference"} | kernels
+
+
+def test_codes_go_between_gpus_of_all_ages() -> None:
+    config, matrix = Integers(4, 32), MatrixShape(32, 64)
+    old = pack(config, round_to_nearest(torch.randn(32, 64), config), TURING)
+    new = format_of(config).repack(config, old, matrix, TURING, CUDA)
+    assert (old["packed"].dtype, new["packed"].dtype) == (torch.uint8, torch.int32)
+    back = format_of(config).repack(config, new, matrix, CUDA, TURING)
+    assert all(torch.equal(back[name], part) for name, part in old.items())
 
 
 def test_words_are_filled_as_a_warp_reads_them() -> None:

@@ -19,7 +19,9 @@ from elastic.quant.kernels.integer_format import pack, unpack
 from support.integer_matrices import codes, configs_and_matrices
 
 INSTRUCTIONS = st.sampled_from(["AVX512", "AVX2", "DEFAULT"])
-DEVICES = st.sampled_from(["cpu", "cuda"])
+TARGETS = st.builds(KernelTarget, st.just("cpu"), INSTRUCTIONS) | st.builds(
+    KernelTarget, st.just("cuda"), st.sampled_from(["sm75", "sm80", "sm90"])
+)
 
 
 def same(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
@@ -29,7 +31,7 @@ def same(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     )
 
 
-@given(st.data(), configs_and_matrices(), st.builds(KernelTarget, DEVICES, INSTRUCTIONS), st.booleans())
+@given(st.data(), configs_and_matrices(), TARGETS, st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_codes_survive_packing(
     data: st.DataObject, drawn: tuple[Integers, MatrixShape], target: KernelTarget, transposed: bool

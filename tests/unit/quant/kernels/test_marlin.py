@@ -113,6 +113,15 @@ def test_what_is_packed_for_marlin_stays_on_gpus() -> None:
         format_of(config).repack(config, parts, matrix, CUDA, KernelTarget("cpu", "AVX2"))
 
 
+def test_a_gpu_without_marlins_instructions_is_refused() -> None:
+    config, matrix, turing = Marlin(4, 128), MatrixShape(64, 128), KernelTarget("cuda", "sm75")
+    parts = pack(config, original(config, matrix))
+    with pytest.raises(BackendUnavailable, match=r"compute capability 8\.0, this GPU has 7\.5; use Integers"):
+        format_of(config).paths(config, parts, matrix, turing)
+    with pytest.raises(BackendUnavailable, match="use Integers"):
+        format_of(config).repack(config, parts, matrix, CUDA, turing)
+
+
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     config, matrix = Marlin(4, 128), MatrixShape(64, 128)
