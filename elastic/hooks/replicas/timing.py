@@ -56,23 +56,29 @@ class PassTimings:
     def _resolve(self, layers: int, timings: Sequence[PendingTiming]) -> None:
         shards = []
         for timing in timings:
-            device = timing.device
-            spans = tuple((self._seconds(start, device), self._seconds(stop, device)) for start, stop in timing.marks)
+            spans = tuple(self._span(timing.device, start, stop) for start, stop in timing.marks)
             shards.append(ShardTiming(timing.place, timing.rows, layers, spans))
             self._speeds.measured(timing.place, timing.tokens, shards[-1].seconds / layers)
         self._passes.append(tuple(shards))
 
-    def _seconds(self, moment: Mark, device: torch.device) -> float:
-        if isinstance(moment, float):
-            return moment
-        if device not in self._origins:
-            origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            origin.record(torch.cuda.current_stream(device))
-            origin.synchronize()
-            self._origins[device] = origin, time.perf_counter()
-        event, origin_s = self._origins[device]
-        elapsed_ms: float = event.elapsed_time(moment)
-        return origin_s + elapsed_ms / 1e3
+    def _span(self, device: torch.device, start: Mark, stop: Mark) -> tuple[float, float]:
+        """Return when both marks were passed. A device tells intervals in float32: only short ones are exact."""
+        if isinstance(start, float):
+            assert isinstance(stop, float)
+            return start, stop
+        assert isinstance(stop, torch.cuda.Event)
+        origin, origin_s = self._origins.get(device) or _origin(device)
+        start_s = origin_s + origin.elapsed_time(start) / 1e3
+        self._origins[device] = start, start_s
+        return start_s, start_s + start.elapsed_time(stop) / 1e3
+
+
+def _origin(device: torch.device) -> tuple[torch.cuda.Event, float]:
+    """Return an event that has just passed, and when, by `time.perf_counter`."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
+    return event, time.perf_counter()
 
 
 def _done(timing: PendingTiming) -> bool:
