@@ -14,6 +14,7 @@ from torch import nn
 from elastic.errors import StateError
 from elastic.hooks.interceptor import Args, Kwargs
 from elastic.weights.batch_context import BatchShare
+from elastic.weights.proxy.transfer_cache import moved
 
 Take = Callable[[torch.Tensor, slice, int], torch.Tensor | None]
 """(tensor, rows, rows of the batch) -> the tensor's part for these rows; None: it is not of a known shape."""
@@ -100,7 +101,7 @@ class BatchSlice(BatchShare):
             rows = self.spec.table[name](tensor, self._slice, self.batch)
             if rows is None:
                 raise NotSplittable(f"{name}, a tensor {list(tensor.shape)}")
-            self._taken[id(tensor)] = tensor, rows.to(self._device, non_blocking=True)
+            self._taken[id(tensor)] = tensor, moved(rows, self._device)
             self.fresh = True
         return self._taken[id(tensor)][1]
 

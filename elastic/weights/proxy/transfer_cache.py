@@ -32,7 +32,10 @@ class TransferCache:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Copy a tensor to a device, or those in tuples and lists; return all else as it is."""
+    """Copy a tensor to a device, or those in tuples and lists; return all else as it is.
+
+    What comes to a CPU is there on return: nothing there would wait for a copy that is under way.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=device.type == "cuda")
     if isinstance(value, tuple | list):
