@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.utils import stream_context
 
 from elastic.engines.continuous.cache import ElasticPagedCache
 from elastic.engines.continuous.scheduler import ElasticScheduler, SchedulerListener
@@ -47,8 +48,12 @@ class SamplingModelRunner(ModelRunner):  # type: ignore[misc]
 
     def compute_batch(self, model: torch.nn.Module, batch_data: dict[str, Any]) -> None:
         """Run one forward pass, without the stock mask of all tokens against all."""
-        # attention knows what each token sees: a finished mask keeps the model from building one of all against all
-        batch_data["attention_mask"] = batch_data["input_ids"].new_ones((1, 1, 1, 1), dtype=torch.bool)
+        stream = self.inputs_and_outputs.compute_stream
+        if stream is not None:  # the inputs, and zeros in new blocks, are written on this thread's stream
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with stream_context(stream):
+            # attention knows what each token sees: a finished mask keeps the model from building one of all against all
+            batch_data["attention_mask"] = batch_data["input_ids"].new_ones((1, 1, 1, 1), dtype=torch.bool)
         batch_data.pop("is_causal", None)  # it would be written to the config, which forwards of other threads read
         super().compute_batch(model, batch_data)
 
@@ -145,6 +150,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         except Exception as error:  # whatever the model raises ends its batch, and each request in it; the others go on
             logger.exception("a forward pass of continuous batching failed; the requests in it end")
             batch = self.batch_processor.inputs_and_outputs
+            batch.retrieve_device_outputs()  # its kernels still read the inputs, and write blocks that are freed now
             failed, batch.requests_in_batch = batch.requests_in_batch, []
             for entry in failed:
                 self.batch_processor._handle_request_error(error, entry.state)
