@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from elastic.errors import StateError
+from elastic.errors import CapacityError, StateError
 
 Function = Callable[..., Any]
 
@@ -142,10 +142,8 @@ class WeightProxy(torch.Tensor):
         if function is torch.ops.aten.copy_.default and isinstance(args[0], WeightProxy):
             args[0].source.write(_plain(args[1]))
             return args[0]
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0].source.copy()
-        if function is torch.ops.aten.clone.default:
-            return args[0].source.copy().to(args[0].device)
+        if function in _COPIES:
+            return _copy_on_device(args[0])
         kwargs = kwargs or {}
         for number, argument in enumerate(function._schema.arguments):
             target = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -168,6 +166,7 @@ class WeightProxy(torch.Tensor):
         return f"Weight({tuple(self.shape)}, {self.dtype}, {self.source.describe()})"
 
 
+_COPIES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default))
 _NEED_MEMORY = frozenset(
     (
         torch.Tensor.numpy,
@@ -178,6 +177,22 @@ _NEED_MEMORY = frozenset(
 )
 _ADDRESSES = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage))
 _WRITE = frozenset((torch.Tensor.__setitem__, torch.Tensor.data.__set__))  # type: ignore[attr-defined]
+
+
+def _copy_on_device(weight: WeightProxy) -> torch.Tensor:
+    """Return a plain copy where the weight says that it is: `state_dict` is made of these."""
+    copy = weight.source.copy()
+    try:
+        return copy.to(weight.device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(weight.device)
+        raise CapacityError(
+            f"{weight.device} has no room for a copy of a weight {weight.source.describe()}: lower the limit of the KV "
+            "cache (model.elastic.kv.resize), or migrate the layer to a place on a CPU",
+            requested_bytes=copy.nbytes,
+            free_bytes=free,
+            total_bytes=total,
+        ) from error
 
 
 def _plain(tree: Any) -> Any:
