@@ -1,4 +1,7 @@
-"""The Triton kernel, compiled for GPUs that need not be there: what the interpreter accepts, the compiler may not."""
+"""The Triton kernel, compiled for GPUs that need not be there: what the interpreter accepts, the compiler may not.
+
+Marked `cuda` because triton comes with torch's CUDA build.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ VARIANTS = [
 """Dtype of the activations, bits, tokens and group: all dtypes, both sizes of blocks, all depths of them."""
 
 
-@pytest.mark.slow
+@pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
