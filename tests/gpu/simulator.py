@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 
 OUT_OF_MEMORY = 2
 """`CUDA_ERROR_OUT_OF_MEMORY`."""
@@ -22,6 +23,17 @@ def _driver() -> ctypes.CDLL | None:
     driver.sim_set_sched.argtypes = [ctypes.c_char_p]
     driver.sim_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     return driver
+
+
+def path() -> str:
+    """Return the file of the driver."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return next(line.split()[-1] for line in mapped if "/libcuda.so.1" in line)
+
+
+def explain_faults() -> None:
+    """Have the process say what it touched when it dies of a fault."""
+    _loaded().sim_explain_faults()
 
 
 def loaded() -> bool:
