@@ -53,7 +53,7 @@ def violations() -> list[str]:
 
 
 def clear() -> None:
-    """Forget violations, and errors that stay with the process on a GPU."""
+    """Forget violations, failures still to come, and errors that stay with the process on a GPU."""
     _loaded().sim_clear_violations()
     _loaded().sim_reset_sticky()
 

@@ -177,10 +177,9 @@ class Signature {
 };
 
 Tensor on_meta(const Tensor &tensor) {
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;  // a Python number, which has no device
     auto options = tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
-    Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), options);
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return meta;
+    return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
 void call_below_autograd(const c10::OperatorHandle &op, Stack &stack) {

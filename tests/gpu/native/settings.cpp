@@ -130,6 +130,7 @@ EXPORT const char *sim_violation(int index) {
 EXPORT void sim_clear_violations() {
     Lock lock(mutex);
     violations.clear();
+    failures.clear();
 }
 
 EXPORT void sim_report(const char *kind, const char *text) {

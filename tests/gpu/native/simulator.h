@@ -53,7 +53,7 @@ void sim_fail(const char *call, int nth, int code);
 uint64_t sim_stat(const char *name);
 int sim_violations();
 const char *sim_violation(int index);
-void sim_clear_violations();
+void sim_clear_violations();  // and the failures that are still to come
 void sim_reset_sticky();
 void sim_report(const char *kind, const char *text);  // a violation found elsewhere
 void sim_on_violation(void (*hook)(const char *text));
