@@ -8,6 +8,16 @@ from pathlib import Path
 
 OUT_OF_MEMORY = 2
 """`CUDA_ERROR_OUT_OF_MEMORY`."""
+PAGE_CALLS = (
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+)
+"""The driver's virtual memory management: calls that `count` knows."""
 
 
 @cache

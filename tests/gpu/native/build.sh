@@ -9,7 +9,7 @@ cd "$(dirname "$0")"
 torch=$("$python" -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parent)')
 headers=${CUDA_HOME:-/usr/local/cuda}/include
 [ -f "$headers/cuda.h" ] || headers=$(dirname "$(find "$torch/../nvidia" -name cuda.h | head -n 1)")
-compile="g++ -std=c++20 -fPIC -shared -Wall -Wextra -isystem $headers"
+compile="g++ -std=c++20 -fPIC -fvisibility=hidden -shared -Wall -Wextra -isystem $headers"
 
 driver="settings.cpp races.cpp memory.cpp memory_api.cpp host_memory.cpp streams.cpp capture.cpp copies.cpp context_api.cpp"
 $compile -O2 -g1 $driver -o "$out/libcuda.so.1" -Wl,-soname,libcuda.so.1 -Wl,-z,defs -ldl -lpthread
