@@ -59,7 +59,12 @@ def _convert_weight_to_int4pack(pairs: torch.Tensor, inner_tiles: int) -> torch.
 
 
 def _histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
-    return torch.histc(x.cpu().double(), bins, float(low), float(high)).to(x)
+    """Count values of any dtype in equal bins; without bounds those of the values are waited for."""
+    if low == high:
+        low, high = x.min().item(), x.max().item()
+    index = ((x.double() - low) * (bins / (high - low))).floor().long().clamp(0, bins - 1)
+    inside = ((x >= low) & (x <= high)).to(x.dtype)
+    return x.new_zeros(bins).scatter_add_(0, index.flatten(), inside.flatten())
 
 
 WITHOUT_CPU_KERNEL = {
