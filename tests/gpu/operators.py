@@ -31,6 +31,8 @@ def install() -> None:
         for name, function in WITHOUT_CPU_KERNEL.items():
             _LIBRARY.impl(name, function, "CUDA", allow_override=True)
     simulator.explain_faults()
+    if os.environ.get("SIMCUDA_STACKS"):
+        simulator.show_stacks()
     atexit.register(_end_with_an_error_if_rules_were_broken)
 
 
