@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import os
 import sys
 import warnings
@@ -25,6 +26,7 @@ def install() -> None:
     """Have CUDA operators computed by CPU kernels, in the order of their streams. Nothing on a real driver."""
     if not simulator.loaded():
         return
+    importlib.import_module("torch._native")  # torch's own Triton kernels, which would else be registered over these
     operators = ctypes.CDLL(str(Path(simulator.path()).with_name("liboperators.so")))
     with warnings.catch_warnings(action="ignore"):  # that kernels are replaced
         operators.sim_install_operators()

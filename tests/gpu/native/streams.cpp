@@ -24,6 +24,7 @@ constexpr size_t MOST_QUEUED = 100000;
 constexpr int PATIENCE = 100;  // so often a poll is told "not yet" before a lazy schedule moves
 std::set<Stream *> open_streams;
 size_t queued = 0;
+int standard_error = STDERR_FILENO;
 
 double milliseconds() {
     timespec now;
@@ -131,12 +132,12 @@ void host_waits(Stream *stream, uint64_t sequence, const Clock &clock) {
 
 void explain_fault(int signal, siginfo_t *info, void *) {
     char text[200];
-    fprintf(stderr, "[simulated CUDA] signal %d at %p", signal, info->si_addr);
-    if (explain_address((Address)info->si_addr, text, sizeof text)) fprintf(stderr, ": %s", text);
-    if (running) fprintf(stderr, ", in %s on device %d", running->name.c_str(), running->device);
-    fprintf(stderr, "\n");
+    dprintf(standard_error, "[simulated CUDA] signal %d at %p", signal, info->si_addr);
+    if (explain_address((Address)info->si_addr, text, sizeof text)) dprintf(standard_error, ": %s", text);
+    if (running) dprintf(standard_error, ", in %s on device %d", running->name.c_str(), running->device);
+    dprintf(standard_error, "\n");
     void *frames[40];
-    backtrace_symbols_fd(frames, backtrace(frames, 40), STDERR_FILENO);
+    backtrace_symbols_fd(frames, backtrace(frames, 40), standard_error);
     _exit(128 + signal);
 }
 
@@ -294,6 +295,7 @@ EXPORT int sim_stream_priority(void *handle) {
 }
 
 EXPORT void sim_explain_faults() {
+    standard_error = dup(STDERR_FILENO);  // before pytest captures it
     struct sigaction action = {};
     action.sa_sigaction = explain_fault;
     action.sa_flags = SA_SIGINFO;
