@@ -8,10 +8,17 @@ SHAPE ?= 100m
 DEVICE ?= cpu
 GPU ?= cuda:0
 PIP := $(BIN)/pip install -q --disable-pip-version-check
+SIMULATED_VENV ?= build/simulated-venv
+SIMULATED_CUDA := $(CURDIR)/build/simulated-cuda
+SCHEDULES ?= lazy random:1 random:2
+TESTS ?= tests
+SIMULATED := LD_LIBRARY_PATH=$(SIMULATED_CUDA) LD_PRELOAD=$(SIMULATED_CUDA)/libcudart.so.13 \
+	PYTHONPATH=$(SIMULATED_CUDA):$(CURDIR):$(CURDIR)/tests \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SIMCUDA_DEVICES=2
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long docs bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate docs bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -36,6 +43,12 @@ test: $(VENV)/installed lint type ## set up, and check everything against the in
 
 long: $(VENV)/installed ## the checks that take minutes
 	$(BIN)/pytest -q -m long
+
+simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: TESTS=, SCHEDULES=, SIMULATED_VENV=
+	status=0; for schedule in $(SCHEDULES); do \
+		$(SIMULATED) SIMCUDA_SCHED=$$schedule $(SIMULATED_VENV)/bin/python -m pytest -q -n 2 -m cuda \
+			-p gpu.plugin -p no:faulthandler $(TESTS) || status=1; \
+	done; exit $$status
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
@@ -65,6 +78,18 @@ $(VENV)/dependencies: pyproject.toml $(CONSTRAINTS)
 $(VENV)/installed: $(VENV)/dependencies $(SOURCES)
 	rm -rf build/lib build/bdist*
 	$(PIP) --no-deps --force-reinstall .
+	touch $@
+
+$(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB
+	mkdir -p build
+	sed '/^torch==/d' $(CONSTRAINTS) > build/simulated-constraints.txt
+	$(PYTHON) -m venv $(SIMULATED_VENV)
+	PIP_EXTRA_INDEX_URL= $(SIMULATED_VENV)/bin/pip install -q --disable-pip-version-check \
+		-c build/simulated-constraints.txt -c tests/gpu/constraints.txt ".[dev,cuda]"
+	$(SIMULATED_VENV)/bin/pip uninstall -q -y elastic-llm
+
+$(SIMULATED_CUDA)/built: $(SIMULATED_VENV)/bin/pytest $(wildcard tests/gpu/native/*)
+	tests/gpu/native/build.sh $(SIMULATED_VENV)/bin/python $(SIMULATED_CUDA)
 	touch $@
 
 clean: ## remove what these made

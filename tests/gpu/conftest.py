@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -15,4 +16,5 @@ def simulator() -> Iterator[ModuleType]:
         pytest.skip("the driver is not simulated")
     simulated.clear()
     yield simulated
+    simulated.schedule(os.environ.get("SIMCUDA_SCHED", "lazy"))
     assert simulated.violations() == []

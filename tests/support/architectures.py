@@ -33,6 +33,7 @@ MLA: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
 }
 
 CONFIGS: dict[str, Any] = {
