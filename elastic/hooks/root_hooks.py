@@ -12,6 +12,7 @@ from torch import nn
 from elastic.errors import StateError
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
+from elastic.memory.backends.streams import note_current_stream
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -46,6 +47,7 @@ class EnterRoot(Hook):
         outermost = self.gate.enter(id(module))
         if outermost:
             for streamer in self._weights.streamers.values():
+                note_current_stream(streamer.pool.device)
                 streamer.leave_all()
             self._weights.require_intact()
         cache = self._argument("past_key_values", args, kwargs)

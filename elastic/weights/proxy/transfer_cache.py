@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from elastic.memory.backends.peers import reachable
+
 
 class TransferCache:
     """Copies, on one device, of tensors that several modules there are given.
@@ -34,7 +36,7 @@ class TransferCache:
 def moved(value: Any, device: torch.device) -> Any:
     """Copy a tensor to a device, or those in tuples and lists; return all else as it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=device.type == "cuda")
+        return reachable(value, device).to(device, non_blocking=device.type == "cuda")
     if isinstance(value, tuple | list):
         return type(value)(moved(item, device) for item in value)
     return value
