@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from typing import Any
 
@@ -87,6 +88,18 @@ class EnterRoot(Hook):
         if unfinished:
             raise StateError("the model left out layers in the middle of a replicated run; evict the replicas")
 
+    def give_back_pages(self, error: BaseException | None) -> None:
+        """Where torch ran out of memory, give it the pages that nobody needs, for the next forward.
+
+        Its allocator asks nobody before it raises, so this one is lost.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            given = sum(streamer.pool.give_back_unused() for streamer in self._weights.streamers.values())
+            error.add_note(
+                f"Elastic has now given back {given:,} bytes of pages that nobody used: try again; if that is not "
+                "enough, release or swap layers, or give wrap() places with smaller budgets"
+            )
+
     def _begin(self, cache: Any, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Begin an outermost forward pass over a cache."""
         dispatcher = self._forward.dispatcher
@@ -136,6 +149,8 @@ class LeaveRoot(Hook):
             self._enter.end_forward(failed=output is None)
         finally:
             self._enter.gate.leave(id(module))
+        if output is None:
+            self._enter.give_back_pages(sys.exception())
 
 
 def _refuse_compilation() -> None:
