@@ -16,6 +16,7 @@ from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import TOKEN_MAJOR
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.cuda import CudaBackend
+from elastic.memory.background import janitor
 from elastic.memory.page_pool import PagePool
 from elastic.types import ResizeKV
 from support.architectures import build, prompt
@@ -29,6 +30,7 @@ TOKENS = 8
 
 
 def new_memory(pages: int = 64) -> tuple[KVMemory, KVPool]:
+    janitor.start()
     backend = CudaBackend(DEVICE)
     pool = PagePool("cuda:0#test", backend, pages * backend.page_bytes, ready_pages=0)
     kv = KVPool(pool, pages * backend.page_bytes, idle_share=1.0, ready_share=0)
@@ -187,3 +189,24 @@ def test_pages_go_to_torch_when_it_has_run_out_of_memory(
     assert "Elastic has now given back" in error.value.__notes__[0]
     assert sum(pool.backend.created for pool in model.elastic._places) < sum(created)
     assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_a_view_of_a_cache_that_is_gone_keeps_its_pages_until_what_reads_it_is_over(simulator: ModuleType) -> None:
+    memory, kv = new_memory()
+    layer, side = ElasticLayer(memory), torch.cuda.Stream(DEVICE)
+    keys, _ = append(layer, 2 * TOKENS, kv)
+    del layer, _
+    gc.collect()
+    assert kv.status().retained_bytes
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):  # of which Elastic does not know
+        total = keys.sum()
+        del keys
+    wait_for_the_janitor()
+    wait_for_the_janitor()
+    assert not kv.status().retained_bytes
+    kv.trim()
+    side.synchronize()
+    assert float(total) == 2 * kv.pool.page_bytes / 4
+    kv.close()
+    kv.pool.close()
