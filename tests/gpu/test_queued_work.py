@@ -180,14 +180,15 @@ def test_pages_go_to_torch_when_it_has_run_out_of_memory(
     expected = model(**inputs).logits
     wrapped(model)
     model.generate(**inputs, **GREEDY)  # its cache is idle now
-    created = [pool.backend.created for pool in model.elastic._places]
+    assert sum(kv.idle_bytes for kv in model.elastic.status().kv)
     act = model.model.layers[1].mlp.act_fn
     with monkeypatch.context() as patched:
         patched.setattr(act, "forward", lambda x: x + torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE))
         with pytest.raises(torch.OutOfMemoryError) as error:
             model(**inputs)
     assert "Elastic has now given back" in error.value.__notes__[0]
-    assert sum(pool.backend.created for pool in model.elastic._places) < sum(created)
+    status = model.elastic.status()
+    assert not any([*(kv.idle_bytes for kv in status.kv), *(place.parked_bytes for place in status.places)])
     assert torch.equal(model(**inputs).logits, expected)
 
 

@@ -46,6 +46,16 @@ def test_modules_travel_between_devices_bit_for_bit(wrapped: Any) -> None:
     assert_same_bits(model, before)
 
 
+def test_layers_go_to_another_device_as_the_model_is_wrapped_and_return(wrapped: Any) -> None:
+    model, inputs = build("llama-gqa", device="cuda:0"), prompt(2, device="cuda:0")
+    before, expected = bits(model), model(**inputs).logits
+    rt = wrapped(model, two_devices()[::-1], placement="auto").elastic
+    assert {where.place for layer in rt.status().residencies.values() for where in layer} == {"cuda:1"}
+    assert torch.equal(model(**inputs).logits, expected)
+    elastic.unwrap(model)
+    assert_same_bits(model, before)
+
+
 def test_a_cache_travels_between_devices_in_mid_generation(wrapped: Any) -> None:
     model, inputs = build("mistral-sliding", device="cuda:0"), prompt(2, device="cuda:0")
     tokens = model.generate(**inputs, **GREEDY)
