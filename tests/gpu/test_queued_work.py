@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import elastic
+from elastic.hooks.forward_gate import ForwardGate
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.layers.sliding import ElasticSlidingLayer
 from elastic.kvcache.manager import KVMemory
@@ -150,27 +153,55 @@ def test_idle_stores_on_another_stream_are_ordered_after_their_last_user(simulat
     kv.pool.close()
 
 
-def test_no_action_and_no_forward_pass_waits_for_the_device(wrapped: Any, simulator: ModuleType) -> None:
+def test_no_commit_and_no_forward_pass_waits_for_the_device(
+    wrapped: Any, simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    exclusive = ForwardGate.exclusive
+
+    @contextmanager
+    def counted(gate: ForwardGate) -> Iterator[float]:
+        with exclusive(gate) as waited_s:
+            before = simulator.count("device_sync")
+            try:
+                yield waited_s
+            finally:
+                waits.append(simulator.count("device_sync") - before)
+
+    def forward() -> torch.Tensor:
+        before = simulator.count("device_sync")
+        logits = model(**inputs).logits
+        waits.append(simulator.count("device_sync") - before)
+        return logits
+
+    monkeypatch.setattr(ForwardGate, "exclusive", counted)
     places = [elastic.Place(f"cuda:0#{label}", DEVICE, 1 << 30) for label in "ab"]
     model, inputs = build("llama-gqa", device="cuda:0"), prompt(2, device="cuda:0")
     expected = model(**inputs).logits
     rt = wrapped(model, places, variants=["int8"]).elastic
-    model.generate(**inputs, **GREEDY)
-    waits = simulator.count("device_sync")
-    cache = model(**inputs, use_cache=True).past_key_values
-    rt.swap([0], "int8")
-    rt.restore([0])
-    rt.release([1])
-    rt.restore([1])
-    rt.migrate([2], "cuda:0#b")
-    rt.migrate([2], "cuda:0#a")
-    rt.apply([ResizeKV("cuda:0#a", 64 << 20)])
-    rt.kv.resize("max")
-    assert torch.equal(model(**inputs).logits, expected)
-    del cache
-    gc.collect()
-    wait_for_the_janitor()
-    assert simulator.count("device_sync") == waits
+    for action in (
+        lambda: rt.swap([0], "int8"),
+        lambda: rt.restore([0]),
+        lambda: rt.release([1]),
+        lambda: rt.restore([1]),
+        lambda: rt.migrate([2], "cuda:0#b"),
+        lambda: rt.migrate([2], "cuda:0#a"),
+        lambda: rt.apply([ResizeKV("cuda:0#a", 64 << 20)]),
+        lambda: rt.kv.resize("max"),
+    ):
+        action()
+        forward()
+    monkeypatch.setattr("elastic.actions.swap.SwapHandler.commit", fail)
+    with pytest.raises(elastic.StateError, match="refused"):
+        rt.swap([0], "int8")
+    monkeypatch.undo()
+    assert torch.equal(forward(), expected)
+    assert len(waits) >= 18
+    assert not any(waits)
+
+
+def fail(handler: Any, prepared: Any) -> None:
+    raise elastic.StateError("refused")
 
 
 def test_pages_go_to_torch_when_it_has_run_out_of_memory(
