@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, StateError
-from elastic.memory.copy_engine import synchronize
 from elastic.types import Release, Restore, Swap
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
@@ -132,7 +131,6 @@ def by_place(units: Iterable[WeightUnit]) -> dict[str, list[WeightUnit]]:
 def retire(unit: WeightUnit, precision: LayerPrecision, broker: PageBroker) -> int:
     """Let go of a unit's buffer that no forward pass reads any more; return the pages that are free now."""
     buffer, place = unit.blocks[precision.key], unit.pool.name
-    synchronize(unit.pool.backend.device)
     if buffer.hide():
         buffer.make_reclaimable()
         return buffer.pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from elastic.errors import StateError
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
+from elastic.memory.backends.streams import note_current_stream
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -46,6 +48,7 @@ class EnterRoot(Hook):
         outermost = self.gate.enter(id(module))
         if outermost:
             for streamer in self._weights.streamers.values():
+                note_current_stream(streamer.pool.device)
                 streamer.leave_all()
             self._weights.require_intact()
         cache = self._argument("past_key_values", args, kwargs)
@@ -84,6 +87,18 @@ class EnterRoot(Hook):
             self._requests.end(cache, failed)
         if unfinished:
             raise StateError("the model left out layers in the middle of a replicated run; evict the replicas")
+
+    def give_back_pages(self, error: BaseException | None) -> None:
+        """Where torch ran out of memory, give it the pages that nobody needs, for the next forward.
+
+        Its allocator asks nobody before it raises, so this one is lost.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            given = sum(streamer.pool.give_back_unused() for streamer in self._weights.streamers.values())
+            error.add_note(
+                f"Elastic has now given back {given:,} bytes of pages that nobody used: try again; if that is not "
+                "enough, release or swap layers, or give wrap() places with smaller budgets"
+            )
 
     def _begin(self, cache: Any, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Begin an outermost forward pass over a cache."""
@@ -134,6 +149,8 @@ class LeaveRoot(Hook):
             self._enter.end_forward(failed=output is None)
         finally:
             self._enter.gate.leave(id(module))
+        if output is None:
+            self._enter.give_back_pages(sys.exception())
 
 
 def _refuse_compilation() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 
 from elastic.kvcache.layers.full import ElasticLayer, HeldTokens
 from elastic.kvcache.manager import KVMemory
-from elastic.kvcache.storage.layer_store import LayerStore
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory import copy_engine
-from elastic.memory.copy_engine import CopyEngine, Pair, synchronize
+from elastic.memory.backends.streams import finish_queued_work
+from elastic.memory.copy_engine import CopyEngine, Pair
 from elastic.memory.rate_limit import RateLimiter
 
 FROM_ELSEWHERE = -1
@@ -43,7 +40,7 @@ class KVTransfer:
             return
         target = self._open(layer, held)
         for lease in (held.lease, target):
-            synchronize(lease.pool.device)
+            finish_queued_work(lease.pool.device)
         step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.token_bytes)
         for start in range(self._copied, held.length, step):
             pairs = self._pairs(layer, start, min(start + step, held.length))
@@ -65,7 +62,7 @@ class KVTransfer:
             if not held.length:
                 layer.give_up()
                 return
-            with _after_last_user(held.lease.store):
+            with held.lease.store.after_last_user():
                 target = self._open(layer, held)
                 for pair in self._pairs(layer, self._copied, held.length):
                     copy_engine.copy(*pair)
@@ -121,13 +118,3 @@ class KVTransfer:
         self._copied = stop
         self.moved_bytes += sum(source.nbytes for source in sources)
         return list(zip(targets, sources, strict=True))
-
-
-def _after_last_user(store: LayerStore) -> AbstractContextManager[object]:
-    """Have what is copied follow the kernels that used the store last, so that nobody waits for them."""
-    device = store.pool.device
-    if device.type != "cuda":
-        return nullcontext()
-    if not store.stream:
-        return torch.cuda.stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(torch.cuda.ExternalStream(store.stream, device))  # type: ignore[no-untyped-call]

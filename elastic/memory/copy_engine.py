@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from elastic.memory.backends.peers import reachable
+from elastic.memory.backends.streams import new_stream
 from elastic.memory.rate_limit import RateLimiter
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ def to_device(value: T, device: torch.device) -> T:
     """Return a tensor of any shape on a device, without waiting for the copy where both are GPUs; others unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.to(device, non_blocking=value.device.type == device.type == "cuda")  # type: ignore[return-value]
+    return reachable(value, device).to(device, non_blocking=value.device.type == device.type == "cuda")  # type: ignore[return-value]
 
 
 def synchronize(device: torch.device) -> None:
@@ -39,7 +41,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         with torch.no_grad():
-            target.copy_(source, non_blocking=True)
+            target.copy_(reachable(source, target.device), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class StreamCopyEngine:
     """Copies on one CUDA stream of its own, one after another, beside what the calling thread does next."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = new_stream(device)
 
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
         """Copy once these events have passed."""

@@ -226,6 +226,15 @@ class PagePool:
         for holder in list(self._holders):
             holder.reclaim(self.budget_pages)
 
+    def give_back_unused(self) -> int:
+        """Give every page that nobody needs back to the system, those of reclaimers first; return the bytes."""
+        created = self.backend.created
+        for reclaimer in list(self.reclaimers):
+            reclaimer(self.budget_pages)
+        self.unmap_idle()
+        self.trim()
+        return (created - self.backend.created) * self.page_bytes
+
     def replenish(self) -> None:
         """Create pages until `ready_pages` are cached, as far as the budget allows."""
         try:

@@ -9,7 +9,9 @@ import torch
 
 from elastic.errors import ElasticError
 from elastic.memory.backends.base import runs
+from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.background import janitor
+from elastic.memory.copy_engine import synchronize
 from elastic.memory.mapped_storage import MappedStorage
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
@@ -37,7 +39,7 @@ class WeightBuffer:
         self._range = VirtualRange(pool, max(1, pool.pages_for(nbytes)))
         self._storages: dict[str, tuple[int, MappedStorage]] = {}  # parameter -> offset, its memory
         self._shown: dict[str, torch.Tensor] = {}
-        self._given_up: list[tuple[int, MappedStorage]] = []  # tensors outside may show them
+        self._given_up: list[tuple[int, MappedStorage]] = []  # tensors outside show them, or did a moment ago
         self._orphaned = False
         self._closed = False
         self._on_freed: Callable[[int], object] = lambda pages: None
@@ -68,8 +70,9 @@ class WeightBuffer:
             raise
 
     def make_reclaimable(self) -> None:
-        """Free the pages: whoever needs some takes them out of this buffer."""
+        """Free the pages when queued work on them is over: whoever needs some takes them out of this buffer."""
         assert not self._storages, "hide first"
+        (synchronize if self._given_up else finish_queued_work)(self.pool.device)
         with self.pool.mapping_lock:
             owned = self.pool.owned_of(self._range.slots.values())
             if owned:
@@ -126,12 +129,16 @@ class WeightBuffer:
         with self.pool.mapping_lock:
             self._on_freed = on_freed
             for name in names:
-                self._given_up.append(self._storages.pop(name))
-                self._given_up[-1][1].drop()
+                offset, storage = self._storages.pop(name)
                 self._shown.pop(name, None)
+                storage.drop()
+                if storage.alive:
+                    self._given_up.append((offset, storage))
             self._slots = self._slots_under(self._storages.values())
-            retained = self._retained_slots()
+            retained = self._slots_under(self._given_up) - self._slots
             self.pool.reassign((self._range.slots[slot] for slot in retained), RETAINED)
+        finish_queued_work(self.pool.device)
+        with self.pool.mapping_lock:
             freed = self._free(self._range.slots.keys() - self._slots - retained)
         janitor.submit(self._free_dead)  # for what died in between
         return freed
@@ -141,14 +148,14 @@ class WeightBuffer:
 
         What the driver refuses to unmap stays reclaimable: free, and taken by whoever needs it.
         """
+        if not self.hide():
+            if not self._orphaned:
+                self.orphan(lambda pages: None)
+            return
+        self.make_reclaimable()
         with self.pool.mapping_lock:
             if self._closed:
                 return
-            if not self.hide():
-                if not self._orphaned:
-                    self.orphan(lambda pages: None)
-                return
-            self.make_reclaimable()
             try:
                 self.reclaim(self.pages)
                 self._range.close()
@@ -165,11 +172,6 @@ class WeightBuffer:
                 self.pool.free(pages)
                 raise
         return count
-
-    def _retained_slots(self) -> set[int]:
-        """Return the slots that nothing but tensors outside still needs."""
-        self._given_up = [(offset, storage) for offset, storage in self._given_up if storage.alive]
-        return self._slots_under(self._given_up) - self._slots
 
     def _slots_under(self, storages: Iterable[tuple[int, MappedStorage]]) -> set[int]:
         return {slot for at, storage in storages for slot in pages_under(at, storage.nbytes, self.pool.page_bytes)}
@@ -191,11 +193,16 @@ class WeightBuffer:
             janitor.submit(self._free_dead)
 
     def _free_dead(self) -> None:
-        """Free the pages of what was given up and no tensor shows any more."""
+        """Free the pages of what was given up and no tensor shows any more, when work queued on it is over."""
+        with self.pool.mapping_lock:
+            dead = [given_up for given_up in self._given_up if not given_up[1].alive]
+        if dead:
+            synchronize(self.pool.device)  # on whatever stream it was used
         with self.pool.mapping_lock:
             if self._closed:
                 return
-            freed = self._free(self._range.slots.keys() - self._slots - self._retained_slots())
+            self._given_up = [given_up for given_up in self._given_up if given_up not in dead]
+            freed = self._free(self._range.slots.keys() - self._slots - self._slots_under(self._given_up))
             if self._orphaned and not self._range.slots:
                 self._closed = True
                 self._range.close()

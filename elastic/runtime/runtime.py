@@ -24,6 +24,7 @@ from elastic.errors import ConfigError, StateError
 from elastic.hooks.forward_state import ShardTiming
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.kvcache.api import KV
+from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
 from elastic.runtime import lifecycle
 from elastic.runtime.parts import ModelParts
@@ -170,9 +171,10 @@ class Runtime:
         """Do actions, all or none. Returns their results in order, or with `wait=False` a future of them.
 
         They are prepared together and committed together, so one call moves a layer once: else `ConfigError`. Waiting
-        inside a forward pass of the same thread is a `StateError`.
+        inside a forward pass of the same thread is a `StateError`, as is any call while it captures a CUDA graph.
         """
         self._require_running()
+        require_no_capture("weights and caches cannot be moved or resized")
         _require_once(a.layers for a in actions if isinstance(a, ON_LAYERS))
         _require_once(a.layers for a in actions if isinstance(a, MigrateKV))
         if wait and self._gate.inside:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from elastic.memory.backends.peers import reachable
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.page_pool import PagePool
 from elastic.memory.places import give_back_freed
@@ -47,7 +48,7 @@ def move_in(unit: WeightUnit, absent: bool) -> None:
         tensors = block.show(unit.layout)
         with torch.no_grad():
             for name, slot in unit.slots.items():
-                tensors[name].copy_(slot.parameter)
+                tensors[name].copy_(reachable(slot.parameter, unit.pool.device))
         unit.show(resident_contents(unit, unit.full))
     give_back_freed(unit.pool.backend.device)
 
@@ -61,7 +62,7 @@ def move_out(unit: WeightUnit) -> None:
         source = slot.parameter.detach() if plain else unit.host_copies[name].tensor
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=slot.device)
-            tensor.copy_(source)
+            tensor.copy_(reachable(source, tensor.device))
         slot.put(slot.plain(tensor))
         del source
     if not unit.part:
@@ -74,8 +75,6 @@ def move_out(unit: WeightUnit) -> None:
 def give_back(unit: WeightUnit) -> None:
     """Close the unit's blocks: their pages go back to the system."""
     if unit.blocks:
-        if unit.pool.backend.device.type == "cuda":
-            torch.cuda.synchronize(unit.pool.backend.device)
         while unit.blocks:
             unit.blocks.popitem()[1].close()
         unit.pool.trim()

@@ -160,3 +160,26 @@ def test_the_status_says_what_share_of_the_cache_is_where(wrapped: Any) -> None:
     assert [kv.share for kv in rt.status().kv] == [1.0, 0.0]
     rt.migrate_kv([0], "cpu#b")
     assert [kv.share for kv in rt.status().kv] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_what_torch_has_no_memory_for_gets_the_pages_that_nobody_needs(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama-gqa")
+    expected = model(torch.full((2, 64), 5)).logits
+    rt = wrapped(model, small(8 << 20)).elastic
+    model(torch.full((2, 64), 5))  # its cache is idle now
+    idle = rt.status().kv[0].idle_bytes
+    created = rt._places[0].backend.created
+
+    def fail(x: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[1].mlp.act_fn, "forward", fail)
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            model(torch.full((2, 64), 5))
+    assert "given back" in error.value.__notes__[0]
+    assert idle > 0
+    assert rt._places[0].backend.created <= created - idle // PAGE
+    assert torch.equal(model(torch.full((2, 64), 5)).logits, expected)

@@ -457,12 +457,12 @@ class Machine(RuleBasedStateMachine):
             assert self.rt.kv.resize(0, revision=revision).status == "stale"
             done["stale"] += 1
 
-    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3), place=st.integers(0, 1))
-    def fault(self, call: str, nth: int, place: int) -> None:
+    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3), place=st.integers(0, 1), half_way=st.booleans())
+    def fault(self, call: str, nth: int, place: int, half_way: bool) -> None:
         self.settle_fault()  # one at a time: a driver that also fails in the undoing of a failure is beyond repair
         self.faults_armed += 1
         self.fault_pending = True
-        self.backends[place].fail(call, nth)
+        self.backends[place].fail(call, nth, half_way=half_way)
 
     @rule()
     def settle_fault(self) -> None:

@@ -38,6 +38,7 @@ PROMPTS = prompts([1, 5, 9, 30, 64, 100], VOCAB)
 MOST = 40
 LAYERS = st.sets(st.integers(0, 2), min_size=1).map(sorted)
 PLACES = st.sampled_from(["cpu#b", "cpu#c"])
+FAULTS = st.tuples(st.sampled_from(CALLS), st.integers(1, 3), st.booleans())
 done: Counter[str] = Counter()
 make_backend = opened.make_backend
 opened.make_backend = lambda place: FaultyBackend(make_backend(place))
@@ -85,12 +86,13 @@ class Serving(RuleBasedStateMachine):
             last = self.requests[-1]
             self.heard.wait_for_tokens(last.id, min(tokens, last.max_tokens), 60)
 
-    @rule(layers=LAYERS, place=PLACES, fault=st.none() | st.tuples(st.sampled_from(CALLS), st.integers(1, 3)))
-    def replicate(self, layers: list[int], place: str, fault: tuple[str, int] | None) -> None:
+    @rule(layers=LAYERS, place=PLACES, fault=st.none() | FAULTS)
+    def replicate(self, layers: list[int], place: str, fault: tuple[str, int, bool] | None) -> None:
         backend = next(pool.backend for pool in self.rt._places if pool.name == place)
         if fault:
             self.rt.kv.trim()
-            backend.fail(*fault)
+            call, nth, half_way = fault
+            backend.fail(call, nth, half_way=half_way)
         self.act("replicated", lambda: self.rt.replicate(layers, place))
         backend.disarm()
 

@@ -7,7 +7,6 @@ from functools import partial
 
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError
-from elastic.memory.copy_engine import synchronize
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
@@ -98,8 +97,7 @@ def _key(unit: WeightUnit) -> object:
 
 
 def _detach_buffer(unit: WeightUnit) -> WeightBuffer:
-    """Take a unit's buffer from it, when nothing on the device reads it any more; close those of earlier precisions."""
-    synchronize(unit.pool.backend.device)
+    """Take a unit's buffer from it; close those of earlier precisions."""
     buffer = unit.blocks.pop(unit.precision.key)
     while unit.blocks:
         unit.blocks.popitem()[1].close()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, hidden_of
+from elastic.memory.backends.streams import new_stream
 from elastic.weights import batch_context
 
 Mark = float | torch.cuda.Event
@@ -50,7 +51,7 @@ class ReplicaWorker:
         self.device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-replicas-{place}")
         on_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = new_stream(device) if on_cuda else None
 
     def put(self, work: Callable[[], None]) -> Future[None]:
         """Have work done on the thread, on its stream."""

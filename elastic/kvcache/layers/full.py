@@ -14,7 +14,8 @@ from elastic.errors import ConfigError, StateError
 from elastic.kvcache.layers.base import PagedLayer
 from elastic.kvcache.layers.synchronized import synchronized
 from elastic.kvcache.storage.pool import KVPool, StoreLease
-from elastic.memory.copy_engine import synchronize, to_device
+from elastic.memory.backends.peers import reachable
+from elastic.memory.copy_engine import to_device
 
 
 class LayerMemory(Protocol):
@@ -198,7 +199,7 @@ class ElasticLayer(PagedLayer):
     def overwrite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold other contents of the same shape, [batch, kv_heads, tokens, head_dim] each."""
         for held, rows in zip(self.views(), (keys, values), strict=True):
-            held.copy_(rows)
+            held.copy_(reachable(rows, held.device))
         self._changed()
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -241,9 +242,9 @@ class ElasticLayer(PagedLayer):
         if self._lease is None or not self._length:
             return None
         last_used = self.last_used
-        synchronize(self._lease.pool.device)
         pinned = self.device.type == "cuda"
-        copies = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned).copy_(rows) for rows in self.views()]
+        with self._lease.store.after_last_user():
+            copies = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned).copy_(rows) for rows in self.views()]
         return OffloadedTokens(self, last_used, *copies)
 
     @synchronized
@@ -297,7 +298,8 @@ class ElasticLayer(PagedLayer):
         """Give a stock layer copies of what is held, in ordinary memory of the layer's device."""
         if self.is_initialized:
             start = 0 if self.record_past else self._visible_from() - self._first
-            keys, values = (rows[:, :, start:].to(self.device, copy=True) for rows in self._host or self.views())
+            held = (rows[:, :, start:] for rows in self._host or self.views())
+            keys, values = (reachable(rows, self.device).to(self.device, copy=True) for rows in held)
             stock.lazy_initialization(keys, values)
             stock.keys, stock.values = keys, values
         return stock

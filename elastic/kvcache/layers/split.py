@@ -238,4 +238,4 @@ def _on_device_of(part: ElasticLayer, rows: torch.Tensor) -> torch.Tensor:
 
 def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate parts [rows, ...] along the rows, on the device of the first."""
-    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])
+    return parts[0] if len(parts) == 1 else torch.cat([to_device(part, parts[0].device) for part in parts])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
 
+import torch
+
 from elastic.kvcache.storage.buffer import KVBuffer
 from elastic.kvcache.storage.layout import StoreGeometry
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import finish_queued_work, note_current_stream
 from elastic.memory.page_pool import PagePool
 
 
@@ -43,8 +47,10 @@ class LayerStore:
         """If no token before this one is kept, whole pages at the beginning hold none."""
         self.unwanted = False
         """Whether its pages are not to be kept for the next cache."""
-        self.stream = 0
+        self.stream = torch.cuda.default_stream(pool.device) if pool.device.type == "cuda" else None
         """The CUDA stream that used it last."""
+        self._left: tuple[torch.cuda.Event, int] | None = None
+        """After this event no kernel reads tokens before this one."""
         self._growing = False
         """Whether pages are being found for it: its own are none of those that can be spared for that."""
 
@@ -57,6 +63,32 @@ class LayerStore:
     def adoptable(self) -> bool:
         """True if a cache can begin in it: a window that slid on has left the first token behind."""
         return not self.unwanted and all(buffer.first == 0 for buffer in self.buffers)
+
+    def begin(self, limit_epoch: int) -> None:
+        """Have a cache begin in it."""
+        self.limit_epoch, self.unwanted = limit_epoch, False
+        self.keep(0, 0)
+        self.lease += 1
+
+    def keep(self, start: int, stop: int) -> None:
+        """Have pages outside the tokens [start, stop) be such as can be given away."""
+        if start < self.start:
+            self._left = None
+        self.start, self.stop = start, stop
+
+    def use_on_current_stream(self) -> None:
+        """Order what this thread does next after what was done on another CUDA stream. On a CPU all is in order."""
+        if self.stream is None:
+            return
+        stream = torch.cuda.current_stream(self.pool.device)
+        if stream != self.stream:
+            note_current_stream(self.pool.device)
+            stream.wait_stream(self.stream)
+            self.stream = stream
+
+    def after_last_user(self) -> AbstractContextManager[object]:
+        """Return a context that has copies follow the kernels that used it last, so that nobody waits for them."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def is_shown_outside(self) -> bool:
         """Drop the tensors that Elastic holds; return whether others still show this memory."""
@@ -90,11 +122,23 @@ class LayerStore:
         """Give spare pages back, as far as no tensor outside shows them; return how many."""
         if self._growing:
             return 0
-        synchronize(self.pool.device)  # no kernel may still read or write what is unmapped (law 6)
-        try:
-            return sum(buffer.retreat(self.start, self.stop) for buffer in self.buffers)
-        finally:
-            self._note_windows()
+        finish_queued_work(self.pool.device)  # no kernel may still read or write what is unmapped (law 6)
+        return self._retreat(self.start, self.stop)
+
+    def slide(self) -> int:
+        """Give back the pages that a window has left behind, without waiting; return how many.
+
+        On CUDA that is at one of the next calls: when what was queued at the first one is over.
+        """
+        if self.stream is None:
+            return self.trim()
+        if self._left is None:
+            self._left = self.stream.record_event(), self.start
+        event, start = self._left
+        if not event.query():  # type: ignore[no-untyped-call]
+            return 0
+        self._left = None
+        return self._retreat(start, sys.maxsize)
 
     def close(self) -> None:
         """Give the address space of an empty store back."""
@@ -102,6 +146,12 @@ class LayerStore:
         self.state = StoreState.CLOSED
         for buffer in self.buffers:
             buffer.range.close()
+
+    def _retreat(self, start: int, stop: int) -> int:
+        try:
+            return sum(buffer.retreat(start, stop) for buffer in self.buffers)
+        finally:
+            self._note_windows()
 
     def _note_windows(self) -> None:
         """Translate the buffers' windows of slots into tokens: what each decode step asks is one comparison."""

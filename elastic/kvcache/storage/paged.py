@@ -16,7 +16,7 @@ import torch
 
 from elastic.errors import IntegrityError
 from elastic.kvcache.storage.pool import OWNER, KVPool
-from elastic.memory.copy_engine import synchronize
+from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
 
 
@@ -151,7 +151,7 @@ class BlockMemory:
         """Give idle sectors back until `pages` pages came free; return how many did."""
         with self.lock:
             self._give_up_reusable()
-            synchronize(self.kv.device)  # no kernel may still read what is unmapped (law 6)
+            finish_queued_work(self.kv.device)  # no kernel may still read what is unmapped (law 6)
             freed = 0
             for group, idle in zip(self.groups, self._idle, strict=True):
                 while idle and freed < pages:
@@ -178,7 +178,7 @@ class BlockMemory:
     def close(self) -> None:
         """Give everything back; what is in it is lost. Can be called twice."""
         with self.lock:
-            synchronize(self.kv.device)
+            finish_queued_work(self.kv.device)
             for group, idle in zip(self.groups, self._idle, strict=True):
                 group.close()
                 idle.clear()

@@ -18,6 +18,7 @@ from elastic.kvcache.storage.layout import StoreGeometry
 from elastic.kvcache.storage.limits import KVLimits
 from elastic.kvcache.storage.reclaim import Reclaimer
 from elastic.kvcache.storage.usage import PoolUsage, SectorUsage
+from elastic.memory.backends.peers import reachable
 from elastic.memory.background import janitor
 from elastic.memory.copy_engine import synchronize
 from elastic.memory.page_pool import PagePool
@@ -78,13 +79,10 @@ class KVPool:
                 raise StateError("the model was unwrapped; build a new cache")
             store = self.usage.adopt((keys, values), self.limits.open - self.usage.used)
             if store is None:
-                new: LayerStore = LayerStore(self.pool, (keys, values), lambda: self._note_end(new, 0))
+                new: LayerStore = LayerStore(self.pool, (keys, values), lambda: self._note_last_view(new))
                 self.usage.stores.append(new)
                 store = new
-            store.limit_epoch = self.limits.shrinks if epoch is None else epoch
-            store.lease += 1
-            store.unwanted = False
-            store.start = store.stop = 0
+            store.begin(self.limits.shrinks if epoch is None else epoch)
             lease = StoreLease(self, store)
         weakref.finalize(user, self._note_end, store, store.lease).atexit = False
         return lease
@@ -249,9 +247,24 @@ class KVPool:
         self.ended.append((store, lease))
         janitor.submit(self.retire_ended)
 
+    def _note_last_view(self, store: LayerStore) -> None:
+        """Called by finalizers, so from anywhere: takes no lock."""
+        if self.device.type == "cuda":
+            janitor.submit(lambda: self._retire_shown(store))
+        else:
+            self._note_end(store, 0)
+
+    def _retire_shown(self, store: LayerStore) -> None:
+        """Retire a store whose last view went, when the work is over that tensors outside have queued on any stream."""
+        with self.lock:
+            retained = store.state is StoreState.RETAINED
+        if retained:
+            synchronize(self.device)
+        self._note_end(store, 0)
+
     def _retire(self, store: LayerStore) -> None:
         """Have a store without a cache be retained while tensors outside show it, else idle."""
-        store.start = store.stop = 0
+        store.keep(0, 0)
         pages = [page for buffer in store.buffers for page in buffer.range.slots.values()]
         if not store.is_shown_outside():
             if store.state is StoreState.RETAINED:
@@ -297,7 +310,6 @@ class StoreLease:
         """For which there is address space."""
         self._lock = pool.lock
         self._number = store.lease
-        self._device = pool.device
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, keep: int, read: int, stop: int
@@ -313,8 +325,8 @@ class StoreLease:
             self.hold(keep, stop)
             new_keys, new_values = key_buffer.view(start, stop), value_buffer.view(start, stop)
             all_keys, all_values = key_buffer.view(read, stop), value_buffer.view(read, stop)
-        new_keys.copy_(keys)
-        new_values.copy_(values)
+        new_keys.copy_(reachable(keys, new_keys.device))
+        new_values.copy_(reachable(values, new_values.device))
         return all_keys, all_values
 
     def views(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,14 +344,10 @@ class StoreLease:
         with self._lock:
             if start < store.first_mapped or stop > store.stop_mapped:
                 self.pool.grow(store, start, stop)
-            if self._device.type == "cuda":
-                stream = torch.cuda.current_stream(self._device).cuda_stream
-                if stream != store.stream:  # what its last user began must be over
-                    synchronize(self._device)
-                    store.stream = stream
-            store.start, store.stop = start, stop
+            store.use_on_current_stream()
+            store.keep(start, stop)
             if start >= store.spare_from:
-                self.pool.reclaimer.tidy(store.trim)
+                self.pool.reclaimer.tidy(store.slide)
 
     def end(self) -> int:
         """Give the store up; return the bytes that tensors outside still show. Can be called twice."""

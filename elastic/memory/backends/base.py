@@ -18,10 +18,14 @@ class PageBackend(Protocol):
 
     device: torch.device
     page_bytes: int
-    mappings: int
-    """Contiguous mappings now in force."""
-    created: int
-    """Physical pages that exist now."""
+
+    @property
+    def mappings(self) -> int:
+        """Contiguous mappings now in force."""
+
+    @property
+    def created(self) -> int:
+        """Physical pages that exist now."""
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         """Reserve address space of a whole number of pages; returns its address.

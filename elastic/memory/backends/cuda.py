@@ -2,18 +2,21 @@
 
 Creating a page is slow (about 190 us per 2 MiB on an A100), mapping is fast (1.5 us), granting access is in between
 (36 us, once per contiguous span). `cuMemUnmap` takes back exactly what one `cuMemMap` mapped, so pages are mapped one
-by one. Whoever unmaps a page must know that no kernel that may read it is still running.
+by one. Whoever unmaps a page must know that no kernel that may read it is still running: the driver's documentation
+says of `cuMemUnmap` and `cuMemSetAccess` only that they may wait for the device, not that they do.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, StateError
+from elastic.memory.backends.peers import can_access
+from elastic.memory.backends.streams import require_no_capture
 
 
 def _driver() -> Any:
@@ -35,7 +38,12 @@ def require_cuda(device: torch.device) -> None:
 
 
 class CudaBackend:
-    """`PageBackend` on `cuMemCreate`, `cuMemAddressReserve` and `cuMemMap`."""
+    """`PageBackend` on `cuMemCreate`, `cuMemAddressReserve` and `cuMemMap`.
+
+    Pages can be read and written by the device and by every visible one that has access to its memory: torch copies
+    between two devices from the source's stream, whatever memory that is. The device's primary context is retained and
+    never released, as torch may use it without a retain of its own.
+    """
 
     def __init__(self, device: torch.device, page_bytes: int | None = None) -> None:
         require_cuda(device)
@@ -43,93 +51,151 @@ class CudaBackend:
         self.device = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._cu = cu = _driver()
-        self._thread = threading.local()
+        self._call("cuInit", 0)
         self._context = self._call("cuDevicePrimaryCtxRetain", index)
-        location = cu.CUmemLocation()
-        location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        location.id = index
-        self._properties, access = cu.CUmemAllocationProp(), cu.CUmemAccessDesc()
+        self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._properties.location = access.location = location
-        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._access = [access]
+        self._properties.location = self._location(index)
+        devices = range(torch.cuda.device_count())
+        self._access = [self._access_of(other) for other in devices if other == index or can_access(other, index)]
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, minimum))
         self.page_bytes = page_bytes or granularity
         if self.page_bytes % granularity:
             raise ConfigError(f"page_bytes={self.page_bytes} must be a multiple of {granularity} on {self.device}")
-        self.mappings = 0
-        self.created = 0
         self._handles: dict[int, Any] = {}  # page -> driver handle
+        self._mapped: dict[int, int] = {}  # address -> page
         self._closed = False
+
+    @property
+    def mappings(self) -> int:
+        """Mappings now in force: one for each mapped page."""
+        return len(self._mapped)
+
+    @property
+    def created(self) -> int:
+        """Physical pages that exist now."""
+        return len(self._handles)
 
     def reserve(self, nbytes: int, *, readable_gaps: bool = False) -> int:
         if readable_gaps:
             raise ConfigError("on CUDA unmapped addresses cannot be made readable; use a layout without gaps")
-        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
+        with self._current():
+            return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0, nbytes=nbytes))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        self._call("cuMemAddressFree", address, nbytes)
+        with self._current():
+            self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, pages: Sequence[int]) -> None:
+        with self._current():
+            try:
+                self._create(pages)
+            except CapacityError:  # torch's allocator keeps what was freed, for reuse
+                torch.cuda.empty_cache()
+                self._create(pages)
+
+    def destroy(self, pages: Sequence[int]) -> None:
+        with self._current():
+            for done, page in enumerate(pages):
+                try:
+                    self._call("cuMemRelease", self._handles[page])
+                except BaseException:
+                    self._create(pages[:done])
+                    raise
+                del self._handles[page]
+
+    def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
+        with self._current():
+            self._map(address, pages)
+
+    def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
+        unmapped: list[int] = []
+        with self._current():
+            try:
+                for i in range(count):
+                    unmapped.append(self._unmap(address + i * self.page_bytes))
+            except BaseException:
+                self._map(address, unmapped)
+                raise
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._mapped:  # nobody is left who knows what may still use it
+            torch.cuda.synchronize(self.device)
+        for address in list(self._mapped):
+            self.unmap(address, 1)
+        self.destroy(list(self._handles))
+        self._closed = True
+
+    def _create(self, pages: Sequence[int]) -> None:
         made: dict[int, Any] = {}
         try:
             for page in pages:
-                made[page] = self._call("cuMemCreate", self.page_bytes, self._properties, 0)
+                nbytes = len(pages) * self.page_bytes
+                made[page] = self._call("cuMemCreate", self.page_bytes, self._properties, 0, nbytes=nbytes)
         except BaseException:
             for handle in made.values():
                 self._call("cuMemRelease", handle)
             raise
         self._handles |= made
-        self.created = len(self._handles)
 
-    def destroy(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._call("cuMemRelease", self._handles[page])
-            del self._handles[page]
-            self.created = len(self._handles)
-
-    def map(self, address: int, pages: Sequence[int], *, readable_gaps: bool = False) -> None:
-        mapped = 0
+    def _map(self, address: int, pages: Sequence[int]) -> None:
+        mapped: list[int] = []
+        size = len(pages) * self.page_bytes
         try:
-            for page in pages:
-                at = address + mapped * self.page_bytes
+            for i, page in enumerate(pages):
+                at = address + i * self.page_bytes
                 self._call("cuMemMap", at, self.page_bytes, 0, self._handles[page], 0)
-                mapped += 1
+                self._mapped[at] = page
+                mapped.append(at)
             if pages:
-                size = len(pages) * self.page_bytes
-                self._call("cuMemSetAccess", address, size, self._access, len(self._access))
+                self._call("cuMemSetAccess", address, size, self._access, len(self._access), nbytes=size)
         except BaseException:
-            for i in range(mapped):
-                self._call("cuMemUnmap", address + i * self.page_bytes, self.page_bytes)
+            for at in mapped:
+                self._unmap(at)
             raise
-        self.mappings += mapped
 
-    def unmap(self, address: int, count: int, *, readable_gaps: bool = False) -> None:
-        for i in range(count):
-            self._call("cuMemUnmap", address + i * self.page_bytes, self.page_bytes)
-            self.mappings -= 1
+    def _unmap(self, address: int) -> int:
+        """Unmap the page at an address, and return it."""
+        self._call("cuMemUnmap", address, self.page_bytes)
+        return self._mapped.pop(address)
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.destroy(list(self._handles))
-            self._call("cuDevicePrimaryCtxRelease", self.device.index)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        """Call the driver with the device's context current on this thread; an error becomes an exception."""
-        if name != "cuDevicePrimaryCtxRetain" and not getattr(self._thread, "ready", False):
-            self._check(self._cu.cuCtxSetCurrent(self._context)[0], "cuCtxSetCurrent")
-            self._thread.ready = True
-        code, *values = getattr(self._cu, name)(*args)
-        self._check(code, name)
-        return values[0] if values else None
-
-    def _check(self, code: Any, name: str) -> None:
-        if code == self._cu.CUresult.CUDA_SUCCESS:
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Have the device's context current on this thread, and then the caller's again."""
+        before = self._call("cuCtxGetCurrent")
+        if int(before):  # else nothing of this thread can be in a capture
+            require_no_capture(f"pages of {self.device} cannot be made, mapped or given back")
+        if int(before) == int(self._context):
+            yield
             return
+        self._call("cuCtxSetCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._cu.cuCtxSetCurrent(before)
+
+    def _location(self, index: int) -> Any:
+        location = self._cu.CUmemLocation()
+        location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = index
+        return location
+
+    def _access_of(self, index: int) -> Any:
+        access = self._cu.CUmemAccessDesc()
+        access.location = self._location(index)
+        access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    def _call(self, name: str, *args: Any, nbytes: int = 0) -> Any:
+        """Call the driver; an error becomes an exception, `nbytes` is what it says was asked for."""
+        code, *values = getattr(self._cu, name)(*args)
         if code == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, total = torch.cuda.mem_get_info(self.device)
-            message = f"{self.device} is out of memory in {name}"
-            raise CapacityError(message, requested_bytes=self.page_bytes, free_bytes=free, total_bytes=total)
-        raise StateError(f"the CUDA driver refused {name} on {self.device}: {code}")
+            message = f"{self.device} is out of memory in {name}; free some there, or give its places smaller budgets"
+            raise CapacityError(message, requested_bytes=nbytes, free_bytes=free, total_bytes=total)
+        if code != self._cu.CUresult.CUDA_SUCCESS:
+            raise StateError(f"the CUDA driver refused {name} on {self.device}: {code}")
+        return values[0] if values else None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from elastic.memory.backends.peers import reachable
+from elastic.memory.copy_engine import to_device
 from elastic.weights.proxy.remote_tensor import RemoteTensor, wrap_remote
 from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
 from elastic.weights.proxy.transfer_cache import moved
@@ -30,7 +32,7 @@ class RemoteSource:
     def value(self) -> torch.Tensor:
         """Return the weight on the device where its layer computes, in the same shape and dtype."""
         value = self._packed.value() if self._packed is not None else self.at_place
-        return value.to(self.unit.compute_device)
+        return to_device(value, self.unit.compute_device)
 
     def copy(self) -> torch.Tensor:
         """Return a copy of the full weight, maybe in host memory, in the same shape and dtype."""
@@ -46,7 +48,7 @@ class RemoteSource:
             self._packed.write(value)
         else:
             with torch.no_grad():
-                self.at_place.copy_(value)
+                self.at_place.copy_(reachable(value, self.at_place.device))
             self.unit.writes += 1
 
     def describe(self) -> str:
@@ -99,7 +101,7 @@ def _brought(value: Any, unit: WeightHome) -> Any:
     if source is not None and source.unit.pool.backend.device == device:
         return source.at_place
     if isinstance(value, WeightProxy):
-        return value.source.value().to(device)
+        return to_device(value.source.value(), device)
     if isinstance(value, RemoteTensor):
         return moved(value.value, device)
     return unit.transfers.bring(value) if isinstance(value, torch.Tensor) and value.ndim else value

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
+from elastic.memory.copy_engine import to_device
 from elastic.weights.proxy.tensor import Function, WeightProxy
 
 _T = torch.Tensor
@@ -67,7 +68,7 @@ class RemoteTensor(torch.Tensor):
     def fetched(self) -> torch.Tensor:
         """Return the plain tensor, of the same shape and dtype, on its home device, where it stays from now on."""
         if self.value.device != self.home:
-            self.value = self.value.to(self.home)
+            self.value = to_device(self.value, self.home)
         return self.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -87,7 +88,7 @@ def wrap_remote(value: Any, home: torch.device) -> Any:
         return type(value)(wrap_remote(item, home) for item in value)
     if not isinstance(value, torch.Tensor) or value.device == home:
         return value
-    return value.to(home) if value.requires_grad else RemoteTensor(value, home)
+    return to_device(value, home) if value.requires_grad else RemoteTensor(value, home)
 
 
 def _compute_remotely(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from elastic.memory.backends.peers import reachable
+
 
 class TransferCache:
     """Copies, on one device, of tensors that several modules there are given.
@@ -37,7 +39,7 @@ def moved(value: Any, device: torch.device) -> Any:
     What comes to a CPU is there on return: nothing there would wait for a copy that is under way.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=device.type == "cuda")
+        return reachable(value, device).to(device, non_blocking=device.type == "cuda")
     if isinstance(value, tuple | list):
         return type(value)(moved(item, device) for item in value)
     return value

@@ -73,9 +73,9 @@ class Ledger(RuleBasedStateMachine):
             return False
         return True
 
-    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3))
-    def arm_a_failure(self, call: str, nth: int) -> None:
-        self.pool.backend.fail(call, nth)  # type: ignore[attr-defined]
+    @rule(call=st.sampled_from(CALLS), nth=st.integers(1, 3), half_way=st.booleans())
+    def arm_a_failure(self, call: str, nth: int, half_way: bool) -> None:
+        self.pool.backend.fail(call, nth, half_way=half_way)  # type: ignore[attr-defined]
 
     @rule(capacity=st.integers(1, 12), gaps=st.booleans())
     def reserve(self, capacity: int, gaps: bool) -> None:

@@ -12,6 +12,7 @@ from transformers import TextStreamer
 
 import elastic
 from elastic import CapacityError, ConfigError, ResizeKV, StateError
+from elastic.memory.backends import streams
 from support.architectures import build, prompt
 from support.child_process import in_child, wait_for_the_janitor
 
@@ -318,3 +319,14 @@ def test_the_interpreter_exits_while_layers_are_released_and_streamed() -> None:
     print("bye")
     """)
     assert out.strip() == "bye"
+
+
+def test_a_thread_that_captures_a_graph_is_refused_actions(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = wrapped(build("llama-gqa")).elastic
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(streams, "_capturing", lambda: True)
+        for action in (lambda: rt.release([0]), lambda: rt.kv.resize("max"), lambda: rt.release([0], wait=False)):
+            with pytest.raises(StateError, match="captures a CUDA graph"):
+                action()
+    assert rt.release([0]).status == "applied"

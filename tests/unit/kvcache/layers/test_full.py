@@ -88,10 +88,10 @@ class LayerMachine(RuleBasedStateMachine):
         assert torch.equal(ours[1], theirs[1])
         self.recent += tokens
 
-    @rule(call=st.sampled_from(CALLS), tokens=st.integers(20, 40))
-    def append_with_a_fault(self, call: str, tokens: int) -> None:
+    @rule(call=st.sampled_from(CALLS), tokens=st.integers(20, 40), half_way=st.booleans())
+    def append_with_a_fault(self, call: str, tokens: int, half_way: bool) -> None:
         backend: Any = self.kv.pool.backend
-        backend.fail(call)
+        backend.fail(call, half_way=half_way)
         length = self.layer.get_seq_length()
         keys, values = states(self.batch, tokens, seed=99)
         try:

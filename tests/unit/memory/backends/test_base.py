@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -162,6 +163,31 @@ def test_unmapped_addresses_fault_or_read_as_zero(readable_gaps: bool) -> None:
         assert (child.returncode, child.stdout.split()) == (0, ["1", "0"])
     else:
         assert child.returncode == -11
+
+
+def test_what_fails_half_way_leaves_everything_as_it_was() -> None:
+    backend = FaultyBackend(MemfdBackend(4096))
+    address = backend.reserve(8 * 4096)
+    backend.create(range(4))
+    backend.map(address, [3, 1, 0])
+    shown = torch.frombuffer((ctypes.c_ubyte * (3 * 4096)).from_address(address), dtype=torch.uint8)
+    shown.view(3, -1).copy_(torch.arange(3).view(3, 1))
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("create", lambda: backend.create(range(4, 8))),
+        ("map", lambda: backend.map(address + 3 * 4096, [4, 6])),
+        ("unmap", lambda: backend.unmap(address + 3 * 4096, 2)),
+        ("destroy", lambda: backend.destroy([4, 6])),
+    ]
+    for name, call in calls:
+        backend.fail(name, half_way=True)
+        before = backend.created, backend.mappings
+        with pytest.raises(CapacityError, match="injected"):
+            call()
+        assert (backend.created, backend.mappings) == before
+        call()
+    assert (backend.created, backend.mappings) == (6, 3)
+    assert shown.view(3, -1)[:, -1].tolist() == [0, 1, 2]
+    backend.close()
 
 
 def test_the_faulty_backend_fails_the_chosen_call_and_no_other() -> None:

@@ -1,0 +1,48 @@
+"""The CUDA streams on which pages are used, and waiting for them alone, not for all that a device does."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.errors import StateError
+
+_used: dict[int, set[torch.cuda.Stream]] = {}
+"""Of each device, by index. Those of torch are never destroyed, and there are 32 of each priority."""
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make a stream of a CUDA device on which pages will be used."""
+    return _note(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def note_current_stream(device: torch.device) -> None:
+    """Note that this thread uses pages of a device on its current stream; on a CPU there is none."""
+    if device.type == "cuda":
+        _note(torch.cuda.current_stream(device))
+
+
+def finish_queued_work(device: torch.device) -> None:
+    """Wait until what is queued now on the streams that use pages of a device is over; on a CPU there is none.
+
+    The default stream is always one of them. What others do on the device goes on.
+    """
+    if device.type == "cuda":
+        for stream in {torch.cuda.default_stream(device), *list(_used.get(device.index or 0, ()))}:
+            stream.synchronize()
+
+
+def require_no_capture(refused: str) -> None:
+    """Raise `StateError` if this thread captures a CUDA graph, which the driver calls of `refused` would invalidate."""
+    if torch.cuda.is_initialized() and _capturing():  # type: ignore[no-untyped-call]
+        raise StateError(f"{refused} while this thread captures a CUDA graph; do it before the capture or after it")
+
+
+def _capturing() -> bool:
+    # the question alone would make a context, which takes some hundred MiB of a device that may not be used at all
+    used: bool = torch._C._cuda_hasPrimaryContext(torch.cuda.current_device())  # type: ignore[attr-defined]
+    return used and torch.cuda.is_current_stream_capturing()
+
+
+def _note(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    _used.setdefault(stream.device.index, set()).add(stream)
+    return stream

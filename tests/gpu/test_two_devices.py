@@ -1,0 +1,89 @@
+"""Two GPUs, with access to each other's memory or without: weights, caches and rows travel, and tokens stay the same.
+
+Without access: `SIMCUDA_P2P=0`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import elastic
+from elastic.memory.backends.peers import can_access, reachable
+from support.architectures import build, prompt
+from support.wrapped_model import assert_same_bits, bits, modules_of
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.usefixtures("simulator"),
+    pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device"),
+]
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+def two_devices() -> list[elastic.Place]:
+    return [elastic.Place(f"cuda:{i}", torch.device("cuda", i), 1 << 30) for i in range(2)]
+
+
+def test_modules_travel_between_devices_bit_for_bit(wrapped: Any) -> None:
+    torch.cuda.set_device(0)
+    model, inputs = build("llama-gqa", device="cuda:0"), prompt(2, device="cuda:0")
+    before, expected, tokens = bits(model), model(**inputs).logits, model.generate(**inputs, **GREEDY)
+    rt = wrapped(model, two_devices()).elastic
+    choose = random.Random(0)
+    for _ in range(6):
+        module = choose.choice([name for layer in range(3) for name in modules_of(model, layer)])
+        rt.migrate(module, choose.choice(["cuda:0", "cuda:1"]), kv=choose.random() < 0.5)
+        assert torch.equal(model(**inputs).logits, expected)
+        assert torch.cuda.current_device() == 0
+    assert torch.equal(model.generate(**inputs, **GREEDY), tokens)
+    rt.migrate([0, 1, 2], "cuda:1")
+    assert torch.equal(model.generate(**inputs, **GREEDY), tokens)
+    rt.migrate([0, 1, 2], "cuda:0")
+    assert_same_bits(model, before)
+
+
+def test_layers_go_to_another_device_as_the_model_is_wrapped_and_return(wrapped: Any) -> None:
+    model, inputs = build("llama-gqa", device="cuda:0"), prompt(2, device="cuda:0")
+    before, expected = bits(model), model(**inputs).logits
+    rt = wrapped(model, two_devices()[::-1], placement="auto").elastic
+    assert {where.place for layer in rt.status().residencies.values() for where in layer} == {"cuda:1"}
+    assert torch.equal(model(**inputs).logits, expected)
+    elastic.unwrap(model)
+    assert_same_bits(model, before)
+
+
+def test_a_cache_travels_between_devices_in_mid_generation(wrapped: Any) -> None:
+    model, inputs = build("mistral-sliding", device="cuda:0"), prompt(2, device="cuda:0")
+    tokens = model.generate(**inputs, **GREEDY)
+    rt = wrapped(model, two_devices()).elastic
+    first = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 3}, return_dict_in_generate=True)
+    cache = first.past_key_values
+    rt.migrate_kv([0, 2], "cuda:1")
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long, device="cuda:0")], 1)
+    rest = model.generate(
+        first.sequences, attention_mask=mask, past_key_values=cache, **{**GREEDY, "max_new_tokens": 5}
+    )
+    assert torch.equal(rest, tokens)
+
+
+def test_rows_are_computed_by_replicas_on_another_device(wrapped: Any) -> None:
+    model, inputs = build("llama-gqa", device="cuda:0"), prompt(4, device="cuda:0")
+    tokens = model.generate(**inputs, **GREEDY)
+    rt = wrapped(model, two_devices()).elastic
+    rt.replicate([0, 1], "cuda:1")
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **GREEDY), tokens)
+    rt.evict([0, 1], "cuda:1")
+    assert torch.equal(model.generate(**inputs, **GREEDY), tokens)
+
+
+def test_a_detour_is_taken_where_devices_have_no_access() -> None:
+    tensor = torch.arange(3, device="cuda:0")
+    brought = reachable(tensor, torch.device("cuda:1"))
+    assert (brought is tensor) == can_access(0, 1)
+    assert brought.tolist() == [0, 1, 2]
+    assert reachable(tensor, torch.device("cuda:0")) is tensor
