@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import mmap
 import struct
 import uuid
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_host_memory_that_is_short_is_an_error_that_names_the_remedy(monkeypatch
     def refuse(*args: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(module.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(CapacityError, match=r"host memory is short.*checkpoint=PATH"):
         keep(HostStore(), torch.ones(8))
 
@@ -87,7 +88,7 @@ def test_host_memory_that_is_short_is_an_error_that_names_the_remedy(monkeypatch
 def test_a_refused_page_lock_is_one_warning_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_lock_pages", lambda tensor: False)
+    monkeypatch.setattr(module, "page_lock", lambda tensor: False)
     store = HostStore()
     with caplog.at_level(logging.WARNING):
         kept = [keep(store, torch.full((8,), float(i)), lock=True) for i in range(3)]
