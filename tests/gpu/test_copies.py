@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,18 @@ def streamed(wrapped: Any, tmp_path: Path) -> Any:
     return release
 
 
+@pytest.fixture
+def stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory that goes too early is a violation then, and not the end of the process."""
+    maps, real = [], mmap.mmap
+
+    def mapped(*args: Any, **kwargs: Any) -> mmap.mmap:
+        maps.append(real(*args, **kwargs))
+        return maps[-1]
+
+    monkeypatch.setattr(mmap, "mmap", mapped)
+
+
 def inputs() -> dict[str, torch.Tensor]:
     return {name: tensor.to(GPU) for name, tensor in prompt(2).items()}
 
@@ -82,6 +95,7 @@ def test_a_refused_page_lock_leaves_no_error_for_the_next_kernel(
     assert "page-lock" in caplog.text
 
 
+@pytest.mark.usefixtures("stays_mapped")
 def test_host_memory_outlives_the_copies_from_it(simulator: ModuleType, engine: StreamCopyEngine) -> None:
     store, source, target = HostStore(), torch.rand(1 << 12), torch.empty(1 << 12, device=GPU)
     kept = keep(store, source, lock=True)
@@ -106,6 +120,7 @@ def test_host_memory_goes_when_its_copies_are_done(simulator: ModuleType, engine
     assert simulator.count("cuMemHostUnregister") == unlocked + 1
 
 
+@pytest.mark.usefixtures("stays_mapped")
 def test_weights_are_written_while_their_layer_is_fetched_ahead(simulator: ModuleType, streamed: Any) -> None:
     model = streamed(checkpoint=False)
     model(**inputs())  # and at its end the first layer is on its way again

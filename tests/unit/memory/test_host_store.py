@@ -54,6 +54,13 @@ def test_equal_tensors_are_held_once_and_go_when_nobody_needs_them() -> None:
     assert store.status().memory_bytes == 0
 
 
+def test_bytes_are_compared_and_not_values() -> None:
+    store, weights = HostStore(), torch.full((300, 3), float("nan"))
+    assert keep(store, weights) is not keep(store, weights.abs().neg())
+    one = keep(store, weights.t())
+    assert keep(store, weights.t().clone()) is one
+
+
 def test_tensors_with_equal_digests_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "digest", lambda tensor: 0)
     store = HostStore()
