@@ -87,10 +87,10 @@ class WeightStreamer:
             buffer.users += 1
             copy = buffer.copy
         try:
-            assert copy is not None
-            copy.wait()
             with self._changed:
                 self._prefetch_after(layer)
+            assert copy is not None
+            copy.wait()
         except BaseException:
             del copy  # it knows the error, which knows this frame, and so all the forward's tensors
             with self._changed:
