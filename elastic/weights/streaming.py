@@ -96,6 +96,8 @@ class WeightStreamer:
             with self._changed:
                 buffer.stale = True  # the next one who needs the layer has it copied again
                 self._release(buffer)
+                for other in [stage for stage in self._stages if not stage.users]:
+                    self._empty(other)  # the next layer may have failed to come for the same reason
             raise
         layer.staged.tensors = buffer.tensors
         self._thread.entered.append((buffer, layer))

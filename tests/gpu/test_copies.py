@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import elastic
+from elastic import CapacityError
 from elastic.memory import copy_engine, host_store
 from elastic.memory.checksum import digest
 from elastic.memory.copy_engine import CopyBatch, StagedHandle, StreamCopyEngine
 from elastic.memory.host_store import HostStore, HostTensor
+from elastic.memory.pinned import staging_ring
 from elastic.memory.pinned.page_lock import is_locked
 from elastic.memory.pinned.staging_ring import StagingRing, staging_bytes
 from elastic.memory.rate_limit import RateLimiter
@@ -261,6 +263,20 @@ def test_a_checkpoint_that_cannot_be_read_fails_one_forward_and_no_other(
     assert model.elastic.kv.used_bytes == 0
     assert torch.equal(logits(model), expected)
     model.elastic.check()
+
+
+def test_host_memory_that_is_short_fails_one_forward_in_words(streamed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = streamed()
+    with monkeypatch.context() as patched:
+
+        def refuse(nbytes: int) -> torch.Tensor:
+            raise OSError(12, "Cannot allocate memory")
+
+        patched.setattr(staging_ring, "allocate", refuse)
+        with pytest.raises(CapacityError, match=r"host memory is short.*restore") as caught:
+            model(**inputs())
+    assert caught.value.requested_bytes == 32 << 20
+    assert torch.equal(logits(model), logits(build("llama-gqa", device=GPU)))
 
 
 def test_a_refused_ring_is_slower_and_no_error(

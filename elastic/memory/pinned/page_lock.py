@@ -22,7 +22,8 @@ def allocate(nbytes: int) -> torch.Tensor:
     """
     size = max(1, nbytes)
     memory = (ctypes.c_ubyte * size).from_buffer(mmap.mmap(-1, size))
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def page_lock(tensor: torch.Tensor) -> bool:

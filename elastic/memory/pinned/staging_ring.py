@@ -8,6 +8,7 @@ import weakref
 
 import torch
 
+from elastic.errors import CapacityError
 from elastic.memory.pinned.page_lock import allocate, page_lock
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class StagingRing:
         """Return page-locked memory in the shape and dtype of a piece of at most `SLOT_BYTES`, contiguous.
 
         Waits until no copy reads it any more. It is to be filled, and copied from on the current stream, before the
-        next call. Raises `OSError` or `MemoryError` if the host has none.
+        next call. Raises `CapacityError` if the host has none.
         """
         if not self._slots:
             self._open()
@@ -51,13 +52,20 @@ class StagingRing:
             _in_use.discard(self)
 
     def _open(self) -> None:
-        with torch.inference_mode(False):
-            memory = allocate(self.SLOTS * self.SLOT_BYTES)
-            if not page_lock(memory):
-                logger.warning(
-                    "the system refuses to page-lock memory for reading checkpoints: copies to the device are slower"
-                )
-            self._slots = list(torch.split(memory, self.SLOT_BYTES))
+        nbytes = self.SLOTS * self.SLOT_BYTES
+        try:
+            memory = allocate(nbytes)
+        except (OSError, MemoryError) as error:
+            raise CapacityError(
+                "host memory is short for what passes through it from a checkpoint to a GPU; free some, or restore the "
+                "layers that are streamed",
+                requested_bytes=nbytes,
+                free_bytes=0,
+                total_bytes=0,
+            ) from error
+        if not page_lock(memory):
+            logger.warning("the system refuses to page-lock memory to read checkpoints into: copies are slower")
+        self._slots = list(torch.split(memory, self.SLOT_BYTES))
         with _lock:
             _in_use.add(self)
 

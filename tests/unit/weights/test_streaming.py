@@ -128,6 +128,23 @@ def test_a_failed_copy_fails_one_forward_and_no_other(
     assert not any(stage.users for stage in streamer._stages)
 
 
+def test_copies_that_fail_together_fail_one_forward(released: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = released
+    failures = threading.Semaphore(0)
+
+    def failing(target: torch.Tensor, source: torch.Tensor) -> None:
+        failures.release()
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copy_engine, "copy", failing)
+        with pytest.raises(OSError, match="disk is gone"):
+            model(**prompt())
+        for _ in ("the layer", "the next one"):
+            assert failures.acquire(timeout=30)
+    assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
+
+
 def test_a_forward_that_fails_inside_a_layer_leaves_its_stage(released: tuple[Any, Any]) -> None:
     model, streamer = released
     expected = build("llama-gqa")(**prompt()).logits
