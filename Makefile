@@ -6,11 +6,12 @@ MACHINE ?= cpu-2core
 TRACES ?= traces
 SHAPE ?= 100m
 DEVICE ?= cpu
+GPU ?= cuda:0
 PIP := $(BIN)/pip install -q --disable-pip-version-check
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long docs bench evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long docs bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -42,6 +43,10 @@ docs: $(VENV)/installed ## the documentation site, into build/docs
 
 bench: $(VENV)/installed ## the benchmarks, into benchmarks/results/$(MACHINE).json
 	$(BIN)/python benchmarks/run_all.py --machine $(MACHINE)
+
+gpu: $(VENV)/installed ## what only a GPU can tell, in ten minutes, into benchmarks/results/$(MACHINE).json
+	$(PIP) -c $(CONSTRAINTS) ".[cuda]"
+	$(BIN)/python benchmarks/run_all.py --machine $(MACHINE) --device $(GPU) --suite gpu --minutes 10
 
 evaluate: $(VENV)/installed ## the comparison under a burst of TRACES=folder, into docs/evaluation.md
 	$(BIN)/python benchmarks/evaluate.py --traces $(TRACES) --machine $(MACHINE)

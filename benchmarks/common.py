@@ -48,6 +48,13 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def budget(device: str, gib: int, share: float) -> str:
+    """Return the budget of a place: `gib` of a CPU's memory, or a share of all that the GPU has."""
+    if device == "cpu":
+        return f"{gib}GiB"
+    return f"{int(share * torch.cuda.get_device_properties(device).total_memory) >> 20}MiB"
+
+
 def llama(heads_kv: int, dtype: torch.dtype, device: str, *, quick: bool = False) -> LlamaForCausalLM:
     """Make a random Llama of about 130M parameters: 12 layers, d = 768, 12 heads of 64."""
     config = LlamaConfig(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, finish, llama, paired, ratio, show, table
+from common import arguments, budget, finish, llama, paired, ratio, show, table
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -64,7 +64,7 @@ def compare(make: Callable[[], Any], count: int, device: str, rounds: int) -> di
     wrapped, plain = make(), make()
     asked = prompts(count, wrapped.config.vocab_size)
     blocks = sum(-(-(len(p) + NEW) // BLOCK) for p in asked) + count
-    elastic.wrap(wrapped, places=[f"{device}={'2GiB' if device == 'cpu' else '20GiB'}"])
+    elastic.wrap(wrapped, places=[f"{device}={budget(device, 2, 0.25)}"])
     engine = ContinuousEngine(wrapped, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
     engine.start()
     settings = ContinuousBatchingConfig(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import arguments, finish, ratio, seconds, show, small_model, table
+from common import arguments, budget, finish, ratio, seconds, show, small_model, table
 
 import elastic
 
@@ -98,9 +98,8 @@ def main() -> None:
     plain = [Instance(model) for model in made]
     lenders = [small_model(hidden, inner, count, dtype, device) for _ in range(2)]
     places = [f"{device}#a", f"{device}#b"]
-    gib = 2 if on_cpu else 60
     for model, home, other in zip(lenders, places, reversed(places), strict=True):
-        elastic.wrap(model, places=[f"{home}={gib}GiB", f"{other}={gib}GiB"])
+        elastic.wrap(model, places=[f"{place}={budget(device, 2, 0.4)}" for place in (home, other)])
     elastics = [Instance(model) for model in lenders]
     shares = {"elastic": [], "elastic, half": list(range(count // 2, count)), "elastic, all": list(range(count))}
     half = ROWS // 2

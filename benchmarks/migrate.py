@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Repeater, arguments, finish, paired, percentiles, ratio, seconds, show, small_model, table
+from common import Repeater, arguments, budget, finish, paired, percentiles, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -24,16 +24,24 @@ COPY_RATE = "250MB"
 """A second while a model computes, on a CPU: there, copies and computation share the memory's speed."""
 
 
-def places(device: str, gib: int) -> list[str]:
-    return [f"{device}#a={gib}GiB", f"{device}#b={gib}GiB"]
+def places(device: str) -> list[str]:
+    return [f"{device}#{label}={budget(device, 4, 0.4)}" for label in "ab"]
 
 
-def moves(model: Any, device: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
+def counts(device: str, layer_bytes: int, quick: bool) -> list[int]:
+    """Return numbers of layers to be moved at once: on a GPU as many as its memory holds five times."""
+    if device == "cpu" or quick:
+        return [1, 2] if quick else [1, 3, 6, 9, 12]
+    most = torch.cuda.get_device_properties(device).total_memory // (5 * layer_bytes)
+    return [count for count in (1, 10, 20, 30, 40) if count <= most]
+
+
+def moves(model: Any, device: str, numbers: list[int], rounds: int) -> list[dict[str, Any]]:
     """Migrations of so many layers at once."""
-    elastic.wrap(model, places=places(device, 40 if device != "cpu" else 4))
+    elastic.wrap(model, places=places(device))
     runtime, measured = model.elastic, []
     target = f"{device}#b"
-    for count in counts:
+    for count in numbers:
         layers = range(count)
         units = [runtime._weights.layers[i] for i in layers]
         sources = [
@@ -80,14 +88,13 @@ def gaps(model: Any, device: str, tokens: int) -> list[float]:
     return [seconds(lambda: model(token, past_key_values=cache), device) for _ in range(tokens)]
 
 
-def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, rate: str) -> dict[str, Any]:
+def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, rate: str, quick: bool) -> dict[str, Any]:
     """Compare gaps while layers of the same model migrate, there and back, and while those of another do, with rest."""
     on_cpu, layers = device == "cpu", 12
-    shape = (768, 2048, layers) if on_cpu else (4096, 11008, layers)
+    shape = (768, 2048, layers) if on_cpu or quick else (4096, 11008, layers)
     model, other = (small_model(*shape, dtype, device) for _ in range(2))
-    both = places(device, 4 if on_cpu else 60)
     for wrapped in (model, other):
-        elastic.wrap(wrapped, places=both, copy_rate=rate if on_cpu else None)
+        elastic.wrap(wrapped, places=places(device), copy_rate=rate if on_cpu else None)
     gaps(model, device, 32)
     runs: dict[str, list[list[float]]] = {"at rest": [], "itself": [], "another": []}
     moved = 0
@@ -127,13 +134,17 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], rate={"default": COPY_RATE, "help": help_})
     on_cpu = options.device == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
-    counts = [1, 2] if options.quick else [1, 3, 6, 9, 12] if on_cpu else [1, 10, 20, 30, 40]
     shape = (512, 1024) if options.quick else (1024, 2816) if on_cpu else (5120, 13824)
-    model = small_model(*shape, counts[-1], dtype, options.device)
-    measured = moves(model, options.device, counts, options.rounds)
+    layer_bytes = (4 * shape[0] ** 2 + 3 * shape[0] * shape[1]) * dtype.itemsize
+    numbers = counts(options.device, layer_bytes, options.quick)
+    model = small_model(*shape, numbers[-1], dtype, options.device)
+    measured = moves(model, options.device, numbers, options.rounds)
     del model
     generations, tokens = (2, 40) if options.quick else (12, 200)
-    results = {"moves": measured, "latency": latency(options.device, dtype, generations, tokens, options.rate)}
+    results = {
+        "moves": measured,
+        "latency": latency(options.device, dtype, generations, tokens, options.rate, options.quick),
+    }
     table(
         ["layers", "MB", "copy GB/s", "mapped", "of the copy", "to be mapped", "of the copy", "pause ms P50", "max"],
         [

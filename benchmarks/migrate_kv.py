@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Repeater, arguments, finish, paired, percentiles, ratio, seconds, show, small_model, table
+from common import Repeater, arguments, budget, finish, paired, percentiles, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -28,8 +28,7 @@ NAMES = "ab"
 
 
 def wrap(model: Any, device: str, rate: str | None = None) -> Any:
-    gib = 4 if device == "cpu" else 60
-    elastic.wrap(model, places=[f"{device}#{name}={gib}GiB" for name in NAMES], copy_rate=rate)
+    elastic.wrap(model, places=[f"{device}#{name}={budget(device, 4, 0.4)}" for name in NAMES], copy_rate=rate)
     return model.elastic
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, ratio, seconds, show, small_model, table
+from common import arguments, budget, finish, paired, ratio, seconds, show, small_model, table
 from continuous import BATCH_TOKENS, BLOCK, NEW, ours, prompts
 
 import elastic
@@ -144,14 +144,13 @@ def copies(model: Any, device: str, counts: list[int], rounds: int) -> list[dict
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], served={"action": "store_true", "help": "continuous batching too"})
     on_cpu = options.device == "cpu"
-    shape = (256, 512, 4) if options.quick else (1024, 2816, 12) if on_cpu else (5120, 13824, 40)
+    shape = (256, 512, 4) if options.quick else (1024, 2816, 12) if on_cpu else (5120, 13824, 20)
     sizes = (16, 8) if options.quick else (64, 24)
     batches = (8, 16) if options.quick else (8, 16, 32)
-    counts = [1, 2] if options.quick else [1, 3, 6, 12] if on_cpu else [1, 10, 20, 30, 40]
+    counts = [1, 2] if options.quick else [1, 3, 6, 12] if on_cpu else [1, 5, 10, 15, 20]
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model = small_model(*shape, dtype, options.device)
-    gib = 4 if on_cpu else 60
-    places = [f"{options.device}#{label}={gib}GiB" for label in "ab"]
+    places = [f"{options.device}#{label}={budget(options.device, 4, 0.4)}" for label in "ab"]
     elastic.wrap(model, places=places, kv_layout="batch_major" if on_cpu else None)  # one mapping a sequence
     shared = [throughput(model, options.device, batch, sizes, options.rounds) for batch in batches]
     batched = [served(model, options.device, n, options.rounds) for n in (batches if options.served else ())]

@@ -1,8 +1,11 @@
-"""Run every benchmark and keep the results of this kind of machine.
+"""Run every benchmark, or those that only a GPU can answer, and keep the results of this kind of machine.
 
-    python benchmarks/run_all.py --machine cpu-2core [--device cuda:0] [--only decode pages]
+    python benchmarks/run_all.py --machine cpu-2core [--only decode pages]
+    python benchmarks/run_all.py --machine h100 --device cuda:0 --suite gpu --minutes 10
 
-Writes results/MACHINE.json, one entry for each benchmark; entries of benchmarks that are not run are kept.
+Writes results/MACHINE.json, one entry for each benchmark; entries of benchmarks that are not run are kept. With
+`--minutes`, no benchmark begins after them and none goes on for longer than what is left; one that fails or is cut off
+leaves what it said last, and the others run all the same.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 BENCHMARKS = (
@@ -37,25 +42,67 @@ BENCHMARKS = (
     "lending",
     "server_stall",
 )
+GPU = (
+    "live_pages",
+    "pages",
+    "cuda_graph",
+    "overhead",
+    "swap",
+    "first_launch",
+    "quantized_linear",
+    "decode",
+    "streaming",
+    "migrate",
+    "continuous",
+    "resize",
+)
+"""What hardware alone can say, the most wanted first."""
+SUITES = {"all": BENCHMARKS, "gpu": GPU}
+
+
+def run(name: str, more: list[str], limit_s: float | None) -> dict[str, Any]:
+    """Run one benchmark in a process of its own; return its JSON line, or why there is none."""
+    command = [sys.executable, str(HERE / f"{name}.py"), *more]
+    try:
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode(errors="replace")
+        return {"failed": f"cut off after {limit_s:.0f} s", "said": said.splitlines()[-5:]}
+    print(ended.stdout, flush=True)
+    if ended.returncode:
+        return {"failed": f"exit code {ended.returncode}", "said": ended.stdout.splitlines()[-5:]}
+    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"benchmark"')]
+    return json.loads(lines[-1])  # type: ignore[no-any-return]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", nargs="+", default=BENCHMARKS, choices=BENCHMARKS)
+    parser.add_argument("--suite", choices=SUITES, default="all")
+    parser.add_argument("--only", nargs="+", choices=sorted({*BENCHMARKS, *GPU}), help="instead of the suite's")
     parser.add_argument("--rounds", type=int, help="instead of each benchmark's own number")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that they run")
+    parser.add_argument("--minutes", type=float, help="for all of them together")
     options = parser.parse_args()
+    more = ["--device", options.device, *(["--quick"] if options.quick else [])]
+    more += ["--rounds", str(options.rounds)] if options.rounds else []
     target = HERE / "results" / f"{options.machine}.json"
     results = json.loads(target.read_text()) if target.exists() else {}
-    for name in options.only:
+    end = time.monotonic() + 60 * options.minutes if options.minutes else None
+    failed = []
+    for name in options.only or SUITES[options.suite]:
+        left = end - time.monotonic() if end else None
+        if left is not None and left < 1:
+            failed.append(f"{name}: no time left")
+            continue
         print(f"== {name}", flush=True)
-        command = [sys.executable, str(HERE / f"{name}.py"), "--device", options.device]
-        command += ["--rounds", str(options.rounds)] if options.rounds else []
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        print(out, flush=True)
-        results[name] = json.loads(out.splitlines()[-1])
+        results[name] = run(name, more, left)
+        if "failed" in results[name]:
+            failed.append(f"{name}: {results[name]['failed']}")
         target.write_text(json.dumps(results, indent=1) + "\n")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

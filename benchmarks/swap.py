@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, finish, paired, percentiles, ratio, seconds, show, small_model, table
+from common import arguments, budget, finish, paired, percentiles, ratio, seconds, show, small_model, table
 
 import elastic
 from elastic.memory.copy_engine import copy
@@ -117,12 +117,12 @@ def gaps(model: Any, device: str, tokens: int, mover: Mover | None) -> list[floa
     return times
 
 
-def latency(device: str, dtype: torch.dtype, generations: int, tokens: int) -> dict[str, Any]:
+def latency(device: str, dtype: torch.dtype, generations: int, tokens: int, quick: bool) -> dict[str, Any]:
     """Gaps of runs with commits and of runs at rest, one after the other."""
     layers, on_cpu = 12, device == "cpu"
-    model = small_model(768 if on_cpu else 4096, 2048 if on_cpu else 11008, layers, dtype, device)
+    model = small_model(*((768, 2048) if on_cpu or quick else (4096, 11008)), layers, dtype, device)
     rate = COPY_RATE if on_cpu else None
-    elastic.wrap(model, places=[f"{device}={4 if on_cpu else 40}GiB"], variants=("int4",), copy_rate=rate)
+    elastic.wrap(model, places=[f"{device}={budget(device, 4, 0.4)}"], variants=("int4",), copy_rate=rate)
     runtime = model.elastic
     runtime.swap(range(0, layers, 2), "int4")
     moving: list[list[float]] = []
@@ -170,7 +170,7 @@ def main() -> None:
             moves(n, small_model(*s, 1, dtype, options.device), options.device, options.rounds)
             for n, s in shapes.items()
         ],
-        "latency": latency(options.device, dtype, generations, tokens),
+        "latency": latency(options.device, dtype, generations, tokens, options.quick),
     }
     table(
         ["layer", "int4 of full", "copy GB/s", "copy", "int8 to int4", "swap", "restore", "pause ms P50", "P99", "max"],
