@@ -235,6 +235,9 @@ class HostStatus:
     """Of these, page-locked."""
     file_bytes: int
     """In checkpoint files, mapped: in memory as far as the system caches them."""
+    staging_bytes: int
+    """Page-locked, for what passes through on its way from checkpoint files to GPUs: 32 MiB for each model and place
+    that had to stream such layers."""
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from elastic.memory.backends.peers import reachable
 from elastic.memory.backends.streams import new_stream
+from elastic.memory.pinned.page_lock import is_locked
+from elastic.memory.pinned.staging_ring import StagingRing
 from elastic.memory.rate_limit import RateLimiter
 
 T = TypeVar("T")
@@ -44,6 +49,12 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             target.copy_(reachable(source, target.device), non_blocking=True)
 
 
+def pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Pair]:
+    """Cut a pair, any shape, into pairs of at most `nbytes` (8 or more), in the order of the target's memory."""
+    order = sorted(range(target.ndim), key=lambda dim: -target.stride()[dim])
+    return _cut(target.permute(order), source.permute(order), nbytes)
+
+
 @dataclass(frozen=True)
 class FutureHandle:
     """A copy that a thread does."""
@@ -52,19 +63,19 @@ class FutureHandle:
 
     def finish(self) -> None:
         """Return when the bytes are there. Raises what the copy raised."""
-        error = self.future.exception()
-        del self  # an error knows this frame: it must not know the error, nor the error the tensors
         try:
-            if error is not None:
-                raise error.with_traceback(None)
-        finally:
-            del error
+            _result(self.future)
+        except BaseException:
+            del self  # the error knows this frame: it must not know the error, nor the error the tensors
+            raise
 
     wait = finish
 
     def discard(self) -> None:
         """Return when the copy, done or failed, holds none of its tensors any more."""
         self.future.exception()
+
+    settle = discard
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,8 @@ class EventHandle:
 
     event: torch.cuda.Event
     device: torch.device
+    locked: list[torch.Tensor] = field(default_factory=list)
+    """Page-locked memory that the device reads or writes: held until it is done."""
 
     def wait(self) -> None:
         """Order what this thread does next on the target after the copy."""
@@ -82,12 +95,52 @@ class EventHandle:
         """Return when the bytes are there."""
         self.event.synchronize()
 
+    settle = finish
+
     def discard(self) -> None:
-        """Return at once: an issued copy holds nothing, and what comes next on the stream comes after it."""
+        """Return at once: an issued copy holds nothing of a device, and what comes next on its stream comes after."""
 
 
-CopyHandle = FutureHandle | EventHandle
-"""A copy under way: `wait` or `finish` it, or `discard` it where its bytes do not count any more."""
+@dataclass(frozen=True)
+class StagedHandle:
+    """A copy that a thread issues on a stream of a device, as it reads the bytes."""
+
+    issued: Future[EventHandle]
+    cancelled: threading.Event
+
+    def wait(self) -> None:
+        """Order what this thread does next on the target after the copy, once it is issued. Raises what it raised."""
+        try:
+            issued = _result(self.issued)
+        except BaseException:
+            del self
+            raise
+        issued.wait()
+
+    def finish(self) -> None:
+        """Return when the bytes are there. Raises what the copy raised."""
+        try:
+            issued = _result(self.issued)
+        except BaseException:
+            del self
+            raise
+        issued.finish()
+
+    def discard(self) -> None:
+        """Return when the thread issues nothing more and holds no tensor; the rest of the bytes is not copied."""
+        self.cancelled.set()
+        self.issued.exception()
+
+    def settle(self) -> None:
+        """Return when the copy, done or failed, writes nothing more."""
+        self.discard()
+        if self.issued.exception() is None:
+            self.issued.result().settle()
+
+
+CopyHandle = FutureHandle | EventHandle | StagedHandle
+"""A copy under way: `wait` or `finish` it; `discard` it where its bytes do not count any more, `settle` it where its
+target is to be given up."""
 
 
 @dataclass
@@ -108,7 +161,7 @@ class CopyBatch:
     def discard(self) -> None:
         """Return when no copy, done or failed, holds any tensor or writes any more."""
         for handle in self.handles:
-            handle.discard()
+            handle.settle()
 
 
 class ThreadCopyEngine:
@@ -143,30 +196,85 @@ class ThreadCopyEngine:
 
 
 class StreamCopyEngine:
-    """Copies on one CUDA stream of its own, one after another, beside what the calling thread does next."""
+    """Copies on one CUDA stream of its own, one after another, beside what the calling thread does next.
+
+    The driver reads memory that is not page-locked in the thread that issues the copy. For `start` that is another
+    thread than the caller's: it reads ahead, into a ring of page-locked memory that the device copies from.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device)
+        self._ring = StagingRing()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="elastic-read")
+        self._lock = threading.Lock()
+        self._under_way: deque[EventHandle] = deque()
 
     def start(self, pairs: Sequence[Pair], after: Iterable[torch.cuda.Event] = ()) -> CopyHandle:
-        """Copy once these events have passed."""
-        with torch.cuda.stream(self._stream):
-            for event in after:
-                self._stream.wait_event(event)
-            _copy_all(pairs)
-            return EventHandle(self._stream.record_event(), self._stream.device)
+        """Copy from host memory once these events have passed."""
+        if all(is_locked(source) for _, source in pairs):
+            return self._issue(_copy_all, pairs, after)
+        cancelled = threading.Event()
+        return StagedHandle(self._reader.submit(self._stage, list(pairs), tuple(after), cancelled), cancelled)
 
     def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
         """Copy at a pace."""
-        with torch.cuda.stream(self._stream):
-            _copy_all(pairs, pace)
-            return EventHandle(self._stream.record_event(), self._stream.device)
+        return self._issue(partial(_copy_all, pace=pace), pairs)
 
     copy_async = copy
 
     def close(self) -> None:
-        """Finish. Can be called twice."""
+        """Finish, and take no more. Can be called twice."""
+        self._reader.shutdown()
         self._stream.synchronize()
+        self._let_go()
+        self._ring.close()
+
+    def _issue(
+        self,
+        copy_all: Callable[[Sequence[Pair]], None],
+        pairs: Sequence[Pair],
+        after: Iterable[torch.cuda.Event] = (),
+    ) -> EventHandle:
+        """Copy on the stream. After an error nothing is under way, so that the targets can be given up."""
+        with torch.cuda.stream(self._stream):
+            for event in after:
+                self._stream.wait_event(event)
+            try:
+                copy_all(pairs)
+            except BaseException:
+                self._stream.synchronize()
+                raise
+            locked = [tensor for pair in pairs for tensor in pair if is_locked(tensor)]
+            handle = EventHandle(self._stream.record_event(), self._stream.device, locked)
+        self._let_go()
+        with self._lock:
+            self._under_way.append(handle)
+        return handle
+
+    def _let_go(self) -> None:
+        """Hold no page-locked memory of copies that are done."""
+        with self._lock:
+            while self._under_way and self._under_way[0].event.query():  # type: ignore[no-untyped-call]
+                self._under_way.popleft().locked.clear()
+
+    def _stage(self, pairs: list[Pair], after: Sequence[torch.cuda.Event], cancelled: threading.Event) -> EventHandle:
+        """Copy by way of the ring, in its thread; then hold no tensor of a device."""
+        try:
+            return self._issue(partial(self._copy_through_ring, cancelled=cancelled), pairs, after)
+        finally:
+            pairs.clear()
+
+    def _copy_through_ring(self, pairs: Sequence[Pair], cancelled: threading.Event) -> None:
+        for target, source in pairs:
+            if is_locked(source):
+                copy(target, source)
+                continue
+            for to, of in pieces(target, source, self._ring.SLOT_BYTES):
+                if cancelled.is_set():
+                    return
+                staged = self._ring.take(of)
+                copy(staged, of)
+                copy(to, staged)
 
 
 CopyEngine = ThreadCopyEngine | StreamCopyEngine
@@ -176,6 +284,18 @@ CopyEngine = ThreadCopyEngine | StreamCopyEngine
 def make_copy_engine(device: torch.device) -> CopyEngine:
     """Make the copy engine of a device: a side stream on CUDA, a thread on a CPU."""
     return StreamCopyEngine(device) if device.type == "cuda" else ThreadCopyEngine()
+
+
+def _result(future: Future[T]) -> T:
+    """Return what a thread returned, or raise its error without what that thread had."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    try:
+        del future  # an error knows this frame: it must not know the error
+        raise error.with_traceback(None)
+    finally:
+        del error
 
 
 def _copy_and_release(pairs: list[Pair], pace: RateLimiter | None = None) -> None:
@@ -202,6 +322,18 @@ def _copy_all(pairs: Sequence[Pair], pace: RateLimiter | None = None) -> None:
                 copy(target[chunk], source[chunk])
                 pace.acquire(target[chunk].nbytes)
                 done = chunk.stop
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Pair]:
+    if target.nbytes <= nbytes:
+        yield target, source
+    elif target.ndim > 1 and target.is_contiguous() and source.is_contiguous():
+        yield from _cut(target.view(-1), source.view(-1), nbytes)
+    elif rows := nbytes // (target.nbytes // len(target)):
+        yield from zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    else:
+        for row, source_row in zip(target, source, strict=True):
+            yield from _cut(row, source_row, nbytes)
 
 
 def _joined(pairs: Sequence[Pair]) -> list[Pair]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from elastic.errors import CapacityError
 from elastic.memory.checksum import digest
-from elastic.memory.copy_engine import copy, synchronize
+from elastic.memory.copy_engine import copy, pieces
+from elastic.memory.pinned.page_lock import allocate, is_locked, page_lock
+from elastic.memory.pinned.staging_ring import staging_bytes
 from elastic.types import HostStatus
 
 logger = logging.getLogger(__name__)
+_COMPARED_BYTES = 4 << 20
+"""Brought to a device at once to be compared there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class HostStore:
         """
         with self._lock:
             same = self._tensors.get(_key(source, fingerprint))
-        if same is not None and torch.equal(same.tensor, source.detach().cpu()):
+        if same is not None and _have_equal_bytes(same.tensor, source.detach()):
             return same
         if file is not None and _key(file, digest(file)) == _key(source, fingerprint):
             kept = HostTensor(file, fingerprint, from_file=True)
@@ -65,29 +66,29 @@ class HostStore:
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else nothing can be page-locked
         return HostStatus(
             memory_bytes=sum(h.tensor.nbytes for h in held if not h.from_file),
-            locked_bytes=sum(h.tensor.nbytes for h in held if on_gpu and h.tensor.is_pinned()),
+            locked_bytes=sum(h.tensor.nbytes for h in held if on_gpu and is_locked(h.tensor)),
             file_bytes=sum(h.tensor.nbytes for h in held if h.from_file),
+            staging_bytes=staging_bytes(),
         )
 
     def _copy(self, source: torch.Tensor, lock: bool) -> torch.Tensor:
         with torch.inference_mode(False):
             target = _allocate(source)
-            if lock and not _lock_pages(target) and not self._warned:
+            if lock and not page_lock(target) and not self._warned:
                 self._warned = True
                 logger.warning(
                     "the system refuses to page-lock host memory for weights: copies to the device are slower"
                 )
             copy(target, source.detach())
-            synchronize(source.device)
+            if source.device.type == "cuda":
+                torch.cuda.current_stream(source.device).synchronize()
             return target
 
 
 def _allocate(like: torch.Tensor) -> torch.Tensor:
     """Allocate whole pages of the system for a tensor, so that they can be locked, and go back when it dies."""
     try:
-        memory = (ctypes.c_ubyte * max(1, like.nbytes)).from_buffer(mmap.mmap(-1, max(1, like.nbytes)))
-        flat = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes]
-        return flat.view(like.dtype).view(like.shape)
+        return allocate(like.nbytes).view(like.dtype).view(like.shape)
     except (OSError, MemoryError) as error:
         raise CapacityError(
             "host memory is short for weights that leave their place; free some, or give wrap() the checkpoint that "
@@ -98,14 +99,16 @@ def _allocate(like: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-def _lock_pages(tensor: torch.Tensor) -> bool:
-    """Page-lock the memory of a tensor until it dies; return whether the system allowed it."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = tensor.data_ptr()
-    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
-        return False
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
-    return True
+def _have_equal_bytes(kept: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether tensors of one shape and dtype have the same bytes, on the device of `source`, piece by piece."""
+    return all(
+        torch.equal(_bytes(piece.to(mine.device)), _bytes(mine))
+        for mine, piece in pieces(source, kept, _COMPARED_BYTES)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _key(tensor: torch.Tensor, fingerprint: int) -> tuple[object, ...]:

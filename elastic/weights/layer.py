@@ -10,6 +10,7 @@ import torch
 from elastic.errors import StateError
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.checksum import digest
+from elastic.memory.copy_engine import synchronize
 from elastic.memory.host_store import HostTensor, host
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
@@ -125,6 +126,7 @@ class WeightUnit:
     def keep(self, pace: RateLimiter | None = None) -> int:
         """Have the full bytes of a resident unit in the host store; returns how many had to be copied."""
         copied = 0
+        synchronize(self.pool.backend.device)  # what others wrote, on streams of theirs, before `version` was asked
         for name, slot in self.slots.items():
             parameter: torch.Tensor = slot.parameter
             if isinstance(parameter, WeightProxy) and isinstance(parameter.source, RemoteSource):

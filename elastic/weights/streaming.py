@@ -87,15 +87,17 @@ class WeightStreamer:
             buffer.users += 1
             copy = buffer.copy
         try:
-            assert copy is not None
-            copy.wait()
             with self._changed:
                 self._prefetch_after(layer)
+            assert copy is not None
+            copy.wait()
         except BaseException:
             del copy  # it knows the error, which knows this frame, and so all the forward's tensors
             with self._changed:
                 buffer.stale = True  # the next one who needs the layer has it copied again
                 self._release(buffer)
+                for other in [stage for stage in self._stages if not stage.users]:
+                    self._empty(other)  # the next layer may have failed to come for the same reason
             raise
         layer.staged.tensors = buffer.tensors
         self._thread.entered.append((buffer, layer))

@@ -29,7 +29,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("cli",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
-    "memory": (("backends",), ("",)),
+    "memory": (("backends", "pinned"), ("",)),
     "weights": (("proxy",), ("",)),
     "hooks": (("",), ("replicas",)),
     "kvcache": (("storage",), ("layers",), ("",)),

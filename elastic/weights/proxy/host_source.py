@@ -23,7 +23,7 @@ class HostSource:
     def value(self) -> torch.Tensor:
         """Return the weight on the device of its place, in the same shape and dtype."""
         staged = self._unit.staged.tensors
-        return self.copy().to(self._unit.pool.backend.device) if staged is None else staged[self._name]
+        return self.stored().to(self._unit.pool.backend.device, copy=True) if staged is None else staged[self._name]
 
     def copy(self) -> torch.Tensor:
         """Return a copy in host memory, in the same shape and dtype."""

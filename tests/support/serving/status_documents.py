@@ -34,7 +34,7 @@ def status() -> Status:
     place = PlaceStatus("cuda:0", 2 * MIB, 1024 * MIB, owners, 98 * MIB, 40 * MIB, 18 * MIB, 120)
     kv = KVStatus("cuda:0", 400 * MIB, 512 * MIB, 512 * MIB, 300 * MIB, 0, 0, 7)
     residencies = {f"model.layers.{i}": (Residency("cuda:0", v),) for i, v in enumerate(VARIANTS)}
-    return Status(8, (place,), (kv,), residencies, HostStatus(0, 0, 0), 2)
+    return Status(8, (place,), (kv,), residencies, HostStatus(0, 0, 0, 0), 2)
 
 
 def events() -> tuple[Event, ...]:

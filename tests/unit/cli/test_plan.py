@@ -34,7 +34,7 @@ def status() -> Status:
         "model.layers.2": (Residency("host", "float32"),),
         "model.layers.10": (full[1], Residency("cpu#a", "float32", part="mlp.up_proj")),
     }
-    return Status(4, places, kv, residencies, HostStatus(0, 0, 0), 0)
+    return Status(4, places, kv, residencies, HostStatus(0, 0, 0, 0), 0)
 
 
 def test_a_grid_has_a_line_for_each_place() -> None:

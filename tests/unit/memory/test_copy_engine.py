@@ -37,6 +37,17 @@ def test_what_lies_between_is_not_copied(parts: list[tuple[int, int, int]], pace
     assert torch.equal(target, expected)
 
 
+@given(st.lists(st.integers(0, 7), max_size=4), st.permutations(range(4)), st.integers(8, 300), st.booleans())
+def test_pieces_are_the_whole_and_none_is_larger(shape: list[int], order: list[int], nbytes: int, gaps: bool) -> None:
+    source, dims = torch.rand(shape), [dim for dim in order if dim < len(shape)]
+    stored = torch.zeros([shape[dim] + gaps for dim in dims])[tuple(slice(shape[dim]) for dim in dims)]
+    target = stored.permute([dims.index(dim) for dim in range(len(shape))])
+    for piece, of in copy_engine.pieces(target, source, nbytes):
+        assert piece.nbytes <= nbytes
+        piece.copy_(of)
+    assert torch.equal(target, source)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_neighbours_are_one_copy(strided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target, source = torch.zeros(6, 8), torch.rand(6, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import mmap
 import struct
 import uuid
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_equal_tensors_are_held_once_and_go_when_nobody_needs_them() -> None:
     assert store.status().memory_bytes == 0
 
 
+def test_bytes_are_compared_and_not_values() -> None:
+    store, weights = HostStore(), torch.full((300, 3), float("nan"))
+    assert keep(store, weights) is not keep(store, weights.abs().neg())
+    one = keep(store, weights.t())
+    assert keep(store, weights.t().clone()) is one
+
+
 def test_tensors_with_equal_digests_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "digest", lambda tensor: 0)
     store = HostStore()
@@ -79,7 +87,7 @@ def test_host_memory_that_is_short_is_an_error_that_names_the_remedy(monkeypatch
     def refuse(*args: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(module.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(CapacityError, match=r"host memory is short.*checkpoint=PATH"):
         keep(HostStore(), torch.ones(8))
 
@@ -87,7 +95,7 @@ def test_host_memory_that_is_short_is_an_error_that_names_the_remedy(monkeypatch
 def test_a_refused_page_lock_is_one_warning_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_lock_pages", lambda tensor: False)
+    monkeypatch.setattr(module, "page_lock", lambda tensor: False)
     store = HostStore()
     with caplog.at_level(logging.WARNING):
         kept = [keep(store, torch.full((8,), float(i)), lock=True) for i in range(3)]

@@ -38,6 +38,27 @@ def test_the_next_layer_is_fetched_while_one_computes(released: tuple[Any, Any])
     assert seen == [(0, {0, 1}), (1, {1, 2}), (2, {2, 0})]
 
 
+def test_the_next_layer_is_asked_for_before_the_present_one_is_there(
+    released: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, streamer = released
+    start, copy, asked, both = streamer.copier.start, copy_engine.copy, [], threading.Event()
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        if len(asked) == 2:
+            both.set()
+        return start(*args, **kwargs)
+
+    def copied(target: torch.Tensor, source: torch.Tensor) -> None:
+        assert both.wait(30)
+        copy(target, source)
+
+    monkeypatch.setattr(streamer.copier, "start", started)
+    monkeypatch.setattr(copy_engine, "copy", copied)
+    assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
+
+
 def test_with_one_stage_a_layer_gives_way_to_the_next(released: tuple[Any, Any]) -> None:
     model, streamer = released
     expected = build("llama-gqa")(**prompt()).logits
@@ -105,6 +126,23 @@ def test_a_failed_copy_fails_one_forward_and_no_other(
     assert model.elastic.kv.used_bytes == 0, "the error keeps the forward's tensors until garbage is collected"
     assert torch.equal(model(**prompt()).logits, expected)
     assert not any(stage.users for stage in streamer._stages)
+
+
+def test_copies_that_fail_together_fail_one_forward(released: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = released
+    failures = threading.Semaphore(0)
+
+    def failing(target: torch.Tensor, source: torch.Tensor) -> None:
+        failures.release()
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copy_engine, "copy", failing)
+        with pytest.raises(OSError, match="disk is gone"):
+            model(**prompt())
+        for _ in ("the layer", "the next one"):
+            assert failures.acquire(timeout=30)
+    assert torch.equal(model(**prompt()).logits, build("llama-gqa")(**prompt()).logits)
 
 
 def test_a_forward_that_fails_inside_a_layer_leaves_its_stage(released: tuple[Any, Any]) -> None:
