@@ -50,9 +50,9 @@ CUresult enter(const char *call, uint64_t &calls);
 uint64_t random_number();
 
 // The beginning of each call: counted, refused where a test wants it, and after a sticky error.
-#define ENTER(call)                                                        \
-    sim::Lock entered(sim::mutex);                                         \
-    static uint64_t &calls_ = sim::counter(#call);                         \
+#define ENTER(call)                                \
+    sim::Lock entered(sim::mutex);                 \
+    static uint64_t &calls_ = sim::counter(#call); \
     if (CUresult refused_ = sim::enter(#call, calls_)) return refused_;
 
 // ---- races.cpp: happens-before

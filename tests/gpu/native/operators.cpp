@@ -25,15 +25,31 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-constexpr int MOST_PIECES = 64;           // of a strided view; beyond, its whole extent counts as touched
+constexpr int MOST_PIECES = 64;  // of a strided view; beyond, its whole extent counts as touched
 constexpr size_t MOST_SIGNATURES = 50000;
 
 // Views, allocation, and what works through the runtime alone: torch's own code.
 const std::set<std::string> OWN = {
-    "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_cudnn_init_dropout_state", "aten::_efficientzerotensor",
-    "aten::_has_compatible_shallow_copy_type", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::_reshape_alias",
-    "aten::alias", "aten::as_strided", "aten::empty", "aten::empty_strided", "aten::is_pinned", "aten::is_set_to",
-    "aten::record_stream", "aten::resize_", "aten::set_", "aten::unfold", "aten::view", "aten::view_as_complex",
+    "aten::_copy_from",
+    "aten::_copy_from_and_resize",
+    "aten::_cudnn_init_dropout_state",
+    "aten::_efficientzerotensor",
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
+    "aten::_reshape_alias",
+    "aten::alias",
+    "aten::as_strided",
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::is_set_to",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+    "aten::unfold",
+    "aten::view",
+    "aten::view_as_complex",
     "aten::view_as_real",
 };
 
@@ -153,7 +169,9 @@ class Signature {
 
   private:
     template <class T>
-    void put(const T &value) { key_.append((const char *)&value, sizeof value); }
+    void put(const T &value) {
+        key_.append((const char *)&value, sizeof value);
+    }
 
     void add_tensor(const Tensor &tensor) {
         put(tensor.defined());
@@ -303,8 +321,13 @@ void must_launch(int error, const std::string &name) {
 class Call {
   public:
     Call(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments)
-        : op_(op), schema_(op.schema()), arguments_(arguments), device_(device_of(arguments)),
-          name_(toString(op.operator_name())), guard_(device_), stream_(c10::cuda::getCurrentCUDAStream(device_)) {
+        : op_(op),
+          schema_(op.schema()),
+          arguments_(arguments),
+          device_(device_of(arguments)),
+          name_(toString(op.operator_name())),
+          guard_(device_),
+          stream_(c10::cuda::getCurrentCUDAStream(device_)) {
         bool sparse = false;
         for (const char *word : {"index", "gather", "scatter", "embedding"})
             sparse |= name_.find(word) != std::string::npos;
@@ -393,13 +416,16 @@ class Call {
         accesses_ = {};
         Tensor result = new_result({true, computed.sizes().vec(), computed.strides().vec(), computed.scalar_type()});
         auto run = [](void *pair) { ((Pair *)pair)->first.copy_(((Pair *)pair)->second); };
-        submit(name_ + " (result)", run, [](void *pair) { delete (Pair *)pair; }, new Pair(seen_by(device_, result), computed));
+        submit(
+            name_ + " (result)", run, [](void *pair) { delete (Pair *)pair; },
+            new Pair(seen_by(device_, result), computed));
         return result;
     }
 
     void submit(const std::string &name, SimRun run, SimRun drop, void *argument) {
         int count = accesses_.size();
-        must_launch(sim_launch(device_, stream_.stream(), name.c_str(), run, drop, argument, accesses_.data(), count), name);
+        must_launch(sim_launch(device_, stream_.stream(), name.c_str(), run, drop, argument, accesses_.data(), count),
+                    name);
     }
 
     const c10::OperatorHandle &op_;

@@ -1,7 +1,7 @@
 // Streams, events, and the schedules by which queued work runs.
 //
-// eager runs work as it is queued. lazy runs nothing before somebody waits for it, and then no more than that wait needs.
-// random runs now and then a step of any stream. All three are schedules that a GPU may choose.
+// eager runs work as it is queued. lazy runs nothing before somebody waits for it, and then no more than that wait
+// needs. random runs now and then a step of any stream. All three are schedules that a GPU may choose.
 #include "driver.h"
 
 #include <execinfo.h>
@@ -47,8 +47,8 @@ bool check_accesses(const Work &work) {
     std::string why;
     for (const SimAccess &access : work.accesses) {
         if (may_touch(work, access, &why)) continue;
-        violation("ILLEGAL ADDRESS: %s %s %#lx+%#lx on device %d: %s", work.name.c_str(), access.write ? "writes" : "reads",
-                  access.address, access.bytes, work.device, why.c_str());
+        violation("ILLEGAL ADDRESS: %s %s %#lx+%#lx on device %d: %s", work.name.c_str(),
+                  access.write ? "writes" : "reads", access.address, access.bytes, work.device, why.c_str());
         sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
         return false;
     }
@@ -117,11 +117,10 @@ void wait_for_legacy_peers(Stream *stream) {
     Stream *legacy = devices[stream->device].legacy;
     for (size_t i = 0; i < streams.size(); i++) {
         Stream *other = streams[i].get();
-        bool concerned = other != stream && other->device == stream->device && other->blocking;
-        if (concerned && (stream == legacy || other == legacy) && other->done < other->issued)
-            append_wait(stream, other, other->issued, other->clock);
-        else if (concerned && (stream == legacy || other == legacy))
-            stream->clock.join(other->clock);
+        bool peers = other != stream && other->device == stream->device && other->blocking;
+        if (!peers || (stream != legacy && other != legacy)) continue;
+        if (other->done < other->issued) append_wait(stream, other, other->issued, other->clock);
+        else stream->clock.join(other->clock);
     }
 }
 
@@ -310,10 +309,12 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *handle, unsigned flags, int
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuStreamCreate(CUstream *handle, unsigned flags) { return cuStreamCreateWithPriority(handle, flags, 0); }
+EXPORT CUresult cuStreamCreate(CUstream *handle, unsigned flags) {
+    return cuStreamCreateWithPriority(handle, flags, 0);
+}
 
 // A call on a stream by its handle.
-#define STREAM(handle)                                    \
+#define STREAM(handle)                                      \
     Stream *stream = find_stream(current_device(), handle); \
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
 
@@ -354,7 +355,7 @@ EXPORT CUresult cuEventCreate(CUevent *handle, unsigned flags) {
     return CUDA_SUCCESS;
 }
 
-#define EVENT(name, handle)            \
+#define EVENT(name, handle)           \
     Event *name = find_event(handle); \
     if (!name) return CUDA_ERROR_INVALID_HANDLE;
 
