@@ -185,7 +185,6 @@ CUresult wait_in_stream(Stream *stream, Event &event);
 CUresult wait_for_event(Event &event);
 CUresult query_event(Event &event);
 CUresult query_stream(Stream *stream);
-Event *find_event(CUevent handle);
 
 // ---- capture.cpp: stream capture, as far as a refusal needs it
 
