@@ -11,7 +11,7 @@ headers=${CUDA_HOME:-/usr/local/cuda}/include
 [ -f "$headers/cuda.h" ] || headers=$(dirname "$(find "$torch/../nvidia" -name cuda.h | head -n 1)")
 compile="g++ -std=c++20 -fPIC -fvisibility=hidden -shared -Wall -Wextra -isystem $headers"
 
-driver="settings.cpp races.cpp memory.cpp memory_api.cpp host_memory.cpp streams.cpp capture.cpp copies.cpp context_api.cpp"
+driver="settings.cpp races.cpp memory.cpp memory_api.cpp host_memory.cpp streams.cpp stream_api.cpp capture.cpp copies.cpp context_api.cpp"
 $compile -O2 -g1 $driver -o "$out/libcuda.so.1" -Wl,-soname,libcuda.so.1 -Wl,-z,defs -ldl -lpthread
 $compile -O1 -g1 runtime.cpp -o "$out/libcudart.so.13" \
     -Wl,-soname,libcudart.so.13 -Wl,--version-script=runtime.map -L"$out" -l:libcuda.so.1 -ldl

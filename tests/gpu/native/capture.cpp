@@ -27,7 +27,8 @@ Capture *capture_by(uint64_t id) {
     return nullptr;
 }
 
-// Whether this thread may make no unsafe call because of the capture, by the rules of cuThreadExchangeStreamCaptureMode.
+// Whether this thread may make no unsafe call because of the capture, by the rules of
+// cuThreadExchangeStreamCaptureMode.
 bool prohibits(const Capture &capture) {
     bool own = capture.thread == std::this_thread::get_id();
     if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return false;

@@ -147,10 +147,8 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int
 
 EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
     ENTER(cuCtxSetCurrent)
-    if (context)
-        make_current(device_of(context));
-    else if (!current.empty())
-        current.pop_back();
+    if (context) make_current(device_of(context));
+    else if (!current.empty()) current.pop_back();
     return CUDA_SUCCESS;
 }
 
@@ -200,8 +198,8 @@ EXPORT CUresult cuGetErrorString(CUresult error, const char **description) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream,
-                               void **, void **) {
+EXPORT CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                               CUstream, void **, void **) {
     sim_report("NOT SIMULATED", "cuLaunchKernel");
     return CUDA_ERROR_NOT_SUPPORTED;
 }

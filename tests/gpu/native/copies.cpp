@@ -80,8 +80,7 @@ CUresult fill(Address address, int value, size_t count, int width, Stream *strea
     work.accesses.push_back({address, count * width, 1, SIM_KERNEL, 0});
     work.run = [=] {
         char *at = window(stream->device, address);
-        if (width == 1)
-            memset(at, value, count);
+        if (width == 1) memset(at, value, count);
         else
             for (size_t i = 0; i < count; i++) ((int *)at)[i] = value;
     };
@@ -95,8 +94,8 @@ CUresult fill(Address address, int value, size_t count, int width, Stream *strea
 using namespace sim;
 
 // A copy of nothing is done; else the stream is looked up.
-#define STREAM_FOR(bytes, device, handle)          \
-    if (!(bytes)) return CUDA_SUCCESS;             \
+#define STREAM_FOR(bytes, device, handle)         \
+    if (!(bytes)) return CUDA_SUCCESS;            \
     Stream *stream = find_stream(device, handle); \
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
 
@@ -125,17 +124,24 @@ EXPORT int sim_fill(uint64_t address, int value, size_t count, int width, void *
     STREAM_FOR(bytes, current_device(), handle)           \
     return copy((Address)to, (Address)from, bytes, stream, asynchronous);
 
-EXPORT CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t n) { COPY(cuMemcpy, to, from, n, nullptr, false) }
-EXPORT CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream s) { COPY(cuMemcpyAsync, to, from, n, s, true) }
-EXPORT CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n) { COPY(cuMemcpyHtoD, to, from, n, nullptr, false) }
-EXPORT CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n, CUstream s) { COPY(cuMemcpyHtoDAsync, to, from, n, s, true) }
-EXPORT CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n) { COPY(cuMemcpyDtoH, to, from, n, nullptr, false) }
-EXPORT CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n, CUstream s) { COPY(cuMemcpyDtoHAsync, to, from, n, s, true) }
-EXPORT CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t n) { COPY(cuMemcpyDtoD, to, from, n, nullptr, false) }
-EXPORT CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream s) { COPY(cuMemcpyDtoDAsync, to, from, n, s, true) }
+EXPORT CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from,
+                         size_t n){COPY(cuMemcpy, to, from, n, nullptr, false)} EXPORT CUresult
+    cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n,
+                  CUstream s){COPY(cuMemcpyAsync, to, from, n, s, true)} EXPORT CUresult
+    cuMemcpyHtoD(CUdeviceptr to, const void *from,
+                 size_t n){COPY(cuMemcpyHtoD, to, from, n, nullptr, false)} EXPORT CUresult
+    cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n,
+                      CUstream s){COPY(cuMemcpyHtoDAsync, to, from, n, s, true)} EXPORT CUresult
+    cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n){COPY(cuMemcpyDtoH, to, from, n, nullptr, false)} EXPORT CUresult
+    cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n,
+                      CUstream s){COPY(cuMemcpyDtoHAsync, to, from, n, s, true)} EXPORT CUresult
+    cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from,
+                 size_t n){COPY(cuMemcpyDtoD, to, from, n, nullptr, false)} EXPORT CUresult
+    cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n,
+                      CUstream s){COPY(cuMemcpyDtoDAsync, to, from, n, s, true)}
 
-EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t n,
-                                  CUstream handle) {
+EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context,
+                                  size_t n, CUstream handle) {
     ENTER(cuMemcpyPeerAsync)
     NEED_CONTEXT
     STREAM_FOR(n, current_device(), handle)

@@ -50,9 +50,9 @@ CUresult enter(const char *call, uint64_t &calls);
 uint64_t random_number();
 
 // The beginning of each call: counted, refused where a test wants it, and after a sticky error.
-#define ENTER(call)                                                        \
-    sim::Lock entered(sim::mutex);                                         \
-    static uint64_t &calls_ = sim::counter(#call);                         \
+#define ENTER(call)                                \
+    sim::Lock entered(sim::mutex);                 \
+    static uint64_t &calls_ = sim::counter(#call); \
     if (CUresult refused_ = sim::enter(#call, calls_)) return refused_;
 
 // ---- races.cpp: happens-before
@@ -185,7 +185,6 @@ CUresult wait_in_stream(Stream *stream, Event &event);
 CUresult wait_for_event(Event &event);
 CUresult query_event(Event &event);
 CUresult query_stream(Stream *stream);
-Event *find_event(CUevent handle);
 
 // ---- capture.cpp: stream capture, as far as a refusal needs it
 

@@ -201,10 +201,8 @@ bool accessible(int device, const SimAccess &access, std::string *why) {
 bool explain_address(Address fault, char *text, size_t length) {
     if (!space_begin || fault < space_begin || fault >= space_begin + SPACE * (settings.devices + 1)) return false;
     size_t space = (fault - space_begin) / SPACE;
-    if (space == 0)
-        snprintf(text, length, "the host touches device memory at %#lx", fault);
-    else
-        snprintf(text, length, "device %zu touches %#lx, where it has no access", space - 1, fault - space * SPACE);
+    if (space == 0) snprintf(text, length, "the host touches device memory at %#lx", fault);
+    else snprintf(text, length, "device %zu touches %#lx, where it has no access", space - 1, fault - space * SPACE);
     return true;
 }
 

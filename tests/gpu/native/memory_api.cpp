@@ -105,7 +105,8 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
     auto found = reservations.find(address);
     if (found == reservations.end() || found->second != bytes || plain_allocations.count(address))
         return refuse("cuMemAddressFree", address, bytes, "no such reservation");
-    if (overlaps_mapping(address, bytes)) return refuse("cuMemAddressFree", address, bytes, "something is mapped there");
+    if (overlaps_mapping(address, bytes))
+        return refuse("cuMemAddressFree", address, bytes, "something is mapped there");
     reservations.erase(found);
     return CUDA_SUCCESS;
 }
@@ -118,9 +119,11 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmem
     auto found = handles.find(handle);
     if (found == handles.end()) return refuse("cuMemMap", address, bytes, "the handle does not exist, or was released");
     if (offset || flags || !in_pages(bytes) || address % settings.granularity || bytes > found->second->bytes)
-        return refuse("cuMemMap", address, bytes, "offset and flags are 0, address and size multiples of the granularity");
+        return refuse("cuMemMap", address, bytes,
+                      "offset and flags are 0, address and size multiples of the granularity");
     if (!reserved(address, bytes)) return refuse("cuMemMap", address, bytes, "outside of a reservation");
-    if (overlaps_mapping(address, bytes)) return refuse("cuMemMap", address, bytes, "something is mapped there already");
+    if (overlaps_mapping(address, bytes))
+        return refuse("cuMemMap", address, bytes, "something is mapped there already");
     add_mapping(address, bytes, found->second);
     return CUDA_SUCCESS;
 }
@@ -134,7 +137,8 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAcc
     for (size_t i = 0; i < count; i++)
         for (const Mapping *mapping : found) {
             bool foreign = accesses[i].location.id != mapping->physical->device;
-            if (!on_known_device(accesses[i].location) || (foreign && !settings.peers)) return CUDA_ERROR_INVALID_DEVICE;
+            if (!on_known_device(accesses[i].location) || (foreign && !settings.peers))
+                return CUDA_ERROR_INVALID_DEVICE;
         }
     for (size_t i = 0; i < count; i++)
         for (Mapping *mapping : found) grant(*mapping, accesses[i].location.id, rights_of(accesses[i]));
@@ -191,7 +195,8 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes) {
     plain_allocations.insert(address);
     Mapping &mapping = add_mapping(address, bytes, physical);
     for (int device = 0; device < settings.devices; device++)
-        if (device == current_device() || devices[device].peers.count(current_device())) grant(mapping, device, READ_WRITE);
+        if (device == current_device() || devices[device].peers.count(current_device()))
+            grant(mapping, device, READ_WRITE);
     *pointer = address;
     return CUDA_SUCCESS;
 }
@@ -229,16 +234,9 @@ EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute
         case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
             *(unsigned *)value = kind == 2 ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
             return CUDA_SUCCESS;
-        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-            *(int *)value = device;
-            return CUDA_SUCCESS;
-        case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-            *(CUdeviceptr *)value = address;
-            return CUDA_SUCCESS;
-        case CU_POINTER_ATTRIBUTE_CONTEXT:
-            *(void **)value = &devices[device];
-            return CUDA_SUCCESS;
-        default:
-            return CUDA_ERROR_NOT_SUPPORTED;
+        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = device; return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = address; return CUDA_SUCCESS;
+        case CU_POINTER_ATTRIBUTE_CONTEXT: *(void **)value = &devices[device]; return CUDA_SUCCESS;
+        default: return CUDA_ERROR_NOT_SUPPORTED;
     }
 }

@@ -3,11 +3,10 @@
 // A call works out the shapes of its results (by torch's meta kernels, remembered by signature), allocates them with
 // torch's own caching allocator, and queues a work item that names the memory it reads and writes. Operators whose
 // results depend on values wait for the stream first, as they do on a GPU.
-#include "simulator.h"
+#include "results.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDAException.h>
@@ -15,224 +14,34 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <mutex>
 #include <set>
-#include <unordered_map>
 
 namespace {
 
-using at::Tensor;
-using c10::IValue;
-using torch::jit::Stack;
-
-constexpr int MOST_PIECES = 64;           // of a strided view; beyond, its whole extent counts as touched
-constexpr size_t MOST_SIGNATURES = 50000;
-
 // Views, allocation, and what works through the runtime alone: torch's own code.
 const std::set<std::string> OWN = {
-    "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_cudnn_init_dropout_state", "aten::_efficientzerotensor",
-    "aten::_has_compatible_shallow_copy_type", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::_reshape_alias",
-    "aten::alias", "aten::as_strided", "aten::empty", "aten::empty_strided", "aten::is_pinned", "aten::is_set_to",
-    "aten::record_stream", "aten::resize_", "aten::set_", "aten::unfold", "aten::view", "aten::view_as_complex",
+    "aten::_copy_from",
+    "aten::_copy_from_and_resize",
+    "aten::_cudnn_init_dropout_state",
+    "aten::_efficientzerotensor",
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
+    "aten::_reshape_alias",
+    "aten::alias",
+    "aten::as_strided",
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::is_set_to",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+    "aten::unfold",
+    "aten::view",
+    "aten::view_as_complex",
     "aten::view_as_real",
 };
-
-// ---- tensors of the device, as its simulated kernels see and touch them
-
-bool on_gpu(const Tensor &tensor) { return tensor.defined() && tensor.is_cuda(); }
-
-Tensor copy_flags(const Tensor &to, const Tensor &from) {
-    if (from.is_conj()) to._set_conj(true);
-    if (from.is_neg()) to._set_neg(true);
-    if (from.unsafeGetTensorImpl()->is_wrapped_number()) to.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return to;
-}
-
-// A CPU tensor over the same memory, in the window of the device; it keeps nothing alive, as a kernel does not.
-Tensor seen_by(int device, const Tensor &tensor) {
-    auto options = tensor.options().device(at::kCPU).requires_grad(false).pinned_memory(false);
-    if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-    char *address = (char *)tensor.data_ptr() + sim_window(device);
-    return copy_flags(at::from_blob(address, tensor.sizes(), tensor.strides(), [](void *) {}, options), tensor);
-}
-
-// The memory of a view: its contiguous pieces where there are few, else its whole extent.
-class Accesses {
-  public:
-    void add(const Tensor &tensor, bool write, int reach = SIM_KERNEL) {
-        if (!tensor.numel()) return;
-        sort_dimensions(tensor);
-        uint64_t piece = tensor.element_size();
-        size_t inner = 0;
-        while (inner < dimensions_.size() && (uint64_t)dimensions_[inner].first == piece)
-            piece *= dimensions_[inner++].second;
-        dimensions_.erase(dimensions_.begin(), dimensions_.begin() + inner);
-        int64_t pieces = 1, extent = piece;
-        for (auto [stride, size] : dimensions_) {
-            pieces *= size;
-            extent += stride * (size - 1);
-        }
-        bool apart = dimensions_.empty() || (uint64_t)dimensions_[0].first >= piece;
-        bool few = pieces <= MOST_PIECES && apart && reach == SIM_KERNEL;
-        if (!few) piece = extent, dimensions_.clear();
-        add_pieces((uint64_t)tensor.data_ptr(), piece, dimensions_.size(), write, reach);
-    }
-
-    const SimAccess *data() const { return all_.data(); }
-    int size() const { return all_.size(); }
-
-  private:
-    void sort_dimensions(const Tensor &tensor) {  // (stride in bytes, size) of those along which addresses differ
-        dimensions_.clear();
-        for (int64_t d = 0; d < tensor.dim(); d++)
-            if (tensor.size(d) > 1 && tensor.stride(d))
-                dimensions_.push_back({tensor.stride(d) * tensor.element_size(), tensor.size(d)});
-        std::sort(dimensions_.begin(), dimensions_.end());
-    }
-
-    void add_pieces(uint64_t address, uint64_t bytes, size_t depth, bool write, int reach) {
-        if (!depth) {
-            all_.push_back({address, bytes, write, reach, 0});
-            return;
-        }
-        auto [stride, size] = dimensions_[depth - 1];
-        for (int64_t i = 0; i < size; i++) add_pieces(address + i * stride, bytes, depth - 1, write, reach);
-    }
-
-    std::vector<std::pair<int64_t, int64_t>> dimensions_;
-    std::vector<SimAccess> all_;
-};
-
-template <class Function>
-IValue each_tensor(const IValue &value, Function function) {
-    auto apply = [&](const Tensor &tensor) { return tensor.defined() ? function(tensor) : tensor; };
-    if (value.isTensor()) return apply(value.toTensor());
-    if (value.isTensorList()) {
-        c10::List<Tensor> list;
-        for (const Tensor &tensor : value.toTensorVector()) list.push_back(apply(tensor));
-        return list;
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<Tensor>> list;
-        for (const std::optional<Tensor> &tensor : value.toOptionalTensorVector())
-            list.push_back(tensor ? std::optional<Tensor>(apply(*tensor)) : tensor);
-        return list;
-    }
-    return value;
-}
-
-// ---- shapes of results, by signature
-
-struct Result {
-    bool defined;
-    std::vector<int64_t> sizes, strides;
-    at::ScalarType dtype;
-};
-using Results = std::optional<std::vector<Result>>;  // none: they depend on values
-
-class Signature {
-  public:
-    explicit Signature(const c10::OperatorHandle &op) { put(&op.schema()); }
-
-    void add(const IValue &value) {
-        put((char)value.isTensor());
-        if (value.isNone()) put('n');
-        else if (value.isInt()) put('i'), put(value.toInt());
-        else if (value.isDouble()) put('d'), put(value.toDouble());
-        else if (value.isBool()) put('b'), put(value.toBool());
-        else if (value.isComplexDouble()) put('c'), put(value.toComplexDouble());
-        else if (value.isString()) put('s'), key_ += value.toStringRef(), put('\0');
-        else if (value.isDevice() || value.isGenerator()) put('x');
-        else if (value.isTensor()) add_tensor(value.toTensor());
-        else if (value.isList()) add_list(value.toListRef());
-        else known_ = false;
-    }
-
-    bool known() const { return known_; }
-    const std::string &key() const { return key_; }
-
-  private:
-    template <class T>
-    void put(const T &value) { key_.append((const char *)&value, sizeof value); }
-
-    void add_tensor(const Tensor &tensor) {
-        put(tensor.defined());
-        if (!tensor.defined()) return;
-        put(tensor.scalar_type());
-        put(tensor.device().type());
-        put(tensor.unsafeGetTensorImpl()->is_wrapped_number());
-        put(tensor.dim());
-        for (int64_t size : tensor.sizes()) put(size);
-        for (int64_t stride : tensor.strides()) put(stride);
-    }
-
-    void add_list(c10::ArrayRef<IValue> list) {
-        put('l');
-        put(list.size());
-        for (const IValue &value : list) add(value);
-    }
-
-    std::string key_;
-    bool known_ = true;
-};
-
-Tensor on_meta(const Tensor &tensor) {
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;  // a Python number, which has no device
-    auto options = tensor.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
-    return at::empty_strided(tensor.sizes(), tensor.strides(), options);
-}
-
-void call_below_autograd(const c10::OperatorHandle &op, Stack &stack) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    op.callBoxed(&stack);
-}
-
-IValue argument_for(const c10::Argument &argument, const IValue &value, at::Device device) {
-    if (value.isDevice() && value.toDevice().is_cuda()) return device;
-    return argument.name() == "pin_memory" ? IValue() : value;
-}
-
-Results infer(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments) {
-    Stack stack;
-    for (size_t i = 0; i < arguments.size(); i++) {
-        IValue meta = arguments[i].isGenerator() ? IValue() : each_tensor(arguments[i], on_meta);
-        stack.push_back(argument_for(op.schema().arguments()[i], meta, at::kMeta));
-    }
-    try {
-        call_below_autograd(op, stack);
-    } catch (const std::exception &) {
-        return std::nullopt;  // or the call is wrong: the CPU kernel says so
-    }
-    std::vector<Result> results;
-    for (const IValue &value : stack) {
-        const Tensor &meta = value.toTensor();
-        if (!meta.defined()) results.push_back({});
-        else results.push_back({true, meta.sizes().vec(), meta.strides().vec(), meta.scalar_type()});
-    }
-    return results;
-}
-
-Results results_of(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments) {
-    static std::mutex mutex;
-    static std::unordered_map<std::string, Results> remembered;
-    for (const c10::Argument &result : op.schema().returns())
-        if (result.type()->kind() != c10::TypeKind::TensorType) return std::nullopt;
-    Signature signature(op);
-    for (const IValue &argument : arguments) signature.add(argument);
-    if (!signature.known()) return infer(op, arguments);
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        auto found = remembered.find(signature.key());
-        if (found != remembered.end()) return found->second;
-        if (remembered.size() > MOST_SIGNATURES) remembered.clear();
-    }
-    Results results = infer(op, arguments);
-    std::lock_guard<std::mutex> lock(mutex);
-    return remembered[signature.key()] = results;
-}
-
-// ---- a call
 
 // Random numbers follow the seed and offset of the CUDA generator, in the order of the calls under any schedule.
 at::Generator drawn_from(const IValue &given, int device) {
@@ -303,8 +112,13 @@ void must_launch(int error, const std::string &name) {
 class Call {
   public:
     Call(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments)
-        : op_(op), schema_(op.schema()), arguments_(arguments), device_(device_of(arguments)),
-          name_(toString(op.operator_name())), guard_(device_), stream_(c10::cuda::getCurrentCUDAStream(device_)) {
+        : op_(op),
+          schema_(op.schema()),
+          arguments_(arguments),
+          device_(device_of(arguments)),
+          name_(toString(op.operator_name())),
+          guard_(device_),
+          stream_(c10::cuda::getCurrentCUDAStream(device_)) {
         bool sparse = false;
         for (const char *word : {"index", "gather", "scatter", "embedding"})
             sparse |= name_.find(word) != std::string::npos;
@@ -393,13 +207,16 @@ class Call {
         accesses_ = {};
         Tensor result = new_result({true, computed.sizes().vec(), computed.strides().vec(), computed.scalar_type()});
         auto run = [](void *pair) { ((Pair *)pair)->first.copy_(((Pair *)pair)->second); };
-        submit(name_ + " (result)", run, [](void *pair) { delete (Pair *)pair; }, new Pair(seen_by(device_, result), computed));
+        submit(
+            name_ + " (result)", run, [](void *pair) { delete (Pair *)pair; },
+            new Pair(seen_by(device_, result), computed));
         return result;
     }
 
     void submit(const std::string &name, SimRun run, SimRun drop, void *argument) {
         int count = accesses_.size();
-        must_launch(sim_launch(device_, stream_.stream(), name.c_str(), run, drop, argument, accesses_.data(), count), name);
+        must_launch(sim_launch(device_, stream_.stream(), name.c_str(), run, drop, argument, accesses_.data(), count),
+                    name);
     }
 
     const c10::OperatorHandle &op_;

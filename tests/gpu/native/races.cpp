@@ -71,11 +71,12 @@ class Report {
     void compare(Address address, const Segment &segment, const Touch &before, const char *how) {
         if (!before.work || clock_.covers(before.stream, before.sequence)) return;
         if (!said_.insert({before.work, *how}).second) return;
-        violation("RACE on %s memory %#lx+%#lx: %s (%s) then %s (%s); stream %d work %lu is not ordered before stream %d "
-                  "work %lu",
-                  access_.reach == SIM_HOST ? "host" : "device", address, segment.end - address, before.work->c_str(), how,
-                  now_.work->c_str(), access_.write ? "write" : "read", before.stream, before.sequence, now_.stream,
-                  now_.sequence);
+        violation(
+            "RACE on %s memory %#lx+%#lx: %s (%s) then %s (%s); stream %d work %lu is not ordered before stream %d "
+            "work %lu",
+            access_.reach == SIM_HOST ? "host" : "device", address, segment.end - address, before.work->c_str(), how,
+            now_.work->c_str(), access_.write ? "write" : "read", before.stream, before.sequence, now_.stream,
+            now_.sequence);
     }
 
     const SimAccess &access_;
@@ -120,10 +121,8 @@ void touch(const SimAccess &access, const std::string &work, int stream, uint64_
     Report report(access, now, clock);
     for (auto at = segments.lower_bound(begin); at != segments.end() && at->first < end; ++at)
         report.check(at->first, at->second);
-    if (access.write)
-        wrote(begin, end, now);
-    else
-        read(begin, end, now, clock);
+    if (access.write) wrote(begin, end, now);
+    else read(begin, end, now, clock);
 }
 
 // The host takes memory away (unmap, free, unregister): it must have waited for all that touched it.
@@ -135,7 +134,8 @@ void taken_by_host(Address address, size_t bytes, const char *call) {
         if (!touch.work || host_clock.covers(touch.stream, touch.sequence) || !said.insert(touch.work).second) return;
         bool done = streams[touch.stream]->done >= touch.sequence;
         violation("%s of %#lx+%#lx while %s (%s) on stream %d (work %lu) %s", call, address, bytes, touch.work->c_str(),
-                  how, touch.stream, touch.sequence, done ? "has run but the host never waited for it" : "is still pending");
+                  how, touch.stream, touch.sequence,
+                  done ? "has run but the host never waited for it" : "is still pending");
     };
     auto first = segments.lower_bound(address), last = segments.lower_bound(address + bytes);
     for (auto at = first; at != last; ++at) {

@@ -48,9 +48,7 @@ cudaError_t not_simulated_kernel(const void *function) {
 
 // ---- errors, devices
 
-EXPORT cudaError_t cudaPeekAtLastError() {
-    return sim_sticky_error() ? (cudaError_t)sim_sticky_error() : last_error;
-}
+EXPORT cudaError_t cudaPeekAtLastError() { return sim_sticky_error() ? (cudaError_t)sim_sticky_error() : last_error; }
 
 EXPORT cudaError_t cudaGetLastError() {
     cudaError_t error = cudaPeekAtLastError();
@@ -141,8 +139,12 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version) { return returned(cuDriverGetVersion(version)); }
 EXPORT cudaError_t cudaDriverGetVersion(int *version) { return returned(cuDriverGetVersion(version)); }
-EXPORT cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) { return returned(cuDeviceGetAttribute(value, (CUdevice_attribute)attribute, ordinal)); }
-EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) { return returned(cuDeviceCanAccessPeer(can, ordinal, peer)); }
+EXPORT cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int ordinal) {
+    return returned(cuDeviceGetAttribute(value, (CUdevice_attribute)attribute, ordinal));
+}
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) {
+    return returned(cuDeviceCanAccessPeer(can, ordinal, peer));
+}
 EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) { PASS(sim_enable_peer(device(), peer)); }
 EXPORT cudaError_t cudaDeviceSynchronize() { PASS(sim_device_synchronize(device())); }
 
@@ -165,12 +167,20 @@ EXPORT cudaError_t cudaFree(void *pointer) { PASS(cuMemFree((CUdeviceptr)pointer
 EXPORT cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
 EXPORT cudaError_t cudaFreeAsync(void *pointer, cudaStream_t) { return cudaFree(pointer); }
 EXPORT cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { PASS(cuMemGetInfo(free, total)); }
-EXPORT cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) { PASS(cuMemHostAlloc(pointer, bytes, flags)); }
+EXPORT cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+    PASS(cuMemHostAlloc(pointer, bytes, flags));
+}
 EXPORT cudaError_t cudaFreeHost(void *pointer) { PASS(cuMemFreeHost(pointer)); }
-EXPORT cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) { PASS(cuMemHostRegister(pointer, bytes, flags)); }
+EXPORT cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) {
+    PASS(cuMemHostRegister(pointer, bytes, flags));
+}
 EXPORT cudaError_t cudaHostUnregister(void *pointer) { PASS(cuMemHostUnregister(pointer)); }
-EXPORT cudaError_t cudaMemset(void *to, int value, size_t bytes) { PASS(sim_fill((Address)to, value, bytes, 1, nullptr, device())); }
-EXPORT cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) { PASS(sim_fill((Address)to, value, bytes, 1, stream, device())); }
+EXPORT cudaError_t cudaMemset(void *to, int value, size_t bytes) {
+    PASS(sim_fill((Address)to, value, bytes, 1, nullptr, device()));
+}
+EXPORT cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
+    PASS(sim_fill((Address)to, value, bytes, 1, stream, device()));
+}
 
 EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
     PASS(sim_copy((Address)to, (Address)from, bytes, nullptr, device(), false));
@@ -214,35 +224,62 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
 
 // ---- streams, events, capture
 
-EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { PASS(cuStreamCreateWithPriority(stream, flags, priority)); }
-EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { PASS(cuStreamCreate(stream, flags)); }
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    PASS(cuStreamCreateWithPriority(stream, flags, priority));
+}
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    PASS(cuStreamCreate(stream, flags));
+}
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t *stream) { PASS(cuStreamCreate(stream, 0)); }
 EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) { PASS(cuStreamDestroy(stream)); }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { PASS(cuStreamSynchronize(stream)); }
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) { PASS(cuStreamQuery(stream)); }
-EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { PASS(cuStreamWaitEvent(stream, event, flags)); }
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) { PASS(cuLaunchHostFunc(stream, function, argument)); }
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    PASS(cuStreamWaitEvent(stream, event, flags));
+}
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
+    PASS(cuLaunchHostFunc(stream, function, argument));
+}
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *event) { PASS(cuEventCreate(event, 0)); }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { PASS(cuEventCreate(event, flags)); }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { return returned(cuEventDestroy(event)); }
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { PASS(cuEventRecord(event, stream)); }
-EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { PASS(cuEventRecord(event, stream)); }
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    PASS(cuEventRecord(event, stream));
+}
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) { return returned(cuEventQuery(event)); }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return returned(cuEventSynchronize(event)); }
-EXPORT cudaError_t cudaEventElapsedTime(float *elapsed, cudaEvent_t from, cudaEvent_t to) { return returned(cuEventElapsedTime(elapsed, from, to)); }
-EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) { PASS(cuStreamBeginCapture(stream, (CUstreamCaptureMode)mode)); }
-EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) { PASS(cuStreamEndCapture(stream, graph)); }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) { PASS(cuStreamIsCapturing(stream, (CUstreamCaptureStatus *)status)); }
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) { return returned(cuThreadExchangeStreamCaptureMode((CUstreamCaptureMode *)mode)); }
-EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { return returned(cuGraphGetNodes(graph, nodes, count)); }
-EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags) { return returned(cuGraphInstantiateWithFlags(executable, graph, flags)); }
-EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) { return returned(cuGraphLaunch(executable, stream)); }
+EXPORT cudaError_t cudaEventElapsedTime(float *elapsed, cudaEvent_t from, cudaEvent_t to) {
+    return returned(cuEventElapsedTime(elapsed, from, to));
+}
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+    PASS(cuStreamBeginCapture(stream, (CUstreamCaptureMode)mode));
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    PASS(cuStreamEndCapture(stream, graph));
+}
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    PASS(cuStreamIsCapturing(stream, (CUstreamCaptureStatus *)status));
+}
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+    return returned(cuThreadExchangeStreamCaptureMode((CUstreamCaptureMode *)mode));
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+    return returned(cuGraphGetNodes(graph, nodes, count));
+}
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph,
+                                                 unsigned long long flags) {
+    return returned(cuGraphInstantiateWithFlags(executable, graph, flags));
+}
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+    return returned(cuGraphLaunch(executable, stream));
+}
 EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return returned(cuGraphDestroy(graph)); }
 EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) { return returned(cuGraphExecDestroy(executable)); }
 
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
-                                            cudaGraph_t *graph, const cudaGraphNode_t **, const cudaGraphEdgeData **,
-                                            size_t *dependencies) {
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **,
+                                            const cudaGraphEdgeData **, size_t *dependencies) {
     PASS(cuStreamGetCaptureInfo(stream, (CUstreamCaptureStatus *)status, (cuuint64_t *)id, graph, nullptr, nullptr,
                                 dependencies));
 }
@@ -269,14 +306,23 @@ EXPORT void **__cudaRegisterFatBinary(void *) {
 EXPORT void __cudaRegisterFatBinaryEnd(void **) {}
 EXPORT void __cudaUnregisterFatBinary(void **) {}
 EXPORT char __cudaInitModule(void **) { return 1; }
-EXPORT void __cudaRegisterFunction(void **, const char *, char *, const char *, int, uint3 *, uint3 *, dim3 *, dim3 *, int *) {}
+EXPORT void __cudaRegisterFunction(void **, const char *, char *, const char *, int, uint3 *, uint3 *, dim3 *, dim3 *,
+                                   int *) {}
 EXPORT void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
 EXPORT unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void *) { return 0; }
 EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *, dim3 *, size_t *, void *) { return cudaSuccess; }
-EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) { return not_simulated_kernel(function); }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void **, size_t, cudaStream_t) { return not_simulated_kernel(kernel); }
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *function, void **) { return not_simulated_kernel(function); }
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) { return not_simulated_kernel(function); }
+EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) {
+    return not_simulated_kernel(function);
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void **, size_t, cudaStream_t) {
+    return not_simulated_kernel(kernel);
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *function, void **) {
+    return not_simulated_kernel(function);
+}
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) {
+    return not_simulated_kernel(function);
+}
 EXPORT cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
 
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
@@ -291,7 +337,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const v
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int, size_t, unsigned) {
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int, size_t,
+                                                                          unsigned) {
     *blocks = 2;
     return cudaSuccess;
 }
@@ -303,7 +350,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, co
 
 // ---- the rest of what torch imports: there, and refused when called
 
-#define NOT_SIMULATED(name)                    \
+#define NOT_SIMULATED(name)                             \
     EXPORT cudaError_t refused_##name() __asm__(#name); \
     cudaError_t refused_##name() { return not_simulated(#name); }
 

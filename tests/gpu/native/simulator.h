@@ -37,11 +37,12 @@ int64_t sim_window(int device);
 int sim_kind(uint64_t address, int *device);
 
 int sim_copy(uint64_t to, uint64_t from, size_t bytes, void *stream, int device, int asynchronous);
-int sim_copy_between(uint64_t to, int to_device, uint64_t from, int from_device, size_t bytes, void *stream, int device);
+int sim_copy_between(uint64_t to, int to_device, uint64_t from, int from_device, size_t bytes, void *stream,
+                     int device);
 int sim_fill(uint64_t address, int value, size_t count, int width, void *stream, int device);
 
-int sim_current_device();        // of this thread's current context; -1: none
-void sim_use_device(int device); // makes its primary context current, as cudaSetDevice does
+int sim_current_device();         // of this thread's current context; -1: none
+void sim_use_device(int device);  // makes its primary context current, as cudaSetDevice does
 int sim_enable_peer(int device, int peer);
 int sim_device_synchronize(int device);
 int sim_stream_priority(void *stream);
