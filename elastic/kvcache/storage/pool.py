@@ -260,7 +260,7 @@ class KVPool:
             retained = store.state is StoreState.RETAINED
         if retained:
             synchronize(self.device)
-        self._note_end(store, 0)
+            self._note_end(store, 0)
 
     def _retire(self, store: LayerStore) -> None:
         """Have a store without a cache be retained while tensors outside show it, else idle."""
