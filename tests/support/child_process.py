@@ -10,9 +10,9 @@ import threading
 from elastic.memory.background import janitor
 
 
-def in_child(code: str, timeout: float = 60) -> str:
+def in_child(code: str, timeout: float = 240) -> str:
     """Run code that could hang; a hang is a failure with the stacks of all threads."""
-    setup = f"import faulthandler, sys; faulthandler.dump_traceback_later({timeout / 2}, exit=True)\n"
+    setup = f"import faulthandler, sys; faulthandler.dump_traceback_later({timeout - 10}, exit=True)\n"
     setup += "sys.setswitchinterval(1e-6)\n"
     child = subprocess.run(
         [sys.executable, "-P", "-c", setup + textwrap.dedent(code)],

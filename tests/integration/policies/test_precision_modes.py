@@ -322,7 +322,7 @@ CHILD = """
 
 def child(code: str) -> str:
     paths = [str(Path(__file__).parents[2])]
-    return in_child(textwrap.dedent(CHILD).format(paths=paths) + textwrap.dedent(code), timeout=120).strip()
+    return in_child(textwrap.dedent(CHILD).format(paths=paths) + textwrap.dedent(code)).strip()
 
 
 def test_unwrap_while_it_ticks_and_acts() -> None:

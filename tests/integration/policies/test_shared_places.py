@@ -258,4 +258,4 @@ print("lent")
 def test_on_threads_of_their_own() -> None:
     """Both controllers at once, with generations, until both lend; then one is unwrapped in the middle of it."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
-    assert in_child(CHILD.format(paths=paths), timeout=120) == "lent\n"
+    assert in_child(CHILD.format(paths=paths)) == "lent\n"

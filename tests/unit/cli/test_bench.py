@@ -205,7 +205,7 @@ def test_a_run_that_a_signal_ends_writes_what_there_is(number: signal.Signals, t
         try:
             until(lambda: len(server.bodies) >= 3)
             child.send_signal(number)
-            error = child.communicate(timeout=60)[1]
+            error = child.communicate(timeout=120)[1]
         finally:
             child.kill()
     assert child.returncode == 128 + number, error

@@ -221,7 +221,7 @@ def test_it_goes_on_until_it_is_interrupted(terminal: bool) -> None:
             seen += "serving, up 1:02:05" in line
             said += line
         child.send_signal(signal.SIGINT)
-        rest, error = child.communicate(timeout=60)
+        rest, error = child.communicate(timeout=120)
     assert (child.returncode, error, seen) == (0, "", 3)
     assert ("\x1b[?1049h" in said) == ("\x1b[?1049l" in rest) == terminal, "the screen is given back"
 

@@ -56,7 +56,7 @@ def test_draining_ends_after_its_time_with_an_error_in_the_stream() -> None:
     with (
         live(engine, drain_s=0.1) as server,
         httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}, timeout=30
+            "POST", f"{server.url}/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}, timeout=120
         ) as running,
     ):
         until(lambda: len(engine._running) == 1)

@@ -86,7 +86,7 @@ def test_a_thread_waits_for_a_stage_until_one_is_left(released: tuple[Any, Any])
     thread.start()
     assert not arrived.wait(0.05)
     streamer.leave(first)  # and with it, what it contains
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert arrived.is_set()
 
 

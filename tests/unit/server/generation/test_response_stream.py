@@ -114,7 +114,7 @@ def test_a_client_that_does_not_read_holds_up_nobody() -> None:
     with live(engine) as server:
         lazy = send(server, body("lazy", LONG, stream=True), small_buffer=True)
         until(lambda: len(engine._running) == 1)
-        with httpx.Client(base_url=server.url, timeout=30) as client:
+        with httpx.Client(base_url=server.url, timeout=120) as client:
             got = client.post("/v1/completions", json=body("eager", 40, stream=False)).json()
         assert got["choices"][0]["text"] == known(FAKE, "eager", 40)
         until(lambda: empty(engine))  # the lazy one's request ran to its end
