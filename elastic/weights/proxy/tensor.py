@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from elastic.errors import CapacityError, StateError
+from elastic.errors import StateError
 
 Function = Callable[..., Any]
 
@@ -180,19 +180,15 @@ _WRITE = frozenset((torch.Tensor.__setitem__, torch.Tensor.data.__set__))  # typ
 
 
 def _copy_on_device(weight: WeightProxy) -> torch.Tensor:
-    """Return a plain copy where the weight says that it is: `state_dict` is made of these."""
+    """Return a plain copy where the weight says that it is, or in host memory where the device has no room for it.
+
+    `state_dict` is made of these, also of models that are larger than their device.
+    """
     copy = weight.source.copy()
     try:
         return copy.to(weight.device)
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(weight.device)
-        raise CapacityError(
-            f"{weight.device} has no room for a copy of a weight {weight.source.describe()}: lower the limit of the KV "
-            "cache (model.elastic.kv.resize), or migrate the layer to a place on a CPU",
-            requested_bytes=copy.nbytes,
-            free_bytes=free,
-            total_bytes=total,
-        ) from error
+    except torch.OutOfMemoryError:
+        return copy
 
 
 def _plain(tree: Any) -> Any:
