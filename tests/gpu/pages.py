@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cuda.bindings import driver
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # where no test marked cuda runs
+    driver: Any = None  # type: ignore[no-redef]
 
 PAGE = 2 << 20
-SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 class Pages:
@@ -78,7 +81,7 @@ def location(device: int) -> Any:
 def done(result: tuple[Any, ...]) -> Any:
     """Return the value of a call of the driver; an error is raised by its name."""
     code, *values = result
-    if code != SUCCESS:
+    if code != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(driver.CUresult(code).name)
     return values[0] if values else None
 

@@ -8,15 +8,13 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from gpu.operators import BROKEN_RULES
-
-if TYPE_CHECKING:
-    from gpu.pages import Pages
+from gpu.pages import PAGE, Pages, at, done, driver
 
 pytestmark = pytest.mark.cuda
 N = 1000
@@ -31,8 +29,6 @@ def lazy(simulator: ModuleType) -> None:
 
 @pytest.fixture
 def pages(lazy: None) -> Iterator[Pages]:
-    from gpu.pages import Pages
-
     pages = Pages()
     yield pages
     pages.close()
@@ -55,10 +51,8 @@ def zeros(device: int = 0) -> torch.Tensor:
 # ---- virtual memory
 
 
-def refusals(driver: Any, pages: Pages) -> dict[str, Callable[[], Any]]:
+def refusals(pages: Pages) -> dict[str, Callable[[], Any]]:
     """Words of the report -> the call that is refused."""
-    from gpu.pages import PAGE
-
     address = pages.reserve(4)
     first, second = pages.create(), pages.create()
     pages.map(address, first)
@@ -81,12 +75,8 @@ def refusals(driver: Any, pages: Pages) -> dict[str, Callable[[], Any]]:
 
 
 def test_calls_that_virtual_memory_refuses_are_reported(simulator: ModuleType, pages: Pages) -> None:
-    from cuda.bindings import driver
-
-    from gpu.pages import SUCCESS
-
-    for words, call in refusals(driver, pages).items():
-        assert call()[0] != SUCCESS, words
+    for words, call in refusals(pages).items():
+        assert call()[0] != driver.CUresult.CUDA_SUCCESS, words
         reported(simulator, *words.split())
 
 
@@ -97,8 +87,6 @@ def test_memory_lives_while_it_is_mapped(pages: Pages) -> None:
     free = torch.cuda.mem_get_info()[0]
     pages.release(handle)
     assert torch.cuda.mem_get_info()[0] == free
-    from gpu.pages import PAGE, at
-
     assert at(address).fill_(2).sum().item() == PAGE / 2
     torch.cuda.synchronize()
     pages.unmap(address)
@@ -230,10 +218,6 @@ def test_memory_freed_under_another_stream_is_a_race_unless_recorded(simulator: 
 
 
 def test_destroyed_streams_and_events_are_not_used(simulator: ModuleType) -> None:
-    from cuda.bindings import driver
-
-    from gpu.pages import done
-
     zeros()
     stream, event = done(driver.cuStreamCreate(1)), done(driver.cuEventCreate(0))
     done(driver.cuStreamDestroy(stream))
@@ -245,10 +229,6 @@ def test_destroyed_streams_and_events_are_not_used(simulator: ModuleType) -> Non
 
 
 def test_blocking_streams_and_the_legacy_stream_wait_for_each_other() -> None:
-    from cuda.bindings import driver
-
-    from gpu.pages import done
-
     tensor = zeros()
     blocking = torch.cuda.ExternalStream(int(done(driver.cuStreamCreate(0))))
     tensor.add_(1)
@@ -318,10 +298,6 @@ def test_pageable_memory_is_staged_and_page_locked_memory_is_not(simulator: Modu
 
 
 def test_memory_is_not_unregistered_under_a_copy(simulator: ModuleType) -> None:
-    from cuda.bindings import driver
-
-    from gpu.pages import done
-
     tensor, host = zeros(), torch.ones(1 << 16)
     done(driver.cuMemHostRegister(host.data_ptr(), host.nbytes, 0))
     torch.empty_like(tensor).copy_(host[:N], non_blocking=True)
@@ -336,10 +312,6 @@ def test_memory_is_not_unregistered_under_a_copy(simulator: ModuleType) -> None:
 def test_registered_memory_is_page_locked_for_other_devices_if_it_is_portable(
     portable: bool, simulator: ModuleType
 ) -> None:
-    from cuda.bindings import driver
-
-    from gpu.pages import done
-
     if torch.cuda.device_count() < 2:
         pytest.skip("one device")
     host, targets = torch.ones(1 << 16), (zeros(1), zeros(0))  # the last one's device is current
@@ -354,10 +326,6 @@ def test_registered_memory_is_page_locked_for_other_devices_if_it_is_portable(
 
 
 def test_contexts_are_a_stack(simulator: ModuleType) -> None:
-    from cuda.bindings import driver
-
-    from gpu.pages import done
-
     zeros()
     home = done(driver.cuCtxGetCurrent())
     other = done(driver.cuDevicePrimaryCtxRetain(torch.cuda.device_count() - 1))
@@ -390,6 +358,13 @@ def test_synchronisations_are_counted(simulator: ModuleType) -> None:
         "device_sync": 1,
         "event_sync": 0,
     }
+
+
+def test_names_that_are_not_counted_are_refused(simulator: ModuleType) -> None:
+    with pytest.raises(AssertionError, match="cuMemMop"):
+        simulator.count("cuMemMop")
+    with pytest.raises(AssertionError, match="cuMemMop"):
+        simulator.fail("cuMemMop")
 
 
 # ---- stream capture

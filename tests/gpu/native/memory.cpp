@@ -22,6 +22,7 @@ namespace {
 constexpr size_t SPACE = 8ull << 40;  // addresses; the windows of the devices follow
 constexpr size_t ALIGNMENT = 2 << 20;
 constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
+constexpr size_t LARGE = 64 << 20;  // beyond it memory is not poisoned, and goes back to the system when it is freed
 Address space_begin = 0;
 Address next_address = 0;
 
@@ -61,6 +62,7 @@ off_t take(Device &device, size_t bytes) {  // first fit: memory that was touche
 
 void give_back(Device &device, off_t offset, size_t bytes) {
     device.used -= bytes;
+    if (bytes > LARGE) fallocate(device.file, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, offset, bytes);
     auto hole = device.free.emplace(offset, bytes).first;
     auto next = std::next(hole);
     if (next != device.free.end() && offset + (off_t)bytes == next->first) {
@@ -129,7 +131,7 @@ bool reserved(Address address, size_t bytes) {
 Physical *create(int device, size_t bytes, bool plain) {
     off_t offset = take(devices[device], bytes);
     if (offset < 0) return nullptr;
-    if (settings.poison) memset(devices[device].contents + offset, 0xFF, bytes);
+    if (settings.poison) memset(devices[device].contents + offset, 0xFF, std::min(bytes, LARGE));
     return new Physical{device, bytes, offset, plain, true, 0, {}};
 }
 
