@@ -103,8 +103,7 @@ class KVTransfer:
     def _copy_beside(self, layer: ElasticLayer, start: int, stop: int, engine: CopyEngine, pace: RateLimiter) -> bool:
         """Copy the tokens [start, stop), whatever the layer does meanwhile; return whether what was copied counts.
 
-        Out of a GPU's pages the copy is put in order with the kernels of the layer's users, which do not wait for it
-        but where they overwrite what it reads.
+        On a GPU kernels that overwrite what the copy reads wait for it; what they had overwritten by now is void.
         """
         pairs: list[Pair] = []
         try:
@@ -113,7 +112,7 @@ class KVTransfer:
                 store = held.lease.store if held is not None and pairs else None
                 if store is not None and store.stream is not None:
                     assert isinstance(engine, StreamCopyEngine)
-                    issued = engine.copy(pairs, RateLimiter(), [store.stream.record_event()])
+                    issued = engine.copy(pairs, RateLimiter())
                     store.reader = issued.event
             if store is None:
                 return False

@@ -216,9 +216,9 @@ class StreamCopyEngine:
         cancelled = threading.Event()
         return StagedHandle(self._reader.submit(self._stage, list(pairs), tuple(after), cancelled), cancelled)
 
-    def copy(self, pairs: Sequence[Pair], pace: RateLimiter, after: Iterable[torch.cuda.Event] = ()) -> EventHandle:
-        """Copy at a pace, once these events have passed."""
-        return self._issue(partial(_copy_all, pace=pace), pairs, after)
+    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> EventHandle:
+        """Copy at a pace."""
+        return self._issue(partial(_copy_all, pace=pace), pairs)
 
     copy_async = copy
 
