@@ -47,7 +47,7 @@ long: $(VENV)/installed ## the checks that take minutes
 simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: TESTS=, SCHEDULES=, SIMULATED_VENV=
 	status=0; for schedule in $(SCHEDULES); do \
 		$(SIMULATED) SIMCUDA_SCHED=$$schedule $(SIMULATED_VENV)/bin/python -m pytest -q -n 2 -m cuda \
-			-p gpu.plugin -p no:faulthandler $(TESTS) || status=1; \
+			-p gpu.simulation.plugin -p no:faulthandler $(TESTS) || status=1; \
 	done; exit $$status
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
@@ -88,8 +88,8 @@ $(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB
 		-c build/simulated-constraints.txt -c tests/gpu/constraints.txt ".[dev,cuda]"
 	$(SIMULATED_VENV)/bin/pip uninstall -q -y elastic-llm
 
-$(SIMULATED_CUDA)/built: $(SIMULATED_VENV)/bin/pytest $(wildcard tests/gpu/native/*)
-	tests/gpu/native/build.sh $(SIMULATED_VENV)/bin/python $(SIMULATED_CUDA)
+$(SIMULATED_CUDA)/built: $(SIMULATED_VENV)/bin/pytest $(wildcard tests/gpu/simulation/native/*)
+	tests/gpu/simulation/native/build.sh $(SIMULATED_VENV)/bin/python $(SIMULATED_CUDA)
 	touch $@
 
 clean: ## remove what these made

@@ -9,7 +9,7 @@ from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory import copy_engine
 from elastic.memory.backends.streams import finish_queued_work
-from elastic.memory.copy_engine import CopyEngine, Pair
+from elastic.memory.copy_engine import CopyEngine, Pair, StreamCopyEngine
 from elastic.memory.rate_limit import RateLimiter
 
 FROM_ELSEWHERE = -1
@@ -43,13 +43,9 @@ class KVTransfer:
             finish_queued_work(lease.pool.device)
         step = held.length if pace.bytes_per_s is None else max(1, pace.CHUNK // held.token_bytes)
         for start in range(self._copied, held.length, step):
-            pairs = self._pairs(layer, start, min(start + step, held.length))
-            if not pairs:
+            stop = min(start + step, held.length)
+            if not self._copy_beside(layer, start, stop, copier(held.lease.pool), pace):
                 return
-            try:
-                copier(held.lease.pool).copy(pairs, pace).finish()
-            finally:
-                pairs.clear()  # an error would keep them, and so the pages
 
     def cut_over(self, layer: ElasticLayer) -> None:
         """Have the layer hold its tokens at the new place."""
@@ -103,6 +99,31 @@ class KVTransfer:
         self._target.hold(0, held.length - self._origin)
         self._target.store.limit_epoch = FROM_ELSEWHERE
         return self._target
+
+    def _copy_beside(self, layer: ElasticLayer, start: int, stop: int, engine: CopyEngine, pace: RateLimiter) -> bool:
+        """Copy the tokens [start, stop), whatever the layer does meanwhile; return whether what was copied counts.
+
+        On a GPU kernels that overwrite what the copy reads wait for it; what they had overwritten by now is void.
+        """
+        pairs: list[Pair] = []
+        try:
+            with layer.lock:
+                held, pairs = layer.held(), self._pairs(layer, start, stop)
+                store = held.lease.store if held is not None and pairs else None
+                if store is not None and store.stream is not None:
+                    assert isinstance(engine, StreamCopyEngine)
+                    issued = engine.copy(pairs, RateLimiter())
+                    store.reader = issued.event
+            if store is None:
+                return False
+            if store.stream is None:
+                engine.copy(pairs, pace).finish()
+            else:
+                pace.acquire(sum(target.nbytes for target, _ in pairs))
+                issued.finish()
+            return True
+        finally:
+            pairs.clear()  # an error would keep them, and so the pages
 
     def _pairs(self, layer: ElasticLayer, start: int, stop: int) -> list[Pair]:
         """Pair the tokens [start, stop), as far as the window has not left them; none if what was copied is void."""

@@ -216,7 +216,7 @@ class StreamCopyEngine:
         cancelled = threading.Event()
         return StagedHandle(self._reader.submit(self._stage, list(pairs), tuple(after), cancelled), cancelled)
 
-    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> CopyHandle:
+    def copy(self, pairs: Sequence[Pair], pace: RateLimiter) -> EventHandle:
         """Copy at a pace."""
         return self._issue(partial(_copy_all, pace=pace), pairs)
 

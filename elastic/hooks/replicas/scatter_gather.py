@@ -90,15 +90,21 @@ class ScatterGatherPass:
         device = self._group.devices[0]
         try:
             outputs = [output, *(shard.finish(device) for shard in self._shards)]
-        finally:
+        except BaseException:
             self.abort()
+            raise
+        self._leave_thread()
         counts = [self._rows.count, *(shard.rows.count for shard in self._shards)]
         return gather(outputs, counts, device, self._rows.spec.axis)
 
     def abort(self) -> None:
         """Return when nothing is computed for the pass any more, also half way through it."""
         for shard in self._shards:
-            shard.join()
+            shard.abort()
+        self._leave_thread()
+
+    def _leave_thread(self) -> None:
+        """Leave this thread as it was before the pass."""
         use_threads(self._device, self._all_threads)
         batch_context.thread.share = None
 

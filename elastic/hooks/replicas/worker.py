@@ -62,6 +62,11 @@ class ReplicaWorker:
 
         return self._thread.submit(run)
 
+    def finish_queued_work(self) -> None:
+        """Wait until what the thread has queued on its stream is over; on a CPU nothing is queued."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def close(self) -> None:
         """Finish, and take no more. Can be called twice."""
         self._thread.shutdown()
@@ -98,15 +103,14 @@ class ReplicaShard:
             self.rows.fresh = False
         self._last = self.worker.put(lambda: self._compute(layer, inputs, after))
 
-    def join(self) -> BaseException | None:
-        """Wait until nothing is computed; return the error of a layer, if one failed."""
-        if self._last is not None:
-            self._last.result()
-        return self._error
+    def abort(self) -> None:
+        """Return when nothing is computed any more, on the thread or its stream, so that what was given can go."""
+        self._join()
+        self.worker.finish_queued_work()
 
     def finish(self, device: torch.device) -> Any:
         """Return the output of the last layer, for what comes next on `device`. Raises what a layer raised."""
-        error, self._error = self.join(), None
+        error, self._error = self._join(), None
         try:
             if error is not None:
                 raise error
@@ -120,6 +124,12 @@ class ReplicaShard:
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self.output
+
+    def _join(self) -> BaseException | None:
+        """Wait until the thread computes nothing; return the error of a layer, if one failed."""
+        if self._last is not None:
+            self._last.result()
+        return self._error
 
     def _compute(self, layer: nn.Module, inputs: LayerInputs, after: Sequence[torch.cuda.Event]) -> None:
         if self._error is not None:

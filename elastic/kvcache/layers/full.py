@@ -198,9 +198,9 @@ class ElasticLayer(PagedLayer):
     @synchronized
     def overwrite(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold other contents of the same shape, [batch, kv_heads, tokens, head_dim] each."""
+        self._changed()
         for held, rows in zip(self.views(), (keys, values), strict=True):
             held.copy_(reachable(rows, held.device))
-        self._changed()
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold other rows for the same tokens, [new batch, kv_heads, tokens, head_dim] each, in any dtype."""
@@ -292,6 +292,8 @@ class ElasticLayer(PagedLayer):
         return 0
 
     def _changed(self) -> None:
+        if self._lease is not None:
+            self._lease.store.wait_for_reader()
         self.content_epoch = self.last_used = next(self._memory.clock)
 
     def _copy_into(self, stock: DynamicLayer) -> DynamicLayer:

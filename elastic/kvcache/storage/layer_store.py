@@ -49,6 +49,8 @@ class LayerStore:
         """Whether its pages are not to be kept for the next cache."""
         self.stream = torch.cuda.default_stream(pool.device) if pool.device.type == "cuda" else None
         """The CUDA stream that used it last."""
+        self.reader: torch.cuda.Event | None = None
+        """The end of the last copy of it beside its users: whoever overwrites what they hold waits for it."""
         self._left: tuple[torch.cuda.Event, int] | None = None
         """After this event no kernel reads tokens before this one."""
         self._growing = False
@@ -67,6 +69,7 @@ class LayerStore:
     def begin(self, limit_epoch: int) -> None:
         """Have a cache begin in it."""
         self.limit_epoch, self.unwanted = limit_epoch, False
+        self.wait_for_reader()
         self.keep(0, 0)
         self.lease += 1
 
@@ -85,6 +88,12 @@ class LayerStore:
             note_current_stream(self.pool.device)
             stream.wait_stream(self.stream)
             self.stream = stream
+
+    def wait_for_reader(self) -> None:
+        """Order what this thread does next after a copy that goes on beside it."""
+        if self.reader is not None:
+            torch.cuda.current_stream(self.pool.device).wait_event(self.reader)
+            self.reader = None
 
     def after_last_user(self) -> AbstractContextManager[object]:
         """Return a context that has copies follow the kernels that used it last, so that nobody waits for them."""
@@ -135,7 +144,7 @@ class LayerStore:
         if self._left is None:
             self._left = self.stream.record_event(), self.start
         event, start = self._left
-        if not event.query():  # type: ignore[no-untyped-call]
+        if not all(known.query() for known in (event, self.reader) if known is not None):  # type: ignore[no-untyped-call]
             return 0
         self._left = None
         return self._retreat(start, sys.maxsize)

@@ -22,4 +22,4 @@ $compile -O1 -g0 -isystem "$torch/include" -isystem "$torch/include/torch/csrc/a
 info=$out/simulated_cuda-0.dist-info
 mkdir -p "$info"
 printf 'Metadata-Version: 2.1\nName: simulated-cuda\nVersion: 0\n' > "$info/METADATA"
-printf '[torch.backends]\nsimulated_cuda = gpu.operators:install\n' > "$info/entry_points.txt"
+printf '[torch.backends]\nsimulated_cuda = gpu.simulation.operators:install\n' > "$info/entry_points.txt"

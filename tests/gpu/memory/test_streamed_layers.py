@@ -55,7 +55,7 @@ TWO_THREADS = """
 
 
 def test_two_threads_generate_on_streams_of_their_own_through_the_same_buffers() -> None:
-    in_child(textwrap.dedent(TWO_THREADS).format(paths=[str(Path(__file__).parents[1])]))
+    in_child(textwrap.dedent(TWO_THREADS).format(paths=[str(Path(__file__).parents[2])]))
 
 
 def gradient(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ NOT_SIMULATED = {
 
 def pytest_configure() -> None:
     if not simulator.loaded():
-        raise pytest.UsageError("gpu.plugin is for the simulated CUDA driver: run `make simulate`")
+        raise pytest.UsageError("gpu.simulation.plugin is for the simulated CUDA driver: run `make simulate`")
 
 
 def pytest_report_header() -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.operators import BROKEN_RULES
-from gpu.pages import PAGE, Pages, at, done, driver
+from gpu.simulation.operators import BROKEN_RULES
+from gpu.simulation.pages import PAGE, Pages, at, done, driver
 
 pytestmark = pytest.mark.cuda
 N = 1000

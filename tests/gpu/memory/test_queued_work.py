@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +18,13 @@ from elastic.kvcache.layers.sliding import ElasticSlidingLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import TOKEN_MAJOR
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.transfer import KVTransfer
 from elastic.memory.backends import streams
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.background import janitor
+from elastic.memory.copy_engine import StreamCopyEngine
 from elastic.memory.page_pool import PagePool
+from elastic.memory.rate_limit import RateLimiter
 from elastic.types import ResizeKV
 from support.architectures import build, prompt
 from support.child_process import wait_for_the_janitor
@@ -267,3 +270,44 @@ def test_what_unwrap_copies_out_on_a_stream_of_its_callers_is_there(
     for layer, (keys, values) in zip(cache.layers, held, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
+
+
+def test_beams_that_are_reordered_while_they_are_copied_elsewhere_wait_for_the_copy(simulator: ModuleType) -> None:
+    """And the next copy waits for them: what it reads is all of the new order."""
+    _, there = new_memory()
+    here = KVPool(PagePool("cuda:0#here", CudaBackend(DEVICE), 64 << 21, ready_pages=0), 64 << 21)
+    memory = KVMemory([(here, TOKEN_MAJOR), (there, TOKEN_MAJOR)], 1 << 16, [here])
+    layer = ElasticLayer(memory, 0)
+    rows = torch.arange(2 * 2 * 40 * 8, device=DEVICE, dtype=torch.float32).view(2, 2, 40, 8)
+    layer.update(rows, -rows)
+    engine, swapped = StreamCopyEngine(DEVICE), torch.tensor([1, 0], device=DEVICE)
+
+    class Reordering(StreamCopyEngine):
+        """Beams are reordered between the issue of a copy and its end."""
+
+        def __init__(self) -> None: ...
+
+        def copy(self, *args: Any) -> Any:
+            handle = engine.copy(*args)
+            finish = handle.finish
+
+            def reorder_and_finish() -> None:
+                layer.reorder_cache(swapped)
+                finish()
+
+            return SimpleNamespace(event=handle.event, finish=reorder_and_finish)
+
+    transfer = KVTransfer(memory, there)
+    transfer.sync(layer, lambda source: Reordering(), RateLimiter())
+    transfer.sync(layer, lambda source: engine, RateLimiter())
+    transfer.cut_over(layer)
+    assert layer.is_on(there)
+    assert torch.equal(layer.keys, rows.flip(0))
+    assert torch.equal(layer.values, -rows.flip(0))
+    assert simulator.violations() == []
+    transfer.finish()
+    layer.give_up()
+    engine.close()
+    for pool in (here, there):
+        pool.close()
+        pool.pool.close()

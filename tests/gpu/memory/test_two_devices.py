@@ -133,4 +133,4 @@ ALONE = """
 
 def test_a_model_on_one_device_takes_no_memory_of_the_other() -> None:
     """A context takes some hundred MiB; torch makes one on the present device for many an innocent question."""
-    in_child(textwrap.dedent(ALONE).format(paths=[str(Path(__file__).parents[1])]))
+    in_child(textwrap.dedent(ALONE).format(paths=[str(Path(__file__).parents[2])]))
