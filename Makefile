@@ -85,7 +85,7 @@ $(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB
 	sed '/^torch==/d' $(CONSTRAINTS) > build/simulated-constraints.txt
 	$(PYTHON) -m venv $(SIMULATED_VENV)
 	PIP_EXTRA_INDEX_URL= $(SIMULATED_VENV)/bin/pip install -q --disable-pip-version-check \
-		-c build/simulated-constraints.txt -c tests/gpu/constraints.txt ".[dev,cuda]"
+		-c build/simulated-constraints.txt -c tests/gpu/constraints.txt ".[dev,cuda]" nvidia-cuda-crt
 	$(SIMULATED_VENV)/bin/pip uninstall -q -y elastic-llm
 
 $(SIMULATED_CUDA)/built: $(SIMULATED_VENV)/bin/pytest $(wildcard tests/gpu/simulation/native/*)
