@@ -49,6 +49,8 @@ simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: T
 		$(SIMULATED) SIMCUDA_SCHED=$$schedule $(SIMULATED_VENV)/bin/python -m pytest -q -n 2 -m cuda \
 			-p gpu.simulation.plugin -p no:faulthandler $(TESTS) || status=1; \
 	done; exit $$status
+	$(SIMULATED) SIMCUDA_SCHED=lazy SIMCUDA_P2P=0 $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda \
+		-p gpu.simulation.plugin -p no:faulthandler tests/gpu/memory/test_two_devices.py  # that cannot reach each other
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
