@@ -49,6 +49,8 @@ simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: T
 		$(SIMULATED) SIMCUDA_SCHED=$$schedule $(SIMULATED_VENV)/bin/python -m pytest -q -n 2 -m cuda \
 			-p gpu.simulation.plugin -p no:faulthandler $(TESTS) || status=1; \
 	done; exit $$status
+	$(SIMULATED) SIMCUDA_SCHED=lazy SIMCUDA_P2P=0 $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda \
+		-p gpu.simulation.plugin -p no:faulthandler tests/gpu/memory/test_two_devices.py  # that cannot reach each other
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
@@ -85,7 +87,7 @@ $(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB
 	sed '/^torch==/d' $(CONSTRAINTS) > build/simulated-constraints.txt
 	$(PYTHON) -m venv $(SIMULATED_VENV)
 	PIP_EXTRA_INDEX_URL= $(SIMULATED_VENV)/bin/pip install -q --disable-pip-version-check \
-		-c build/simulated-constraints.txt -c tests/gpu/constraints.txt ".[dev,cuda]"
+		-c build/simulated-constraints.txt -c tests/gpu/constraints.txt ".[dev,cuda]" nvidia-cuda-crt
 	$(SIMULATED_VENV)/bin/pip uninstall -q -y elastic-llm
 
 $(SIMULATED_CUDA)/built: $(SIMULATED_VENV)/bin/pytest $(wildcard tests/gpu/simulation/native/*)

@@ -220,7 +220,6 @@ class WeightStreamer:
             buffer.copy.discard()
             buffer.copy = None
         if buffer.block is not None and not buffer.block.hide():
-            self._synchronize()
             buffer.block.orphan(lambda pages: None)
             buffer.block = None
 
@@ -228,7 +227,6 @@ class WeightStreamer:
         self._empty(buffer)
         self._stages.remove(buffer)
         if buffer.block is not None:
-            self._synchronize()
             buffer.block.close()
         elif buffer.charged:
             self.pool.discharge(OWNER, self.stage_bytes)
@@ -249,10 +247,6 @@ class WeightStreamer:
             self.pool.notify()
         elif buffer.stale:
             self._empty(buffer)
-
-    def _synchronize(self) -> None:
-        if self.pool.backend.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.backend.device)
 
 
 class _EnteredBuffers(threading.local):

@@ -267,7 +267,7 @@ def test_files_are_packed_again_for_another_instruction_set(tmp_path: Path) -> N
 def test_a_refused_page_lock_is_a_warning_and_the_block_is_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("elastic.memory.host_store._lock_pages", lambda tensor: False)
+    monkeypatch.setattr("elastic.memory.host_store.page_lock", lambda tensor: False)
     monkeypatch.setattr(host, "_warned", False)
     layer = LayerParameters.of(build("llama-gqa").model.layers[0])
     packings = packer(elastic.Variant.parse("int4"), {})(layer)
