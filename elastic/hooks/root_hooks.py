@@ -13,7 +13,7 @@ from torch import nn
 from elastic.errors import StateError
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
-from elastic.memory.backends.streams import note_current_stream
+from elastic.memory.backends.streams import capturing, note_current_stream
 
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -43,7 +43,7 @@ class EnterRoot(Hook):
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         if torch.compiler.is_compiling():
             self._refuse()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if capturing():
             _refuse_capture()
         outermost = self.gate.enter(id(module))
         if outermost:

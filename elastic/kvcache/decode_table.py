@@ -22,6 +22,7 @@ from elastic.errors import ConfigError
 from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
 from elastic.kvcache.decode_timing import DEFAULT, Shape, fastest, processor
 from elastic.kvcache.storage.layout import HEAD_MAJOR, KVLayout
+from elastic.memory.backends.streams import capturing
 
 UP_TO = (256, 1024, 4096)
 """Tokens held up to which lengths count as alike; above the last one all do."""
@@ -64,7 +65,7 @@ class DecodeKernelTable:
         entry = self._entries.get(shape)
         if entry is not None and bucket in entry:
             return entry[bucket]
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and capturing():
             return DEFAULT
         with self._lock:
             entry = self._entries.setdefault(shape, {})

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from elastic.memory.backends.peers import reachable
-from elastic.memory.backends.streams import new_stream
+from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.memory.pinned.page_lock import is_locked
 from elastic.memory.pinned.staging_ring import StagingRing
 from elastic.memory.rate_limit import RateLimiter
@@ -236,7 +236,7 @@ class StreamCopyEngine:
         after: Iterable[torch.cuda.Event] = (),
     ) -> EventHandle:
         """Copy on the stream. After an error nothing is under way, so that the targets can be given up."""
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             for event in after:
                 self._stream.wait_event(event)
             try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from elastic.memory.backends.peers import reachable
+from elastic.memory.backends.streams import note_current_stream
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.page_pool import PagePool
 from elastic.memory.places import give_back_freed
@@ -55,6 +56,7 @@ def move_in(unit: WeightUnit, absent: bool) -> None:
 
 def move_out(unit: WeightUnit) -> None:
     """Have a unit's tensors in ordinary memory, strided and where they were before; give its pages back."""
+    note_current_stream(unit.pool.device)  # it reads the pages that are given back
     for name, slot in unit.slots.items():
         if not slot.intact():  # somebody else's by now
             continue

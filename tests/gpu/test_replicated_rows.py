@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +39,31 @@ def test_a_pass_that_fails_half_way_leaves_the_next_one_right(wrapped: Any) -> N
         with suppress(RuntimeError):  # which, unlike pytest.raises, keeps no frame, and so no tensor, of the pass
             model(**inputs)
         handle.remove()
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(rt.passes()) > 0
+
+
+@pytest.mark.cuda
+def test_a_replica_that_fails_on_its_own_stream_leaves_the_next_pass_right(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = build("llama-gqa", device="cuda:0"), prompt(4, device="cuda:0")
+    expected = model(**inputs).logits
+    places = [elastic.Place(f"cuda:0#{name}", torch.device("cuda", 0), 1 << 30) for name in "ab"]
+    rt = wrapped(model, places).elastic
+    rt.replicate(range(3), "cuda:0#b")
+    forward, home = ReplicaShard._forward, threading.current_thread()
+    calls = itertools.count()
+
+    def fail_at_the_second(shard: ReplicaShard, layer: Any, inputs: Any) -> None:
+        if threading.current_thread() is not home and next(calls) == 1:
+            raise RuntimeError("half way")
+        forward(shard, layer, inputs)
+
+    monkeypatch.setattr(ReplicaShard, "_forward", fail_at_the_second)
+    with pytest.raises(RuntimeError, match="half way"):
+        model(**inputs)
+    for _ in range(2):
         torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
     assert len(rt.passes()) > 0
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elastic.hooks.replicas.split_rows import BatchSlice, LayerInputs, hidden_of
-from elastic.memory.backends.streams import new_stream
+from elastic.memory.backends.streams import new_stream, on_stream
 from elastic.weights import batch_context
 
 Mark = float | torch.cuda.Event
@@ -56,11 +56,11 @@ class ReplicaWorker:
     def put(self, work: Callable[[], None]) -> Future[None]:
         """Have work done on the thread, on its stream."""
 
-        def on_stream() -> None:
-            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        def run() -> None:
+            with on_stream(self._stream):
                 work()
 
-        return self._thread.submit(on_stream)
+        return self._thread.submit(run)
 
     def finish_queued_work(self) -> None:
         """Wait until what the thread has queued on its stream is over; on a CPU nothing is queued."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from elastic.kvcache.storage.buffer import KVBuffer
 from elastic.kvcache.storage.layout import StoreGeometry
-from elastic.memory.backends.streams import finish_queued_work, note_current_stream
+from elastic.memory.backends.streams import finish_queued_work, note_current_stream, on_stream
 from elastic.memory.page_pool import PagePool
 
 
@@ -97,7 +97,7 @@ class LayerStore:
 
     def after_last_user(self) -> AbstractContextManager[object]:
         """Return a context that has copies follow the kernels that used it last, so that nobody waits for them."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return on_stream(self.stream)
 
     def is_shown_outside(self) -> bool:
         """Drop the tensors that Elastic holds; return whether others still show this memory."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from elastic.errors import StateError
@@ -21,6 +24,19 @@ def note_current_stream(device: torch.device) -> None:
         _note(torch.cuda.current_stream(device))
 
 
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Have this thread queue what it does on a stream, as `torch.cuda.stream`; None: where it does already.
+
+    The stream's device is the present one first: torch would make a context on the one that was, as it returns to it.
+    """
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
 def finish_queued_work(device: torch.device) -> None:
     """Wait until what is queued now on the streams that use pages of a device is over; on a CPU there is none.
 
@@ -33,11 +49,14 @@ def finish_queued_work(device: torch.device) -> None:
 
 def require_no_capture(refused: str) -> None:
     """Raise `StateError` if this thread captures a CUDA graph, which the driver calls of `refused` would invalidate."""
-    if torch.cuda.is_initialized() and _capturing():  # type: ignore[no-untyped-call]
+    if capturing():
         raise StateError(f"{refused} while this thread captures a CUDA graph; do it before the capture or after it")
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Return whether this thread captures a CUDA graph."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
     # the question alone would make a context, which takes some hundred MiB of a device that may not be used at all
     used: bool = torch._C._cuda_hasPrimaryContext(torch.cuda.current_device())  # type: ignore[attr-defined]
     return used and torch.cuda.is_current_stream_capturing()

@@ -19,6 +19,7 @@ from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import TOKEN_MAJOR
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.transfer import KVTransfer
+from elastic.memory.backends import streams
 from elastic.memory.backends.cuda import CudaBackend
 from elastic.memory.background import janitor
 from elastic.memory.copy_engine import StreamCopyEngine
@@ -27,6 +28,7 @@ from elastic.memory.rate_limit import RateLimiter
 from elastic.types import ResizeKV
 from support.architectures import build, prompt
 from support.child_process import wait_for_the_janitor
+from support.wrapped_model import assert_same_bits, bits
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda:0")
@@ -245,6 +247,29 @@ def test_a_view_of_a_cache_that_is_gone_keeps_its_pages_until_what_reads_it_is_o
     assert float(total) == 2 * kv.pool.page_bytes / 4
     kv.close()
     kv.pool.close()
+
+
+def test_what_unwrap_copies_out_on_a_stream_of_its_callers_is_there(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_used", {})  # torch deals out the same 32 again and again
+    model, inputs = build("llama-gqa", device="cuda:0"), prompt(2, device="cuda:0")
+    before, expected = bits(model), model(**inputs).logits
+    rt = elastic.wrap(model, places=["cuda:0=256MiB"], variants=["int8"]).elastic
+    rt.swap([0], "int8")
+    rt.release([1])
+    cache = model(**inputs, use_cache=True).past_key_values
+    held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(side):  # of which Elastic does not know
+        elastic.unwrap(model)
+    side.synchronize()
+    assert_same_bits(model, before)
+    assert torch.equal(model(**inputs).logits, expected)
+    for layer, (keys, values) in zip(cache.layers, held, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
 
 
 def test_beams_that_are_reordered_while_they_are_copied_elsewhere_wait_for_the_copy(simulator: ModuleType) -> None:

@@ -6,6 +6,8 @@ Without access: `SIMCUDA_P2P=0`.
 from __future__ import annotations
 
 import random
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import elastic
 from elastic.memory.backends.peers import can_access, reachable
 from support.architectures import build, prompt
+from support.child_process import in_child
 from support.wrapped_model import assert_same_bits, bits, modules_of
 
 pytestmark = [
@@ -87,3 +90,47 @@ def test_a_detour_is_taken_where_devices_have_no_access() -> None:
     assert (brought is tensor) == can_access(0, 1)
     assert brought.tolist() == [0, 1, 2]
     assert reachable(tensor, torch.device("cuda:0")) is tensor
+
+
+ALONE = """
+    import sys
+    import torch
+    sys.path[:0] = {paths!r}
+    import elastic
+    from elastic.engines.base import Request
+    from elastic.engines.continuous import ContinuousEngine
+    from support.architectures import VOCAB, build, prompt
+    from support.serving.generations import prompts, serve
+
+    model, inputs = build("llama-gqa", device="cuda:1"), prompt(2, device="cuda:1")
+    model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert not torch._C._cuda_hasPrimaryContext(0)
+    rt = elastic.wrap(model, places=["cuda:1#a=256MiB", "cuda:1#b=256MiB"], variants=["int8"]).elastic
+    resting, running = (model(**inputs).past_key_values for _ in range(2))
+
+    def answer():
+        with ContinuousEngine(model, block_tokens=8, max_batch_tokens=64) as engine:
+            serve(engine, [Request(text, 4) for text in prompts([5, 9], VOCAB)])
+
+    steps = {{
+        "swap": lambda: rt.swap([0], "int8"),
+        "release": lambda: rt.release([2]),
+        "migrate": lambda: rt.migrate([1], "cuda:1#b", kv=False),
+        "generate": lambda: model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0),
+        "save": model.state_dict,
+        "restore": lambda: (rt.restore(), rt.migrate([1], "cuda:1#a")),
+        "replicate": lambda: (rt.replicate([1], "cuda:1#b"), model(**inputs), rt.evict([1], "cuda:1#b")),
+        "resize": lambda: rt.kv.resize(rt.kv.used_bytes // 2),
+        "return": lambda: (rt.kv.resize("max"), model(inputs["input_ids"][:, :1], past_key_values=resting)),
+        "serve": answer,
+        "unwrap": lambda: elastic.unwrap(model),
+    }}
+    for name, step in steps.items():
+        step()
+        assert not torch._C._cuda_hasPrimaryContext(0), name
+"""
+
+
+def test_a_model_on_one_device_takes_no_memory_of_the_other() -> None:
+    """A context takes some hundred MiB; torch makes one on the present device for many an innocent question."""
+    in_child(textwrap.dedent(ALONE).format(paths=[str(Path(__file__).parents[2])]))

@@ -283,6 +283,14 @@ def test_random_numbers_follow_the_seed_under_any_schedule(schedule: str, simula
     assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
 
 
+def test_what_was_queued_in_inference_mode_is_computed_by_whoever_waits() -> None:
+    tensor = zeros()
+    with torch.inference_mode():
+        result = tensor.add(1).mul(2)
+    torch.cuda.synchronize()
+    assert result.sum().item() == 2 * N
+
+
 # ---- the host
 
 

@@ -324,8 +324,7 @@ def test_the_interpreter_exits_while_layers_are_released_and_streamed() -> None:
 def test_a_thread_that_captures_a_graph_is_refused_actions(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rt = wrapped(build("llama-gqa")).elastic
     with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(streams, "_capturing", lambda: True)
+        patched.setattr(streams, "capturing", lambda: True)
         for action in (lambda: rt.release([0]), lambda: rt.kv.resize("max"), lambda: rt.release([0], wait=False)):
             with pytest.raises(StateError, match="captures a CUDA graph"):
                 action()

@@ -78,6 +78,12 @@ int device_of(c10::ArrayRef<IValue> arguments) {
     return device < 0 ? c10::cuda::current_device() : device;
 }
 
+// By whichever thread: what was made in inference mode may be written outside of it.
+void write(const Tensor &to, const Tensor &from) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(from);
+}
+
 // What the work item owns: the operator, its arguments on the CPU, and where new results go.
 struct Kernel {
     std::string name;
@@ -91,7 +97,7 @@ struct Kernel {
             if (!results[i].defined()) continue;
             const Tensor &computed = stack.at(i).toTensor();
             TORCH_CHECK(computed.sizes() == results[i].sizes(), "shapes of the meta kernel and the CPU kernel differ");
-            results[i].copy_(computed);
+            write(results[i], computed);
         }
     }
 
@@ -206,7 +212,7 @@ class Call {
         using Pair = std::pair<Tensor, Tensor>;
         accesses_ = {};
         Tensor result = new_result({true, computed.sizes().vec(), computed.strides().vec(), computed.scalar_type()});
-        auto run = [](void *pair) { ((Pair *)pair)->first.copy_(((Pair *)pair)->second); };
+        auto run = [](void *pair) { write(((Pair *)pair)->first, ((Pair *)pair)->second); };
         submit(
             name_ + " (result)", run, [](void *pair) { delete (Pair *)pair; },
             new Pair(seen_by(device_, result), computed));
@@ -251,10 +257,7 @@ void copy_on_device(const Tensor &to, const Tensor &from) {
     Accesses accesses;
     accesses.add(from, false);
     accesses.add(to, true);
-    auto run = [](void *pair) {
-        at::AutoDispatchBelowADInplaceOrView below;
-        ((Pair *)pair)->first.copy_(((Pair *)pair)->second);
-    };
+    auto run = [](void *pair) { write(((Pair *)pair)->first, ((Pair *)pair)->second); };
     auto *pair = new Pair(seen_by(device, to), seen_by(device, from));
     auto stream = c10::cuda::getCurrentCUDAStream(device).stream();
     auto drop = [](void *pair) { delete (Pair *)pair; };

@@ -68,7 +68,7 @@ def test_scales_and_zeros_lie_where_a_warp_looks() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_product_is_vllms(config: Marlin, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_product_is_vllms(config: Marlin, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, called = MatrixShape(64, 128), {}
 
     def marlin_gemm(a: torch.Tensor, a_scales: None = None, **rest: Any) -> torch.Tensor:
@@ -84,13 +84,16 @@ def test_the_product_is_vllms(config: Marlin, dtype: torch.dtype, monkeypatch: p
     monkeypatch.setitem(sys.modules, "vllm.scalar_type", types)
     codes = original(config, matrix)
     parts = pack(config, QuantizedMatrix(codes.codes, codes.scales, codes.zeros, torch.randperm(128)))
+    parts = {name: part.to(device) for name, part in parts.items()}
     paths = format_of(config).paths(config, parts, matrix, CUDA)
-    x = torch.randn(5, 128).to(dtype)
+    x = torch.randn(5, 128).to(device, dtype)
     y, exact = paths["marlin"](x, parts), paths["reference"](x, parts).float()
     assert y.dtype == dtype
     assert (y.float() - exact).norm() <= 0.01 * exact.norm()
     sizes = {name: called[name] for name in ("size_m", "size_n", "size_k")}
     assert sizes == {"size_m": 5, "size_n": 64, "size_k": 128}
+    assert called["workspace"].device == torch.device(device)
+    assert not called["workspace"].any()
     assert called["b_q_type"] == ("uint8b128" if config.bits == 8 else "uint4b8" if config.symmetric else "uint4")
 
 
