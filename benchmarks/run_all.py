@@ -97,9 +97,11 @@ def main() -> None:
             failed.append(f"{name}: no time left")
             continue
         print(f"== {name}", flush=True)
-        results[name] = run(name, more, left)
-        if "failed" in results[name]:
-            failed.append(f"{name}: {results[name]['failed']}")
+        result = run(name, more, left)
+        if "failed" in result:
+            failed.append(f"{name}: {result['failed']}")
+        if "failed" not in result or "failed" in results.get(name, result):  # a figure that there is stays
+            results[name] = result
         target.write_text(json.dumps(results, indent=1) + "\n")
     if failed:
         sys.exit("\n".join(failed))

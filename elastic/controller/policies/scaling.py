@@ -69,7 +69,7 @@ class ScalingState:
     asking_since_s: float | None = None
     """Since when peers are asked to take replicas away."""
     regrets: int = 0
-    """Shortages that came soon after replicas; each doubles the dwell."""
+    """Shortages in a row that came soon after replicas; each doubles the dwell."""
     rows: float = 0.0
     """Moving average of the running requests."""
     waits: int = 0
@@ -164,9 +164,10 @@ class ScalingPolicy:
 
     def _with_regret(self, state: ScalingState, now: float) -> ScalingState:
         """Count it if replicas have to leave soon after they came: the next will be longer in coming."""
-        if now - state.last.growth_s >= 4 * self._dwell_s(state):
+        if state.last.growth_s == -math.inf:
             return state
-        regrets = min(MOST_DOUBLINGS, state.regrets + 1)
+        early = now - state.last.growth_s < 4 * self._dwell_s(state)
+        regrets = min(MOST_DOUBLINGS, state.regrets + 1) if early else 0
         return replace(state, last=replace(state.last, growth_s=-math.inf), regrets=regrets)
 
     def _dwell_s(self, state: ScalingState) -> float:

@@ -56,12 +56,15 @@ class StagingRing:
         try:
             memory = allocate(nbytes)
         except (OSError, MemoryError) as error:
+            import psutil
+
+            host = psutil.virtual_memory()
             raise CapacityError(
                 "host memory is short for what passes through it from a checkpoint to a GPU; free some, or restore the "
                 "layers that are streamed",
                 requested_bytes=nbytes,
-                free_bytes=0,
-                total_bytes=0,
+                free_bytes=host.available,
+                total_bytes=host.total,
             ) from error
         if not page_lock(memory):
             logger.warning("the system refuses to page-lock memory to read checkpoints into: copies are slower")

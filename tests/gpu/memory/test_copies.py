@@ -276,6 +276,7 @@ def test_host_memory_that_is_short_fails_one_forward_in_words(streamed: Any, mon
         with pytest.raises(CapacityError, match=r"host memory is short.*restore") as caught:
             model(**inputs())
     assert caught.value.requested_bytes == 32 << 20
+    assert 0 < caught.value.free_bytes <= caught.value.total_bytes
     assert torch.equal(logits(model), logits(build("llama-gqa", device=GPU)))
 
 

@@ -135,6 +135,16 @@ def test_the_violation_rate_is_read_from_quantiles(limit: float, rate: float) ->
     assert violations(RequestStats(), SLO(ttft_s=limit)) == 0.0
 
 
+@pytest.mark.parametrize(("after_s", "regrets"), [(1.0, 3), (39.0, 3), (80.0, 0)])
+def test_replicas_that_lasted_end_a_row_of_regrets(after_s: float, regrets: int) -> None:
+    full = tuple(replace(place, free_bytes=0) for place in seen(used=590).places)
+    state = ScalingState(regrets=2, last=Times(growth_s=100.0))
+    short = policy(Scale(dwell_s=5.0)).decide(seen(at_s=100.0 + after_s, used=590, places=full), state)
+    assert isinstance(short.state, ScalingState)
+    assert short.state.pressed == 1
+    assert short.state.regrets == regrets
+
+
 def test_what_failed_is_not_asked_for_again_at_once() -> None:
     one, state, asked = policy(replace(EAGER, dwell_s=5.0)), None, []
     for tick in range(100):
