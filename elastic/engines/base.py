@@ -103,6 +103,15 @@ class TokenLogprobs:
     """The likeliest tokens and their log-probabilities, in order, as many as were asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of a sequence."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """If its request asks for them."""
+
+
 @dataclass(frozen=True)
 class Output:
     """New tokens of one answer of a request, and how it ended, if it did."""

@@ -15,9 +15,9 @@ import torch
 
 from elastic.config import require
 from elastic.controller.sensors.request_metrics import Outcome
-from elastic.engines.base import FinishReason, Listener, Output, Request, Sampling
+from elastic.engines.base import FinishReason, Listener, Output, Request
 from elastic.engines.continuous.compatibility import require_servable, require_supported
-from elastic.engines.sampling import choose, random_source
+from elastic.engines.sampling import SamplingState, answer_seed, sample
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
 from elastic.hooks.base import Hook
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elastic.engines.continuous.manager import ElasticManager
 
 logger = logging.getLogger(__name__)
-GREEDY = Sampling()
+GREEDY = SamplingState(Request((0,), 1), 0)
 OUTCOMES: dict[FinishReason, Outcome] = {
     "stop": "completed",
     "length": "completed",
@@ -46,7 +46,7 @@ class _ActiveRequest:
 
     request: Request
     listener: Listener
-    generator: torch.Generator | None
+    sampling: SamplingState
     short_of_kv_s: float
     """On the scheduler's clock, when it came; once it is scheduled, how long it has waited for blocks."""
     sent: int = 0
@@ -145,7 +145,7 @@ class ContinuousEngine:
         if not self.serving:
             raise StateError("the engine is not serving; start it, or make a new one")
         request = with_ends(request, self.end_tokens)
-        generator = random_source(request.sampling, self._model.device)
+        sampling = SamplingState(request, answer_seed(request, 0))
         with self._lock:
             if request.id in self._live:
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
@@ -156,7 +156,7 @@ class ContinuousEngine:
             except (Overloaded, CapacityError):
                 self.counters.ended(request.id, "rejected")
                 raise
-            self._live[request.id] = _ActiveRequest(request, listener, generator, self._manager.scheduler.short_of_kv_s)
+            self._live[request.id] = _ActiveRequest(request, listener, sampling, self._manager.scheduler.short_of_kv_s)
         accepted = self._manager.add_request(
             list(request.prompt),
             request_id=request.id,
@@ -244,8 +244,11 @@ class ContinuousEngine:
     def _choose(self, names: list[str], logits: torch.Tensor) -> torch.Tensor:
         """Choose the next tokens [requests] from logits [requests, vocabulary], each by the rule of its request."""
         live = [self._live.get(name) for name in names]
-        rules = [request.request.sampling if request else GREEDY for request in live]
-        return choose(logits, rules, [request.generator if request else None for request in live])
+        states = [request.sampling if request else GREEDY for request in live]
+        tokens = [chosen.token for chosen in sample(logits, states)]
+        for state, token in zip(states, tokens, strict=True):
+            state.append(token)
+        return torch.tensor(tokens, device=logits.device)
 
     # -- inside
 

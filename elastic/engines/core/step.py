@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic.engines.base import Request, TokenLogprobs
+from elastic.engines.base import Request, SampledToken, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,6 @@ class Step:
     """Sequences of `chunks` that the executor does not know yet."""
     removed: tuple[str, ...] = ()
     """Sequences that the executor can forget, before anything else."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token chosen behind a chunk."""
-
-    token: int
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
