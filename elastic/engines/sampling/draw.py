@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,9 +11,7 @@ from elastic.engines.base import Sampling
 from elastic.engines.sampling.random_numbers import uniforms
 from elastic.engines.sampling.state import SamplingState
 
-TOP_P_WINDOW = 1024
-"""Among so many of the likeliest tokens those of `top_p` are looked for first."""
-_COLDEST, _HOTTEST = 1e-37, 1e30  # of float32, so that no score becomes NaN
+_COLDEST, _HOTTEST = 1e-6, 1e30  # scores in float32 become neither endless nor NaN by them
 
 
 def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
@@ -25,13 +22,13 @@ def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
     Raises `FloatingPointError` if a row has no distribution: NaN, or nothing allowed.
     """
     rules = [state.rule for state in states]
-    temperatures = _column([min(max(rule.temperature, _COLDEST), _HOTTEST) for rule in rules], logits)
-    scores = (logits - logits.amax(-1, keepdim=True)).div_(temperatures)
-    weights = scores.exp()
-    least = _least_scores(scores, rules)
-    if least is not None:
-        weights.masked_fill_(scores < least, 0.0)
-    sums = weights.cumsum(-1, dtype=torch.float64)
+    if any(rule.temperature != 1 for rule in rules):
+        logits = logits / _column([min(max(rule.temperature, _COLDEST), _HOTTEST) for rule in rules], logits)
+    probabilities = torch.softmax(logits, -1)
+    if any(rule.min_p or rule.top_k or rule.top_p < 1 for rule in rules):
+        least = _least_probabilities(probabilities, rules)
+        probabilities.masked_fill_(probabilities < least, 0.0)
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
     numbers = uniforms([state.key for state in states], [state.position for state in states])
     bounds = torch.from_numpy(numbers).to(logits.device)[:, None] * sums[:, -1:]
     tokens: list[int] = torch.searchsorted(sums, bounds, right=True).flatten().tolist()
@@ -45,42 +42,42 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(values, np.float32)[:, None]).to(like.device)
 
 
-def _least_scores(scores: torch.Tensor, rules: Sequence[Sampling]) -> torch.Tensor | None:
-    """Return the least score [rows, 1] that a token may have; None if all may come.
+def _least_probabilities(probabilities: torch.Tensor, rules: Sequence[Sampling]) -> torch.Tensor:
+    """Return the least probability [rows, 1] that a token of each row may have.
 
-    scores: [rows, vocabulary], after temperature, the highest of each row 0.
+    probabilities: float32 [rows, vocabulary], after temperature.
     """
-    vocabulary = scores.shape[-1]
-    cut = [row for row, rule in enumerate(rules) if (rule.top_k or vocabulary) < vocabulary or rule.top_p < 1]
-    if not cut and not any(rule.min_p for rule in rules):
-        return None
-    least = _column([math.log(rule.min_p) if rule.min_p else -math.inf for rule in rules], scores)
-    if len(cut) == len(rules):
-        return _cut(scores, rules, least)
-    if cut:
-        least[cut] = _cut(scores[cut], [rules[row] for row in cut], least[cut])
+    vocabulary = probabilities.shape[-1]
+    least = _column([rule.min_p for rule in rules], probabilities) * probabilities.amax(-1, keepdim=True)
+    for cut, rows in (
+        (_of_top_k, [row for row, rule in enumerate(rules) if rule.top_k and rule.top_k < vocabulary]),
+        (_of_top_p, [row for row, rule in enumerate(rules) if rule.top_p < 1]),
+    ):
+        if len(rows) == len(rules):
+            least = cut(probabilities, rules, least)
+        elif rows:
+            least[rows] = cut(probabilities[rows], [rules[row] for row in rows], least[rows])
     return least
 
 
-def _cut(scores: torch.Tensor, rules: Sequence[Sampling], least: torch.Tensor, window: int = 0) -> torch.Tensor:
-    """Raise the least scores [rows, 1] by `top_k`, then by `top_p` of what is left.
+def _of_top_k(probabilities: torch.Tensor, rules: Sequence[Sampling], least: torch.Tensor) -> torch.Tensor:
+    """Raise the least probabilities [rows, 1] to those of the `top_k`-th tokens."""
+    ranks = [rule.top_k or 1 for rule in rules]
+    highest = probabilities.topk(max(ranks), -1).values
+    return torch.maximum(least, highest.gather(-1, torch.tensor(ranks, device=least.device)[:, None] - 1))
 
-    `top_p` looks at a window of the likeliest tokens, and at all where that does not have enough of the probability.
+
+def _of_top_p(probabilities: torch.Tensor, rules: Sequence[Sampling], least: torch.Tensor) -> torch.Tensor:
+    """Raise the least probabilities [rows, 1] so that the fewest tokens with `top_p` of what is left stay.
+
+    Only what is likely enough is sorted: all tokens below a share of (1 - top_p) / vocabulary have less than
+    1 - top_p together, so none of them stays.
     """
-    vocabulary = scores.shape[-1]
-    ranks = [min(rule.top_k or vocabulary, vocabulary) for rule in rules]
-    needed = max(rank if rank < vocabulary else TOP_P_WINDOW for rank in ranks)
-    window = min(max(window, needed), vocabulary)
-    top = scores.topk(window, -1).values
-    last = torch.tensor([min(rank, window) - 1 for rank in ranks], device=scores.device)[:, None]
-    limited = torch.tensor([rank < vocabulary for rank in ranks], device=scores.device)[:, None]
-    least = torch.where(limited, torch.maximum(least, top.gather(-1, last)), least)
-    if all(rule.top_p == 1 for rule in rules):
-        return least
-    shares = _column([rule.top_p if rule.top_p < 1 else math.inf for rule in rules], scores).double()
-    weights = top.double().exp().masked_fill_(top < least, 0.0)
-    total = scores.double().exp().masked_fill_(scores < least, 0.0).sum(-1, keepdim=True)
-    kept = weights.cumsum(-1) - weights < shares * total
-    if window < vocabulary and bool((kept[:, -1:] & (top[:, -1:] > least) & shares.isfinite()).any()):
-        return _cut(scores, rules, least, vocabulary)
-    return torch.maximum(least, top.gather(-1, kept.sum(-1, keepdim=True) - 1))
+    shares = torch.tensor([[rule.top_p] for rule in rules], dtype=torch.float64, device=least.device)
+    left = torch.where(probabilities < least, 0.0, probabilities).sum(-1, keepdim=True, dtype=torch.float64)
+    level = torch.maximum(least, ((1 - shares) * left / probabilities.shape[-1] / 2).float())
+    candidates = int((probabilities >= level).sum(-1).max())
+    highest = probabilities.topk(max(candidates, 1), -1).values
+    weights = highest.double().masked_fill_(highest < least, 0.0)
+    stay = (weights.cumsum(-1) - weights < shares * left).sum(-1, keepdim=True)
+    return torch.maximum(least, highest.gather(-1, stay.clamp_(min=1) - 1))
