@@ -67,7 +67,7 @@ class ElasticPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 [BlockGroup(tuple(a.layer_indices), a.bytes_per_page) for a in self._allocators],
                 promised=self.ledger.promised_sectors,
                 reusable=self.ledger.reusable_sectors,
-                give_up_reusable=self._evict_all,
+                give_up_reusable=lambda sectors: self._evict_all(),
             )
             self.pool = SectorPool(self.memory, self.ledger.sectors_changed)
             for ranges, allocator in zip(self.memory.groups, self._allocators, strict=True):
