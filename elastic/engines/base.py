@@ -110,6 +110,8 @@ class SampledToken:
     token: int
     logprobs: TokenLogprobs | None = None
     """If its request asks for them."""
+    error: str | None = None
+    """Why there is none: the sequence has failed, `token` means nothing."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +151,22 @@ class TokenMatcher(Protocol):
     def fill_mask(self, mask: torch.Tensor) -> None:
         """Write which tokens may come next.
 
-        mask: int32 [ceil(vocabulary / 32)] on the CPU; bit i % 32 of element i // 32 stands for token i.
+        mask: int32 [ceil(vocabulary / 32)] on the CPU; bit i % 32 of element i // 32 stands for token i. Raises
+        `ConfigError` when the grammar cannot be followed any further.
         """
 
     def accept(self, token: int) -> None:
-        """Go on by a token that `fill_mask` allowed."""
+        """Go on by a token that `fill_mask` allowed. After any other `fill_mask` raises."""
 
 
 class GrammarCompiler(Protocol):
     """Makes matchers of grammars over one tokenizer's vocabulary. Thread-safe."""
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
-        """Return a new matcher at the beginning of an answer. Raises `ConfigError` for a grammar that makes none."""
+        """Return a new matcher at the beginning of an answer.
+
+        Raises `ConfigError` for a grammar that makes none, `BackendUnavailable` without the package that it needs.
+        """
 
 
 class Engine(Protocol):

@@ -9,14 +9,18 @@ import numpy.typing as npt
 import torch
 
 from elastic.engines.sampling.state import SamplingState
+from elastic.errors import ConfigError
 
 _MOST_BIAS = 1e30  # of float32, so that an endless bias leaves finite scores
 
 Rows = list[tuple[int, SamplingState]]
 
 
-def adjust(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Change logits [answers, vocabulary], float32, in place by what each answer asks for."""
+def adjust(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
+    """Change logits [answers, vocabulary], float32, in place by what each answer asks for.
+
+    Returns for rows whose grammar cannot be followed any further why.
+    """
     rows = list(enumerate(states))
     if biased := [(row, state) for row, state in rows if state.rule.logit_bias]:
         _add_biases(logits, biased)
@@ -25,7 +29,8 @@ def adjust(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
     if short := [(row, state) for row, state in rows if state.too_short and state.matcher is None]:
         _forbid_end(logits, short)
     if matched := [(row, state) for row, state in rows if state.matcher is not None]:
-        _forbid_unmatched(logits, matched)
+        return _forbid_unmatched(logits, matched)
+    return {}
 
 
 def _add_biases(logits: torch.Tensor, rows: Rows) -> None:
@@ -64,19 +69,23 @@ def _forbid_end(logits: torch.Tensor, rows: Rows) -> None:
         logits[_on(logits, np.array(places)), _on(logits, np.array(tokens))] = -torch.inf
 
 
-def _forbid_unmatched(logits: torch.Tensor, rows: Rows) -> None:
-    """Forbid what the grammar of each row forbids."""
-    vocabulary = logits.shape[-1]
+def _forbid_unmatched(logits: torch.Tensor, rows: Rows) -> dict[int, str]:
+    """Forbid what the grammar of each row forbids; return why, where that cannot be told."""
+    vocabulary, errors = logits.shape[-1], {}
     masks = torch.zeros(len(rows), -(-vocabulary // 32), dtype=torch.int32)
-    for mask, (_, state) in zip(masks, rows, strict=True):
+    for mask, (row, state) in zip(masks, rows, strict=True):
         assert state.matcher is not None
-        state.matcher.fill_mask(mask)
+        try:
+            state.matcher.fill_mask(mask)
+        except ConfigError as error:
+            errors[row] = str(error)
         if state.too_short:
             _without_end(mask.numpy().view(np.uint32), state.request.stop_tokens)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = masks.to(logits.device)[:, :, None].bitwise_right_shift(bits).bitwise_and_(1).flatten(1)[:, :vocabulary]
     places = [row for row, _ in rows]
     logits[places] = logits[places].masked_fill_(allowed == 0, -torch.inf)
+    return errors
 
 
 def _without_end(mask: npt.NDArray[np.uint32], stop_tokens: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
 
     Sums run in the order of token ids and in float64, so that the same token comes out on every device but where the
     random number is within rounding of a bound. Tokens exactly as likely as the last of `top_k` or `top_p` are in too.
-    Raises `FloatingPointError` if a row has no distribution: NaN, or nothing allowed.
+    A row without a distribution (NaN, or nothing allowed) gets the token behind the vocabulary's last.
     """
     rules = [state.rule for state in states]
     if any(rule.temperature != 1 for rule in rules):
@@ -32,8 +32,6 @@ def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
     numbers = uniforms([state.key for state in states], [state.position for state in states])
     bounds = torch.from_numpy(numbers).to(logits.device)[:, None] * sums[:, -1:]
     tokens: list[int] = torch.searchsorted(sums, bounds, right=True).flatten().tolist()
-    if max(tokens, default=0) >= logits.shape[-1]:
-        raise FloatingPointError("logits have NaN, or no token is allowed: there is no distribution to draw from")
     return tokens
 
 

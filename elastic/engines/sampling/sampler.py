@@ -12,23 +12,30 @@ from elastic.engines.sampling.draw import draw
 from elastic.engines.sampling.logprobs import token_logprobs
 from elastic.engines.sampling.state import SamplingState
 
+NO_DISTRIBUTION = "no token can be drawn: the model's logits have NaN, or bias, grammar and limits leave none"
+
 
 def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """Choose the next token of each answer; `SamplingState.append` takes it.
 
     logits: float32 [answers, vocabulary]; they are changed in place. In this order: bias, penalties, `min_tokens`,
-    grammar; temperature, `min_p`, `top_k`, `top_p`. An answer's token does not depend on the others of the batch.
-    Raises `FloatingPointError` when a distribution to draw from is none.
+    grammar; temperature, `min_p`, `top_k`, `top_p`. An answer's token does not depend on the others of the batch. An
+    answer without a token gets an `error`: its grammar cannot be followed, or its probabilities are no numbers.
     """
     reported = [row for row, state in enumerate(states) if state.request.logprobs is not None]
-    raw = logits[reported] if reported else logits
-    adjust(logits, states)
+    raw = logits[reported] if reported else None
+    errors = adjust(logits, states)
     tokens = _choose(logits, states)
-    if not reported:
-        return [SampledToken(token) for token in tokens]
+    for row, token in enumerate(tokens):
+        if token == logits.shape[-1]:
+            errors.setdefault(row, NO_DISTRIBUTION)
+    if errors:
+        tokens = [0 if row in errors else token for row, token in enumerate(tokens)]
+    if raw is None:
+        return [SampledToken(token, None, errors.get(row)) for row, token in enumerate(tokens)]
     counts = [states[row].request.logprobs or 0 for row in reported]
     logprobs = dict(zip(reported, token_logprobs(raw, [tokens[row] for row in reported], counts), strict=True))
-    return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+    return [SampledToken(token, logprobs.get(row), errors.get(row)) for row, token in enumerate(tokens)]
 
 
 def _choose(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
