@@ -6,9 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from elastic.engines.base import SampledToken
+from elastic.engines.base import FinishReason, SampledToken
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
@@ -19,8 +19,8 @@ class Produced(NamedTuple):
 
     sequence: Sequence
     sampled: SampledToken
-    finish: Literal["stop", "length"] | None
-    """Why it is the last one of its sequence, which has ended then."""
+    finish: FinishReason | None
+    """Why it is the last one of its sequence, which has ended then. "failed": there is no token, but an error."""
 
 
 class _Cohort:
@@ -73,7 +73,7 @@ class Scheduler:
         self._steps: dict[int, tuple[_Cohort, list[Sequence]]] = {}  # in flight, by number
         self._next_step = 0
         self._removed: list[str] = []
-        self._ending: set[str] = set()  # ids of those that have ended, of which a step is in flight
+        self._ending: dict[str, Sequence] = {}  # those that have ended, of which a step is in flight
 
     @property
     def has_work(self) -> bool:
@@ -91,8 +91,7 @@ class Scheduler:
         self.sequences.update((sequence.id, sequence) for sequence in added)
         if self.blocks.shares and len(request.prompt) > self.blocks.block_tokens:
             self._waiting.append(added[0])
-            if added[1:]:
-                self._followers[added[0]] = added[1:]
+            self._followers[added[0]] = added[1:]
         else:
             self._waiting.extend(added)
 
@@ -139,6 +138,10 @@ class Scheduler:
             if shares and sequence.computed // size > len(sequence.table.hashes):
                 self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
             if token is None:
+                continue
+            if token.error is not None:
+                produced.append(Produced(sequence, token, "failed"))
+                self._end(sequence)
                 continue
             if sequence in cohort.prefilling:
                 del cohort.prefilling[sequence]
@@ -253,20 +256,20 @@ class Scheduler:
             cohort.decoding.pop(sequence, None)
             cohort.prefilling.pop(sequence, None)
         followers = [follower for follower in self._followers.pop(sequence, []) if not follower.ended]
-        if followers:  # the next one computes the prompt
-            self._waiting.appendleft(followers[0])
-            if followers[1:]:
-                self._followers[followers[0]] = followers[1:]
+        if followers:  # the next one computes the prompt, in its place
+            place = self._waiting.index(sequence) if sequence.scheduled_s is None else 0
+            self._waiting.insert(place, followers[0])
+            self._followers[followers[0]] = followers[1:]
         if sequence.in_flight:
-            self._ending.add(sequence.id)
+            self._ending[sequence.id] = sequence
             self.blocks.detach(sequence.id)
         else:
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         """Free what a sequence has that has ended, and of which no step is in flight."""
-        if sequence.id in self._ending:
-            self._ending.remove(sequence.id)
+        if self._ending.get(sequence.id) is sequence:
+            del self._ending[sequence.id]
             self.blocks.release(sequence.table)
         else:
             self.blocks.forget(sequence.id)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from elastic.engines.base import Request, TokenLogprobs
+from elastic.engines.base import FinishReason, Request, TokenLogprobs
 from elastic.engines.core.block_manager import BlockTable
 from elastic.engines.core.step import SequenceState
 
@@ -49,7 +47,7 @@ class Sequence:
         """True if only its last token is not computed."""
         return self.computed == len(self.tokens) - 1
 
-    def append(self, token: int) -> Literal["stop", "length"] | None:
+    def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return why it is the last one, if it is."""
         self.tokens.append(token)
         if token in self.request.stop_tokens:

@@ -99,7 +99,7 @@ class SimulatedExecutor:
     windows: tuple[int | None, ...]
     block_tokens: int
     computed: dict[str, int] = field(default_factory=dict)
-    """Tokens computed of each sequence that there was."""
+    """Tokens computed of each sequence since it was added."""
     running: dict[str, _Running] = field(default_factory=dict)
     _content: dict[tuple[int, int, int], Content] = field(default_factory=dict)
     _queue: deque[tuple[Step, Future[StepResult]]] = field(default_factory=deque)
@@ -120,6 +120,7 @@ class SimulatedExecutor:
         for state in step.added:
             assert state.id not in self.running, f"{state.id} was not removed"
             tokens = [*state.request.prompt, *state.generated]
+            self.computed[state.id] = 0
             self.running[state.id] = _Running(state, tokens, [[] for _ in self.windows])
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks)
         sampled = [self._compute(chunk, fail=fail) for chunk in step.chunks]
@@ -147,7 +148,7 @@ class SimulatedExecutor:
                 content = None if fail else (position, hash(tuple(sequence.tokens[: position + 1])))
                 self._content[self._slot(sequence, group, position)] = content
         sequence.computed = stop
-        self.computed[chunk.sequence] = self.computed.get(chunk.sequence, 0) + len(chunk.tokens)
+        self.computed[chunk.sequence] += len(chunk.tokens)
         assert chunk.samples is (stop == len(sequence.tokens))
         if not chunk.samples or fail:
             return None
