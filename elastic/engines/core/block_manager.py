@@ -28,7 +28,11 @@ class BlockTable:
     capacity: int = 0
     """Tokens for which it has blocks."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of its first blocks, which others may share."""
+    """Of its first full blocks, as far as they are known."""
+    shared: int = 0
+    """How many of its blocks others may share."""
+    refused: tuple[int, int, int] = (-1, 0, 0)
+    """When it was last refused blocks: `BlockManager._version`, the room that there was, the blocks that it wanted."""
 
 
 class BlockManager:
@@ -58,6 +62,7 @@ class BlockManager:
         self._waiting: dict[str, int] = {}  # the most tokens of those that have no block yet
         self._pools: list[BlockPool] = []
         self._promised: int | None = 0  # sectors; None: to be counted again
+        self._version = 0  # of what could let a sequence have the blocks that it was refused, besides more room
         self._ledger = AdmissionLedger(())
         self.memory = open_memory(
             promised=self.promised_sectors,
@@ -145,6 +150,10 @@ class BlockManager:
         """
         with self.memory.lock:
             table = self._tables[sequence]
+            room = self.memory.room(growing=False)
+            version, room_before, _ = table.refused
+            if version == self._version and room <= room_before:
+                return None
             self._live[table] = None
             self._ledger.add(table.demand)
             cached = self._share_prefix(table, tokens) if share and self.shares else 0
@@ -152,6 +161,7 @@ class BlockManager:
                 del self._waiting[sequence]
                 return cached
             self._release(table)
+            table.refused = self._version, room, 0
             return None
 
     def grow(self, table: BlockTable, tokens: int) -> tuple[tuple[int, ...], ...] | None:
@@ -164,15 +174,14 @@ class BlockManager:
 
     def share_computed(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Let others share the blocks of a sequence that its first `computed` tokens have filled."""
-        size = self.block_tokens
         with self.memory.lock:
-            for i in range(len(table.hashes), computed // size):
-                parent = table.hashes[-1] if table.hashes else b""
-                table.hashes.append(block_hash(parent, tokens[i * size : (i + 1) * size]))
+            for i in range(table.shared, computed // self.block_tokens):
+                name = self._hash(table, tokens, i)
                 for prefixes, users, blocks in zip(self._prefixes, self._users, table.blocks, strict=True):
-                    prefixes.register(table.hashes[i], blocks[i])
+                    prefixes.register(name, blocks[i])
                     if blocks[i] in prefixes:
                         users[blocks[i]] = frozenset((table.demand,))
+            table.shared = computed // self.block_tokens
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
@@ -205,16 +214,13 @@ class BlockManager:
 
     def _share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Have a sequence share the blocks that hold its first tokens, but not its last; return how many tokens."""
-        size, name = self.block_tokens, b""
         joined: dict[Sharers, Sharers] = {}  # so that blocks of the same users stay so
-        for i in range((len(tokens) - 1) // size):
-            name = block_hash(name, tokens[i * size : (i + 1) * size])
-            found = [prefixes.find(name) for prefixes in self._prefixes]
-            if None in found:
+        for i in range((len(tokens) - 1) // self.block_tokens):
+            name = self._hash(table, tokens, i)
+            found = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
+            if len(found) < len(self._pools):
                 break
-            table.hashes.append(name)
             for group, block in enumerate(found):
-                assert block is not None
                 before = self._users[group].get(block, NOBODY)
                 if not before:
                     self._pools[group].reuse(block)
@@ -222,21 +228,39 @@ class BlockManager:
                 self._users[group][block] = after
                 self._ledger.share(group, before, after)
                 table.blocks[group].append(block)
-        shared = len(table.hashes)
-        self._ledger.give(table.demand, [shared] * len(self._pools), alone=False)
-        table.capacity = shared * size
+            table.shared += 1
+        self._ledger.give(table.demand, [table.shared] * len(self._pools), alone=False)
+        table.capacity = table.shared * self.block_tokens
         return table.capacity
+
+    def _hash(self, table: BlockTable, tokens: Sequence[int], block: int) -> bytes:
+        """Return the hash of a full block of a sequence, of which those before it are known."""
+        if block == len(table.hashes):
+            parent = table.hashes[-1] if table.hashes else b""
+            size = self.block_tokens
+            table.hashes.append(block_hash(parent, tokens[block * size : (block + 1) * size]))
+        return table.hashes[block]
 
     def _extend(self, table: BlockTable, tokens: int, *, growing: bool) -> bool:
         """Give a sequence the blocks for `tokens` tokens if it may have them; return whether it has them."""
         wanted = [n - len(blocks) for n, blocks in zip(self._blocks_for(tokens), table.blocks, strict=True)]
+        count = sum(wanted)
+        if not count:
+            table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
+            return True
+        room = self.memory.room(growing=growing)
+        version, room_before, count_before = table.refused
+        if version == self._version and room <= room_before and count >= count_before:
+            return False
         self._ledger.give(table.demand, wanted)
-        free = [pool.free_blocks - count for pool, count in zip(self._pools, wanted, strict=True)]
-        if self._ledger.reserved_sectors(free) > self.memory.room(growing=growing) or not self._take(table, wanted):
-            self._ledger.give(table.demand, [-count for count in wanted])
+        free = [pool.free_blocks - more for pool, more in zip(self._pools, wanted, strict=True)]
+        if self._ledger.reserved_sectors(free) > room or not self._take(table, wanted):
+            self._ledger.give(table.demand, [-more for more in wanted])
+            table.refused = self._version, room, count
             return False
         table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
         self._promised = None
+        self._version += len(self._pools) > 1  # with one kind of layers, what one gets is never of use to another
         return True
 
     def _take(self, table: BlockTable, wanted: Sequence[int]) -> bool:
@@ -286,6 +310,6 @@ class BlockManager:
             blocks.clear()
         self._ledger.remove(demand)
         del self._live[table]
-        table.hashes.clear()
-        table.capacity = 0
+        table.shared = table.capacity = 0
         self._promised = None
+        self._version += 1

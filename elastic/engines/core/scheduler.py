@@ -135,7 +135,7 @@ class Scheduler:
                 continue
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))
-            if shares and sequence.computed // size > len(sequence.table.hashes):
+            if shares and sequence.computed // size > sequence.table.shared:
                 self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
             if token is None:
                 continue

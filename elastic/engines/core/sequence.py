@@ -52,7 +52,7 @@ class Sequence:
         self.tokens.append(token)
         if token in self.request.stop_tokens:
             return "stop"
-        return "length" if self.generated_count >= self.request.max_tokens else None
+        return "length" if len(self.tokens) >= self.table.most_tokens else None
 
     def state(self) -> SequenceState:
         """Return what another engine needs to go on with it."""
