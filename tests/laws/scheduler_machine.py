@@ -14,9 +14,15 @@ from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.scheduler import Scheduler
 from elastic.engines.core.step import SequenceState, Step
 from elastic.errors import CapacityError, Overloaded
+from elastic.kvcache.storage.budget import WeightsShare
+from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.page_pool import PagePool
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory, next_token
 
 SECTORS = 12
+PAGE = 3 * 4096  # a sector; it holds 2, 3 or 4 blocks
 MAX_REQUESTS = 6
 MAX_BATCH_TOKENS = 16
 LAYOUTS: dict[str, tuple[tuple[int | None, ...], tuple[int, ...]]] = {  # windows and blocks in a sector, by group
@@ -36,6 +42,55 @@ def alone(state: SequenceState) -> list[int]:
     return generated
 
 
+class PagedMemory(BlockMemory):
+    """Block memory on the CPU, with what the machine does to a `SimulatedMemory`."""
+
+    def __init__(self, sectors: int, blocks_per_sector: tuple[int, ...], **asks: Any) -> None:
+        total = sectors * PAGE
+        self.pages = PagePool("cpu#test", MemfdBackend(PAGE), total, ready_pages=0)
+        kv = KVPool(self.pages, total, idle_share=1.0, ready_share=0)
+        self.share = WeightsShare(kv)
+        self.reserved = 0
+        groups = [BlockGroup((layer,), PAGE // n) for layer, n in enumerate(blocks_per_sector)]
+        super().__init__(kv, groups, **asks)
+        assert tuple(map(self.blocks_per_sector, range(len(groups)))) == blocks_per_sector
+
+    @property
+    def maximum(self) -> int:
+        return self.kv.limits.maximum
+
+    @property
+    def limit(self) -> int:
+        return self.kv.limits.limit
+
+    @limit.setter
+    def limit(self, sectors: int) -> None:
+        self.kv.resize(min(sectors, self.maximum) * self.sector_bytes)
+
+    def take(self, sectors: int) -> bool:
+        if not self.share.take_from_cache(sectors):
+            return False
+        self.pages.reserve("layer", sectors)
+        self.reserved += sectors
+        return True
+
+    def give(self, sectors: int) -> None:
+        self.pages.unreserve("layer", sectors)
+        self.reserved -= sectors
+        self.share.give_to_cache(sectors)
+
+    def check(self) -> None:
+        super().check()
+        with self.lock:
+            self.kv.retire_ended()
+            self.pages.check()
+
+    def close(self) -> None:
+        super().close()
+        self.kv.trim()
+        assert self.pages.free_pages + self.reserved == self.pages.budget_pages
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go, fail and move between engines, while weights take memory and limits change."""
 
@@ -43,9 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, layout: str, share: bool, cohorts: int) -> None:
         windows, sizes = LAYOUTS[layout]
         self.now = 0.0
-        self.memory: Any = None
-        self.blocks = BlockManager(functools.partial(SimulatedMemory, SECTORS, sizes), windows, 4, share)
-        self.memory = self.blocks.memory
+        self.blocks = BlockManager(functools.partial(self.open_memory, sizes), windows, 4, share)
+        self.memory: Any = self.blocks.memory
         self.scheduler = Scheduler(
             self.blocks,
             max_requests=MAX_REQUESTS,
@@ -64,6 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: list[Step] = []
         self.taken: list[int] = []
         self.away: list[tuple[SequenceState, ...]] = []
+
+    def open_memory(self, blocks_per_sector: tuple[int, ...], **asks: Any) -> Any:
+        return SimulatedMemory(SECTORS, blocks_per_sector, **asks)
 
     # -- what happens
 
@@ -202,7 +259,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "blocks"):
             return
         self.blocks.check()
-        assert sum(map(len, self.memory.allocated)) <= self.memory.maximum
+        self.memory.check()
         assert self.memory.used_sectors + self.blocks.promised_sectors() <= self.memory.maximum, "not all could end"
 
     @invariant()
@@ -229,3 +286,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocks_are_conserved()
         self.executor.remove(self.scheduler.take_removed())
         assert not self.executor.running, "the executor was not told to forget them"
+        self.memory.close()
+
+
+class PagedSchedulerMachine(SchedulerMachine):
+    """The same over pages: `BlockMemory` beside weights that take and give memory."""
+
+    def open_memory(self, blocks_per_sector: tuple[int, ...], **asks: Any) -> Any:
+        return PagedMemory(SECTORS, blocks_per_sector, **asks)
+
+    @rule()
+    def trim(self) -> None:
+        self.memory.kv.trim()

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from laws.scheduler_machine import SchedulerMachine
+from laws.scheduler_machine import PagedSchedulerMachine, SchedulerMachine
+
+MACHINES = pytest.mark.parametrize("machine", [SchedulerMachine, PagedSchedulerMachine])
 
 
-def test_every_sequence_ends_as_it_would_alone_whatever_happens() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
-    )
+@MACHINES
+def test_every_sequence_ends_as_it_would_alone_whatever_happens(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.long
-def test_every_sequence_ends_as_it_would_alone_for_ten_thousand_steps() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None)
-    )
+@MACHINES
+def test_every_sequence_ends_as_it_would_alone_for_ten_thousand_steps(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=250, stateful_step_count=50, deadline=None))

@@ -83,6 +83,15 @@ class SimulatedMemory:
         """Have weights give back what they took."""
         self.maximum += sectors
 
+    def check(self) -> None:
+        """Raise `AssertionError` where more is allocated than there is."""
+        mapped = [sector for group in self.allocated for sector in group]
+        assert len(mapped) <= self.maximum
+        assert sorted([*mapped, *self._free]) == list(range(self.total))
+
+    def close(self) -> None:
+        """Hold nothing."""
+
 
 @dataclass
 class _Running:
