@@ -279,10 +279,11 @@ class BlockManager:
         return True
 
     def _take_block(self, pool: BlockPool) -> int:
-        """Take a block: of a reusable sector, whose blocks are then given up, only if there is no room for another."""
+        """Take a block: of a reusable sector, what is kept in it is then given up, once enough is kept for reuse."""
         if pool.available:
             return pool.take()
-        if pool.reusable_sectors and self.memory.room(growing=True) <= self.reusable_sectors():
+        reusable = self.reusable_sectors()
+        if pool.reusable_sectors and reusable >= min(self.memory.reusable_limit, self.memory.room(growing=True)):
             return pool.take_reusable()
         return pool.take_new()
 

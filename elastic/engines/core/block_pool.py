@@ -21,6 +21,10 @@ class SectorMemory(Protocol):
     def used_sectors(self) -> int:
         """Sectors that live sequences need."""
 
+    @property
+    def reusable_limit(self) -> int:
+        """Sectors that may stay allocated for reuse alone while there is room for others."""
+
     def blocks_per_sector(self, group: int) -> int:
         """Count the blocks that a sector has in each layer of a group."""
 

@@ -125,6 +125,11 @@ class BlockMemory:
         """Pages that must remain to be had beside those in use."""
         return self.promised() * self.sector_pages
 
+    @property
+    def reusable_limit(self) -> int:
+        """Sectors that may stay mapped for reuse alone while memory is free: those of the pool's watermark."""
+        return int(self.kv.limits.open * self.kv.reclaimer.idle_share) // self.sector_pages
+
     def blocks_per_sector(self, group: int) -> int:
         """Count the blocks that a sector has in each layer of a group."""
         ranges = self.groups[group]

@@ -45,6 +45,10 @@ class SimulatedMemory:
     def used_sectors(self) -> int:
         return sum(map(len, self.allocated)) - self.reusable()
 
+    @property
+    def reusable_limit(self) -> int:
+        return self.total // 2
+
     def blocks_per_sector(self, group: int) -> int:
         return self._sizes[group]
 

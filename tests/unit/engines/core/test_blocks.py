@@ -65,7 +65,7 @@ def test_blocks_kept_for_reuse_are_given_up_the_end_of_a_beginning_first() -> No
     manager.share_computed(manager.table("a"), tokens, 12)
     manager.forget("a")
     assert manager.reusable_sectors() == 3
-    assert admit(manager, "other", [77] * 8) == 0
+    assert admit(manager, "other", [77] * 4) == 0
     assert manager.reusable_sectors() == 2
     manager.forget("other")
     assert admit(manager, "again", tokens) == 8
@@ -82,6 +82,19 @@ def test_what_sectors_in_use_have_is_taken_before_more_memory() -> None:
     assert admit(manager, "next", [6] * 12) == 0
     assert memory.used_sectors == 1
     assert manager.reusable_sectors() == 0
+
+
+def test_what_is_kept_for_reuse_grows_to_its_limit_and_no_further() -> None:
+    manager, memory = blocks_of(None, sectors=8, size=1)
+    for name in range(6):
+        tokens = [name] * 5
+        admit(manager, str(name), tokens)
+        manager.share_computed(manager.table(str(name)), tokens, 4)
+        manager.forget(str(name))
+    assert manager.reusable_sectors() == memory.reusable_limit == 4
+    assert sum(map(len, memory.allocated)) == 4
+    assert admit(manager, "last", [5] * 5) == 4
+    assert admit(manager, "first", [0] * 5) == 0
 
 
 def test_memory_gets_back_so_many_reusable_sectors_as_it_asks_for_the_oldest_first() -> None:
