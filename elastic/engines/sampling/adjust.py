@@ -12,6 +12,9 @@ from elastic.engines.sampling.state import SamplingState
 from elastic.errors import ConfigError
 
 _MOST_BIAS = 1e30  # of float32, so that an endless bias leaves finite scores
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_ALLOWED = torch.from_numpy(np.where(_BITS, np.float32(0), np.float32(-np.inf)))
+"""float32 [256, 8]: by eight bits of a mask, what is added to the scores of their tokens."""
 
 Rows = list[tuple[int, SamplingState]]
 
@@ -81,10 +84,12 @@ def _forbid_unmatched(logits: torch.Tensor, rows: Rows) -> dict[int, str]:
             errors[row] = str(error)
         if state.too_short:
             _without_end(mask.numpy().view(np.uint32), state.request.stop_tokens)
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = masks.to(logits.device)[:, :, None].bitwise_right_shift(bits).bitwise_and_(1).flatten(1)[:, :vocabulary]
-    places = [row for row, _ in rows]
-    logits[places] = logits[places].masked_fill_(allowed == 0, -torch.inf)
+    eights = masks.to(logits.device).view(torch.uint8).int()
+    scores = torch.embedding(_ALLOWED.to(logits.device), eights).flatten(1)[:, :vocabulary]  # no branch for each token
+    if len(rows) == len(logits):
+        logits.add_(scores)
+    else:
+        logits.index_add_(0, torch.tensor([row for row, _ in rows], device=logits.device), scores)
     return errors
 
 

@@ -26,8 +26,7 @@ def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
         logits = logits / _column([min(max(rule.temperature, _COLDEST), _HOTTEST) for rule in rules], logits)
     probabilities = torch.softmax(logits, -1)
     if any(rule.min_p or rule.top_k or rule.top_p < 1 for rule in rules):
-        least = _least_probabilities(probabilities, rules)
-        probabilities.masked_fill_(probabilities < least, 0.0)
+        probabilities = probabilities * (probabilities >= _least_probabilities(probabilities, rules))
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     numbers = uniforms([state.key for state in states], [state.position for state in states])
     bounds = torch.from_numpy(numbers).to(logits.device)[:, None] * sums[:, -1:]
@@ -72,7 +71,7 @@ def _of_top_p(probabilities: torch.Tensor, rules: Sequence[Sampling], least: tor
     1 - top_p together, so none of them stays.
     """
     shares = torch.tensor([[rule.top_p] for rule in rules], dtype=torch.float64, device=least.device)
-    left = torch.where(probabilities < least, 0.0, probabilities).sum(-1, keepdim=True, dtype=torch.float64)
+    left = (probabilities * (probabilities >= least)).sum(-1, keepdim=True, dtype=torch.float64)
     level = torch.maximum(least, ((1 - shares) * left / probabilities.shape[-1] / 2).float())
     candidates = int((probabilities >= level).sum(-1).max())
     highest = probabilities.topk(max(candidates, 1), -1).values

@@ -112,6 +112,15 @@ def test_tokens_as_likely_as_the_last_stay() -> None:
         assert drawn == {1, 3, 4}
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.25, 2), (1 - 2**-53, 2)])
+def test_a_number_on_a_bound_takes_the_token_behind_it(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.engines.sampling.draw.uniforms", lambda keys, _: np.full(len(keys), number))
+    logits = torch.tensor([[0.0, 0.25, 0.75, 0.0]]).log()
+    assert draw(logits, [state(Sampling(1.0))]) == [token]
+
+
 def test_a_row_without_a_distribution_is_told_apart() -> None:
     logits = torch.zeros(3, 4)
     logits[0, 2], logits[1] = math.nan, -math.inf
