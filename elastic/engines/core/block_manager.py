@@ -280,7 +280,7 @@ class BlockManager:
 
     def _take_block(self, pool: BlockPool) -> int:
         """Take a block: of a reusable sector, what is kept in it is then given up, once enough is kept for reuse."""
-        if pool.available:
+        if pool.free_blocks:
             return pool.take()
         reusable = self.reusable_sectors()
         if pool.reusable_sectors and reusable >= min(self.memory.reusable_limit, self.memory.room(growing=True)):

@@ -83,13 +83,8 @@ class BlockPool:
         """Count the blocks to be had, kept ones included, in sectors that live sequences need."""
         return (len(self._sectors) - len(self._reusable)) * self.size - self.in_use
 
-    @property
-    def available(self) -> bool:
-        """True if a sector that live sequences need has a block that is free or kept."""
-        return self.free_blocks > 0
-
     def take(self) -> int:
-        """Return a free block of such a sector; if there is none, the one that was kept unused for longest."""
+        """Return one of the `free_blocks`, of which there are some; the last, those that are kept, the oldest first."""
         while self._open:
             number = self._open[0]
             sector = self._sectors.get(number)

@@ -239,7 +239,7 @@ class Scheduler:
             live += 1
             sequence.cohort = cohort.number
             sequence.scheduled_s = now
-            sequence.waited_for_kv_s = self.short_of_kv_s - sequence.waited_for_kv_s
+            sequence.waited_for_kv_s = self.short_of_kv_s - sequence.short_of_kv_s
             sequence.cached_tokens = start
             stop = sequence.computed = min(start + budget, len(tokens))
             blocks = tuple(map(tuple, table.blocks))

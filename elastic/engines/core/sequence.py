@@ -12,7 +12,7 @@ class Sequence:
 
     __slots__ = (
         "cached_tokens", "cohort", "computed", "ended", "id", "in_flight", "index", "prompt_logprobs", "request",
-        "scheduled_s", "seed", "table", "tokens", "waited_for_kv_s",
+        "scheduled_s", "seed", "short_of_kv_s", "table", "tokens", "waited_for_kv_s",
     )  # fmt: skip
 
     def __init__(self, state: SequenceState, table: BlockTable, short_of_kv_s: float) -> None:
@@ -30,22 +30,14 @@ class Sequence:
         """Of its tokens, those whose blocks were there when it began."""
         self.scheduled_s: float | None = None
         """When it first went into a step, on the scheduler's clock."""
-        self.waited_for_kv_s = short_of_kv_s
-        """How long before that no block was to be had; until then, `Scheduler.short_of_kv_s` when it came."""
+        self.waited_for_kv_s = 0.0
+        """How long before that no block was to be had."""
+        self.short_of_kv_s = short_of_kv_s
+        """`Scheduler.short_of_kv_s` when it came."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Of its tokens that were computed so far, if the request asks for them."""
         if state.request.prompt_logprobs is not None and state.index == 0 and not state.generated:
             self.prompt_logprobs = []
-
-    @property
-    def generated_count(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def decoding(self) -> bool:
-        """True if only its last token is not computed."""
-        return self.computed == len(self.tokens) - 1
 
     def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return why it is the last one, if it is."""

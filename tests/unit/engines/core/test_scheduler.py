@@ -91,7 +91,7 @@ def test_an_answer_that_cannot_go_on_ends_alone() -> None:
     result = StepResult((SampledToken(0, error="no token is allowed"), SampledToken(1)))
     failed, other = serving.scheduler.update(step, result)
     assert (failed.sequence.id, failed.finish) == ("a/0", "failed")
-    assert failed.sequence.generated_count == 0
+    assert len(failed.sequence.tokens) == 3
     assert (other.sequence.id, other.finish) == ("b/0", None)
     assert serving.scheduler.sequences.keys() == {"b/0"}
 
