@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
+
 from elastic.config import require
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.runtime.runtime import Runtime
@@ -24,6 +26,16 @@ class Sampling:
     """0: the likeliest token."""
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    """The least probability, as a share of the likeliest token's."""
+    repetition_penalty: float = 1.0
+    """Divides positive scores of tokens of the prompt and the answer, multiplies negative ones; 1: none."""
+    presence_penalty: float = 0.0
+    """Taken from the score of each token that the answer has."""
+    frequency_penalty: float = 0.0
+    """Taken from the score of a token for each time that the answer has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to their scores."""
     seed: int | None = None
     """For the same tokens again from the same logits; None: other ones each time."""
 
@@ -31,7 +43,23 @@ class Sampling:
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0 and finite")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or None")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "finite")
+        for token, bias in self.logit_bias:
+            require(token >= 0, "logit_bias", token, "of token ids, which are at least 0")
+            require(not math.isnan(bias), "logit_bias", bias, "a number")
         require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "from -2**63 to 2**64 - 1")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The language that the text of an answer must be of (structured output)."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    """The schema as JSON, the regular expression, or the grammar in Lark's notation."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +75,48 @@ class Request:
     """Token ids that end the request besides the model's own; the one that did is part of the output."""
     ignore_eos: bool = False
     """Whether the model's own end tokens do not end it."""
+    min_tokens: int = 0
+    """Before so many tokens no stop token is chosen."""
+    n: int = 1
+    """How many answers to generate; they share the KV blocks of the prompt."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report with each new token's own log-probability; None: no report."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
+    grammar: Grammar | None = None
+    """What the answer must match; needs an engine with a `GrammarCompiler`."""
     arrived_s: float | None = None
     """When it arrived, in seconds of `time.perf_counter`; None: when it is submitted."""
     id: str = field(default_factory=lambda: f"request-{next(_ids)}")
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, as the model gave them: before temperature, penalties, biases, limits."""
+
+    token: int
+    logprob: float
+    """Of this token, at most 0."""
+    rank: int
+    """How many tokens are at least as likely; 1: the likeliest."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities, in order, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of a sequence."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """If its request asks for them."""
+    error: str | None = None
+    """Why there is none: the sequence has failed, `token` means nothing."""
+
+
+@dataclass(frozen=True)
 class Output:
-    """New tokens of a request, and how it ended, if it did."""
+    """New tokens of one answer of a request, and how it ended, if it did."""
 
     request: str
     tokens: tuple[int, ...]
@@ -69,10 +131,42 @@ class Output:
     """In the first output with tokens, where the engine counts it: when the request first went into a forward pass."""
     waited_for_kv_s: float | None = None
     """There too: how long before that no KV block was to be had for it although the batch had room."""
+    index: int = 0
+    """Which of the `n` answers."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `tokens`, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """In the first output of answer 0, if asked for: one for each token of the prompt, None for the first."""
+    cached_tokens: int | None = None
+    """In the first output: tokens of the prompt whose KV blocks were there already."""
 
 
 Listener = Callable[[Output], None]
 """Called on the engine's thread, in order; it returns soon and does not raise."""
+
+
+class TokenMatcher(Protocol):
+    """What may come next in one answer. For one thread."""
+
+    def fill_mask(self, mask: torch.Tensor) -> None:
+        """Write which tokens may come next.
+
+        mask: int32 [ceil(vocabulary / 32)] on the CPU; bit i % 32 of element i // 32 stands for token i. Raises
+        `ConfigError` when the grammar cannot be followed any further.
+        """
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that `fill_mask` allowed. After any other `fill_mask` raises."""
+
+
+class GrammarCompiler(Protocol):
+    """Makes matchers of grammars over one tokenizer's vocabulary. Thread-safe."""
+
+    def matcher(self, grammar: Grammar) -> TokenMatcher:
+        """Return a new matcher at the beginning of an answer.
+
+        Raises `ConfigError` for a grammar that makes none, `BackendUnavailable` without the package that it needs.
+        """
 
 
 class Engine(Protocol):
@@ -108,8 +202,11 @@ class Engine(Protocol):
         serving; then nothing is queued.
         """
 
-    def cancel(self, request: str) -> None:
-        """End a request and free what it holds; its listener gets `cancelled`. Unknown or ended: nothing happens."""
+    def cancel(self, request: str, index: int | None = None) -> None:
+        """End a request, or one of its answers, and free what it holds; its listener gets `cancelled` for each.
+
+        Unknown or ended: nothing happens.
+        """
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`), or end them as `cancelled`. Can be called twice."""

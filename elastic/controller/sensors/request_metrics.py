@@ -12,7 +12,7 @@ from typing import Any, Literal
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, SlidingWindow, WindowSum
 from elastic.controller.snapshot import RequestStats
 
-Outcome = Literal["completed", "cancelled", "failed", "rejected"]
+Outcome = Literal["completed", "cancelled", "failed", "rejected", "moved"]
 Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s"]
 TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s")
 

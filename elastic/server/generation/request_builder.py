@@ -100,7 +100,7 @@ class RequestBuilder:
         temperature, sampling = 1.0 if body.temperature is None else body.temperature, Sampling()
         if temperature >= SMALLEST_TEMPERATURE:
             top_k = min(body.top_k, self._vocabulary) if body.top_k and body.top_k > 0 else None
-            sampling = Sampling(temperature, top_k, body.top_p or 1.0, body.seed)
+            sampling = Sampling(temperature, top_k, body.top_p or 1.0, seed=body.seed)
         return Request(
             prompt=tuple(ids),
             max_tokens=most,

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from laws.scheduler_machine import PagedSchedulerMachine, SchedulerMachine
+
+MACHINES = pytest.mark.parametrize("machine", [SchedulerMachine, PagedSchedulerMachine])
+
+
+@MACHINES
+def test_every_sequence_ends_as_it_would_alone_whatever_happens(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+@pytest.mark.long
+@MACHINES
+def test_every_sequence_ends_as_it_would_alone_for_ten_thousand_steps(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=250, stateful_step_count=50, deadline=None))
