@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from elastic.config import parse_bytes
 from elastic.engines.base import Engine
 from elastic.errors import ConfigError
-from elastic.server.generation import errors
 from elastic.server.generation.state import ServerState
 from elastic.server.middleware import RequestMiddleware
+from elastic.server.protocol import errors
 from elastic.server.routes import actions as action_routes
 from elastic.server.routes import openai, status
 

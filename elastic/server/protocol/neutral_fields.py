@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.server.generation.errors import invalid
+from elastic.server.protocol.errors import invalid
 
 Neutral = Mapping[str, tuple[Any, ...] | None]
 """Field -> its neutral values; None: it never changes an answer here, whatever its value."""
@@ -18,51 +18,51 @@ Neutral = Mapping[str, tuple[Any, ...] | None]
 _TABLE: tuple[tuple[tuple[Any, ...] | None, str], ...] = (
     (
         None,
-        "user metadata store service_tier safety_identifier verbosity prompt_cache_key prompt_cache_retention "
+        "user metadata service_tier safety_identifier verbosity prompt_cache_key prompt_cache_retention "
         "prompt_cache_options cache_salt request_id session_id truncation_side mm_payload return_mm_kwargs "
-        "spaces_between_special_tokens include_reasoning",
+        "spaces_between_special_tokens include_reasoning store",
     ),
     (
         (None,),
-        "audio prediction moderation web_search_options allowed_token_ids truncate_prompt_tokens prompt_logprobs "
-        "prompt_embeds chat_template structured_outputs guided_json guided_regex guided_choice guided_grammar "
-        "repetition_detection",
+        "audio prediction moderation web_search_options allowed_token_ids truncate_prompt_tokens prompt_embeds "
+        "chat_template repetition_detection guided_decoding_backend guided_whitespace_pattern structural_tag",
     ),
     (
         (None, False),
-        "echo logprobs use_beam_search early_stopping watermarking include_stop_str_in_output continue_final_message "
-        "return_tokens_as_token_ids return_token_ids return_weight_versions return_token_offsets return_prompt_text",
+        "use_beam_search early_stopping watermarking return_weight_versions return_token_offsets return_prompt_text",
     ),
-    ((None, True), "skip_special_tokens add_generation_prompt"),
-    ((None, True, False), "parallel_tool_calls"),
-    (
-        (None, 0),
-        "top_logprobs presence_penalty frequency_penalty min_p min_tokens priority routed_experts_prompt_start",
-    ),
-    ((None, 1), "n best_of length_penalty repetition_penalty stream_interval"),
+    ((None, 0), "priority routed_experts_prompt_start"),
+    ((None, 1), "length_penalty stream_interval"),
     ((None, -1), "thinking_token_budget"),
     ((None, ""), "suffix"),
-    ((None, []), "tools functions bad_words logprob_token_ids documents"),
-    (
-        (None, {}),
-        "logit_bias chat_template_kwargs media_io_kwargs mm_processor_kwargs kv_transfer_params ec_transfer_params "
-        "vllm_xargs",
-    ),
-    ((None, "none", "auto"), "tool_choice function_call"),
+    ((None, []), "functions bad_words logprob_token_ids documents"),
+    ((None, {}), "media_io_kwargs mm_processor_kwargs kv_transfer_params ec_transfer_params vllm_xargs"),
+    ((None, "none", "auto"), "function_call"),
     ((None, "none"), "reasoning_effort"),
-    ((None, {"type": "text"}), "response_format"),
     ((None, ["text"]), "modalities"),
 )
 """Neutral values, and the fields of both servers that have them."""
 _COMMON: Neutral = {name: values for values, names in _TABLE for name in names.split()}
-COMPLETION: Neutral = {**_COMMON, "add_special_tokens": (None, True)}
-CHAT: Neutral = {**_COMMON, "add_special_tokens": (None, False)}
-"""The text of a chat template has its special tokens."""
+COMPLETION: Neutral = {
+    **_COMMON,
+    **dict.fromkeys(("add_generation_prompt", "parallel_tool_calls"), (None, True)),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "top_logprobs": (None, 0),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+}
+CHAT: Neutral = {**_COMMON, "best_of": (None, 1), "echo": (None, False)}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (None, False)}
+STRUCTURED_OUTPUTS: Neutral = {
+    **dict.fromkeys(("whitespace_pattern", "structural_tag"), (None,)),
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties", "disable_fallback"), (None, False)),
+}
 MESSAGE: Neutral = dict.fromkeys(
-    ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content"), (None, [])
+    ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content"), (None, [])
 )
 PART: Neutral = {"cache_control": (None,)}
+TOKENIZE: Neutral = {"chat_template": (None,), "mm_processor_kwargs": (None, {})}
 
 
 def check_neutral(extra: Mapping[str, Any] | None, neutral: Neutral, prefix: str = "") -> None:
