@@ -1,4 +1,4 @@
-"""Several answers to a prompt, and what is reported of tokens: OpenAI's shapes through its client, vLLM's as they are."""
+"""Several answers to a prompt, and what is reported of tokens, in OpenAI's shapes and vLLM's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from support.serving.live_server import CONTEXT, NAME, TOKENIZER, app_for, live,
 
 PROMPT = "def read(path):"
 IDS = tuple(TOKENIZER.encode(PROMPT))
+LETTERS = (35,)
+"""A prompt after which each token is one letter."""
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ASKED: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -68,10 +70,9 @@ def test_n_answers_to_each_prompt_count_the_prompt_once(client: TestClient) -> N
 
 
 def test_an_answer_that_a_stop_string_ends_leaves_the_others_alone(client: TestClient, engine: FakeEngine) -> None:
-    texts = [text_of(tokens(i, 40)) for i in range(3)]
-    stop = texts[1][5:9]
-    assert stop not in texts[0]
-    got = complete(client, n=3, max_tokens=40, stop=stop)
+    texts = [text_of([token_after(LETTERS, k, answer=i) for k in range(8)]) for i in range(3)]
+    stop = texts[1][2:4]
+    got = complete(client, prompt=LETTERS, n=3, max_tokens=8, stop=stop)
     assert [choice["text"] for choice in got["choices"]] == [text.partition(stop)[0] for text in texts]
     assert got["choices"][1]["stop_reason"] == stop
     until(lambda: engine.counters.read().completed == 1)
@@ -178,15 +179,12 @@ def test_what_is_asked_of_sampling_reaches_the_engine(client: TestClient, engine
 
 
 def test_before_min_tokens_nothing_ends_an_answer(client: TestClient) -> None:
-    text = text_of(tokens(count=20))
-    first = tokens()[0]
-    stop = TOKENIZER.decode([first])
-    assert complete(client, stop=stop)["choices"][0]["text"] == ""
-    later = complete(client, stop=stop, min_tokens=3)["choices"][0]["text"]
-    assert text.startswith(later)
-    assert later.startswith(text_of(tokens(count=3)))
-    got = complete(client, stop_token_ids=[tokens()[1]], min_tokens=4)
-    assert got["usage"]["completion_tokens"] >= 4
+    text = text_of([token_after(LETTERS, k) for k in range(6)])
+    for min_tokens, expected in ((0, text[:1]), (1, text[:1]), (2, text)):
+        got = complete(client, prompt=LETTERS, stop=text[1], min_tokens=min_tokens)
+        assert got["choices"][0]["text"] == expected
+    got = complete(client, prompt=LETTERS, stop_token_ids=[token_after(LETTERS, 1)], min_tokens=4)
+    assert got["usage"]["completion_tokens"] == 6
 
 
 def test_a_stop_can_be_part_of_the_text(client: TestClient) -> None:
