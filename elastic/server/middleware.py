@@ -22,7 +22,7 @@ _POLL_S = 0.25
 """Between two looks whether the server drains, while the rest of a body is awaited."""
 _CLOSE = {"Connection": "close"}
 """Headers of an answer to a body that is not read to its end."""
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class RequestMiddleware:

@@ -60,8 +60,10 @@ def _require_no_template(body: PromptFields, messages: Sequence[dict[str, Any]])
     if body.chat_template_kwargs:
         raise invalid("chat_template_kwargs", "the model has no chat template")
     for i, message in enumerate(messages):
-        if message["role"] == "tool" or "tool_calls" in message:
-            raise invalid(f"messages.{i}", "the model has no chat template, which would tell it of calls of tools")
+        for name, used in (("role", message["role"] == "tool"), ("tool_calls", "tool_calls" in message)):
+            if used:
+                words = "the model has no chat template, which would tell it of calls of tools"
+                raise invalid(f"messages.{i}.{name}", words)
 
 
 @cache

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from elastic.engines.base import Grammar, GrammarCompiler, Request, Sampling
-from elastic.errors import ConfigError
+from elastic.errors import BackendUnavailable, ConfigError
 from elastic.server.generation.chat_template import render
 from elastic.server.generation.detokenizer import Detokenizer
 from elastic.server.generation.token_length import longest_token
@@ -113,6 +113,10 @@ class RequestBuilder:
             len(tokens), lambda tokenizer: str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         )
 
+    async def names(self, tokens: Sequence[int]) -> list[str]:
+        """Return the names that tokens have in the vocabulary."""
+        return await self._on_thread(len(tokens), lambda tokenizer: list(tokenizer.convert_ids_to_tokens(tokens)))
+
     async def echoes(self, body: CompletionBody, requests: Sequence[Request]) -> list[Echo]:
         """Return the texts that come before the answers, one for each prompt: as they were sent, or of their tokens."""
         skip_special = body.skip_special_tokens is not False
@@ -148,12 +152,14 @@ class RequestBuilder:
         if grammar is None:
             return None
         if self._grammars is None:
-            message = "structured output is off; it needs: pip install 'elastic-llm[structured]'"
+            message = "structured output is off: this server was made without a compiler of grammars"
             raise APIError(400, message, code="unsupported_value")
         try:
             await asyncio.get_running_loop().run_in_executor(self._compiling, self._grammars.matcher, grammar)
         except ConfigError as error:
             raise invalid(None, str(error)) from error
+        except BackendUnavailable as error:
+            raise APIError(400, str(error), code="unsupported_value") from error
         return grammar
 
     def _check_characters(self, text: str, param: str) -> None:

@@ -62,6 +62,21 @@ MESSAGE: Neutral = dict.fromkeys(
     ("function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content"), (None, [])
 )
 PART: Neutral = {"cache_control": (None,)}
+RESPONSES: Neutral = {
+    **dict.fromkeys(
+        (
+            *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+            *("prompt_cache_options", "max_tool_calls"),
+        )
+    ),
+    **dict.fromkeys(
+        ("conversation", "prompt", "context_management", "moderation", "access_programs", "image"), (None,)
+    ),
+    **dict.fromkeys(("background", "background_options"), (None, False)),
+    "truncation": (None, "disabled"),
+    "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
+}
+ITEM: Neutral = dict.fromkeys(("id", "status", "phase", "annotations", "logprobs", "caller", "namespace"))
 TOKENIZE: Neutral = {"chat_template": (None,), "mm_processor_kwargs": (None, {})}
 
 

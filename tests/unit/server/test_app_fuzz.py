@@ -208,7 +208,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "response_format": {"type": "json_object"}}, None, "unsupported_value"),
     ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format", "invalid_value"),
     ({"prompt": "x", "response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
-    ({"prompt": "x", "guided_json": {"a": "\ud800"}}, "guided_json", "invalid_value"),
+    ({"prompt": "x", "guided_json": {"a": float("nan")}}, "guided_json", "invalid_value"),
     ({"prompt": "x", "structured_outputs": {"xml": 1}}, "structured_outputs.xml", "unknown_parameter"),
     ({"prompt": "x", "no_such": None}, "no_such", "unknown_parameter"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
