@@ -18,6 +18,8 @@ class HermesParser:
         self._held = ""
         """Text that is not told yet: space, and what may become a mark."""
         self._reader: CallReader | None = None
+        self._mark = ""
+        """How the call that is read began."""
         self._calls = 0
         self._in_call = False
         """The end mark of a call is to come."""
@@ -39,7 +41,7 @@ class HermesParser:
         reader, held = self._reader, self._held
         self._reader, self._held = None, ""
         if reader is not None:
-            return Parsed("" if reader.told else _BEGIN + reader.text)
+            return Parsed("" if reader.told else self._mark + reader.text)
         return Parsed("" if self._calls and not held.strip() else held)
 
     def _outside(self, text: str) -> tuple[str, str]:
@@ -51,7 +53,7 @@ class HermesParser:
             self._held = text[sure:]
             return text[:sure], ""
         if mark[1] == _BEGIN:
-            self._reader = CallReader(self._calls)
+            self._reader, self._mark = CallReader(self._calls), mark[0]
         elif not self._in_call:
             return text[: mark.end()], text[mark.end() :]
         self._in_call = mark[1] == _BEGIN
@@ -65,4 +67,4 @@ class HermesParser:
             return "", rest
         self._reader, self._in_call = None, reader.done or reader.told
         self._calls += self._in_call
-        return "" if self._in_call else _BEGIN + reader.text, rest
+        return "" if self._in_call else self._mark + reader.text, rest

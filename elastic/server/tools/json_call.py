@@ -167,7 +167,7 @@ class CallList:
             deltas += self._reader.news()
             if self._reader.failed:
                 self.done = True
-                text = text if self._reader.told else self._reader.text + text
+                text = self.flush() + text
             elif self._reader.done:
                 self._reader, self.calls = None, self.calls + 1
         return deltas, text
