@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import openai
 
 from elastic.engines.base import Grammar, Request
 from elastic.errors import ConfigError
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import TOKENIZER
+from support.serving.live_server import TOKENIZER, Live, live
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
@@ -24,6 +27,23 @@ TEMPLATE = (
 CHATTING = copy.deepcopy(TOKENIZER)
 """The tokenizer of the small model, with a chat template that knows tools."""
 CHATTING.chat_template = TEMPLATE
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
+            "required": ["city"],
+            "$defs": {"days": {"type": "integer"}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+CALLED = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n' \
+    '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'  # fmt: skip
 
 
 class CheckedGrammars:
@@ -85,3 +105,14 @@ def obedient(text: str = "") -> FakeEngine:
         return ids if said else None
 
     return FakeEngine(script=script)
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine, **options: Any) -> Iterator[tuple[openai.OpenAI, Live]]:
+    """A server that knows tools and grammars, and a client of it."""
+    options = {"tokenizer": CHATTING, "grammars": CheckedGrammars(), "tool_call_parser": "hermes", **options}
+    with (
+        live(engine, **options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, server

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
@@ -15,38 +12,12 @@ from pydantic import BaseModel
 from elastic.engines.base import Grammar
 from elastic.server.app import create_app
 from support.serving.fake_engine import FakeEngine
-from support.serving.live_server import CONTEXT, NAME, Live, app_for, live
-from support.serving.tool_calls import CHATTING, CheckedGrammars, obedient
+from support.serving.live_server import CONTEXT, NAME, app_for
+from support.serving.tool_calls import CALLED, CHATTING, CLOCK, WEATHER, CheckedGrammars, obedient, serving
 
 CHATS = "/v1/chat/completions"
 USER = {"role": "user", "content": "How is the weather?"}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells the weather.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
-            "required": ["city"],
-            "$defs": {"days": {"type": "integer"}},
-        },
-    },
-}
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
-CALLED = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n' \
-    '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'  # fmt: skip
 ASKED: dict[str, Any] = {"model": NAME, "messages": [USER], "temperature": 0, "tools": [WEATHER, CLOCK]}
-
-
-@contextlib.contextmanager
-def serving(engine: FakeEngine, **options: Any) -> Iterator[tuple[openai.OpenAI, Live]]:
-    options = {"tokenizer": CHATTING, "grammars": CheckedGrammars(), "tool_call_parser": "hermes", **options}
-    with (
-        live(engine, **options) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client, server
 
 
 def streamed(chunks: Any) -> tuple[str, list[list[str]], str | None]:
