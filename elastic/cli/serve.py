@@ -27,6 +27,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (not bounded)")
     command.add_argument("--max-body", default="4MiB", metavar="SIZE", help="bound on the body of a request (4MiB)")
     command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
+    _add_answers(command)
     _add_clients(command)
     _add_memory(command)
     command.add_argument("--enable-actions", action="store_true", help="open /elastic/actions to holders of the token")
@@ -34,7 +35,29 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--api-key-file", metavar="FILE", help=f"file with a key that /v1 asks for (else ${API_KEY})")
 
 
+def _add_answers(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="FROM",
+        help="sampling where a request says nothing: auto (the model's generation_config.json), a directory with one, "
+        "or vllm (temperature 1 and all tokens)",
+    )
+    command.add_argument(
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="how the model writes calls of tools: hermes (Qwen too), llama3_json, mistral or pythonic",
+    )
+
+
 def _add_clients(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="origins of web pages that may use the server from a browser, as https://example.com, or * (none)",
+    )
     command.add_argument(
         "--header-timeout", type=float, default=20.0, metavar="S", help="for a client to send a request's head (20)"
     )
@@ -99,6 +122,9 @@ def serve(options: Namespace) -> int:
             actions=options.enable_actions,
             max_body=options.max_body,
             body_timeout_s=options.body_timeout,
+            sampling_defaults=sampling_defaults(model, options.generation_config),
+            tool_call_parser=options.tool_call_parser,
+            allowed_origins=options.allowed_origins,
         )
         return run(
             app,
@@ -115,6 +141,23 @@ def make_engine(model: Any, options: Namespace) -> Engine:
     from elastic.engines.continuous.engine import ContinuousEngine
 
     return ContinuousEngine(model, max_queue=options.max_queue)
+
+
+def sampling_defaults(model: Any, source: str) -> dict[str, float]:
+    """Return the sampling that `--generation-config` names. Raises `ConfigError`."""
+    from transformers import GenerationConfig
+
+    from elastic.server.generation.sampling_defaults import checked, of_generation_config
+
+    if source == "vllm":
+        return {}
+    config = getattr(model, "generation_config", None)
+    if source != "auto":
+        try:
+            config = GenerationConfig.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--generation-config {source}: {error}; give auto, vllm, or a directory") from error
+    return checked(of_generation_config(config))
 
 
 def wrap_options(options: Namespace) -> dict[str, Any]:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from elastic.config import parse_bytes
-from elastic.engines.base import Engine
+from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
-from elastic.server.generation import errors
+from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
 from elastic.server.middleware import RequestMiddleware
+from elastic.server.protocol import errors
+from elastic.server.request_ids import REQUEST_ID, RequestIdMiddleware
 from elastic.server.routes import actions as action_routes
-from elastic.server.routes import openai, status
+from elastic.server.routes import openai, responses, status, tokens
+from elastic.server.tools.formats import TOOL_FORMATS
 
 MAX_BODY = "4MiB"
 BODY_TIMEOUT_S = 60.0
+KEYED = ("/v1/", "/tokenize", "/detokenize")
+"""Beginnings of the paths that ask for the key."""
 
 
 def create_app(
@@ -34,14 +40,23 @@ def create_app(
     actions: bool = False,
     max_body: int | str = MAX_BODY,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    sampling_defaults: Mapping[str, float] | None = None,
+    grammars: GrammarCompiler | None = None,
+    tool_call_parser: str | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Make an ASGI application that serves one model under `name`.
 
     It starts the engine with itself and stops it at its end, unless the engine serves already: who starts an engine
     stops it. `tokenizer` is the model's, from transformers. `max_model_len` is the most tokens of prompt and answer
-    together; None: not bounded here. With `api_key`, `/v1/…` wants it as a bearer token. `actions=True` opens
-    `/elastic/actions` to those who have `token`. `max_body` bounds the bodies of requests, in bytes or as text, and
-    `body_timeout_s` the seconds that one may take to arrive.
+    together; None: not bounded here. With `api_key`, the paths of `KEYED` want it as a bearer token. `actions=True`
+    opens `/elastic/actions` to those who have `token`. `max_body` bounds the bodies of requests, in bytes or as text,
+    and `body_timeout_s` the seconds that one may take to arrive.
+
+    `sampling_defaults` are the model's own, for what a request leaves open (`generation/sampling_defaults.py`).
+    `grammars` compiles the rules of structured output: the engine's compiler; None: structured output is refused.
+    `tool_call_parser` names how the model writes calls of tools (`TOOL_FORMATS`); None: no `tool_choice="auto"`.
+    `allowed_origins` are the origins of web pages that may use the server from a browser; `"*"` is any.
 
     The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `ServerState`: call
     `drain()` on it to refuse new requests. Raises `ConfigError` for options that cannot work.
@@ -54,23 +69,56 @@ def create_app(
         raise ConfigError(f"name={name!r} is empty; give the model a name")
     if api_key is not None and not api_key:
         raise ConfigError("api_key='' lets everyone in; give a key, or None for no key")
-    body_bytes = parse_bytes(max_body, option="max_body")
-    if body_bytes < 1:
-        raise ConfigError(f"max_body={max_body!r} refuses every request; give bytes, such as '4MiB'")
     if not body_timeout_s > 0:
         raise ConfigError(f"body_timeout_s={body_timeout_s} must be above 0")
-    serving = ServerState(engine, tokenizer, name, max_model_len=max_model_len)
+    if tool_call_parser is not None and tool_call_parser not in TOOL_FORMATS:
+        raise ConfigError(f"tool_call_parser={tool_call_parser!r}: choose one of {', '.join(TOOL_FORMATS)}")
+    serving = ServerState(
+        engine,
+        tokenizer,
+        name,
+        max_model_len=max_model_len,
+        sampling_defaults=checked(sampling_defaults or {}),
+        grammars=grammars,
+        tool_format=None if tool_call_parser is None else TOOL_FORMATS[tool_call_parser],
+    )
     app = FastAPI(title="Elastic", description="An elastic language model", lifespan=partial(_lifespan, serving))
     app.state.serving = serving
     errors.install(app)
     app.include_router(openai.routes(serving))
+    app.include_router(responses.routes(serving))
+    app.include_router(tokens.routes(serving))
     app.include_router(action_routes.routes(engine) if actions else action_routes.closed())
     app.include_router(status.routes(serving))
-    keys = {"/v1/": api_key, "/elastic/actions": token if actions else None}
+    keys = {**dict.fromkeys(KEYED, api_key), "/elastic/actions": token if actions else None}
+    _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
+    return app
+
+
+def _add_middleware(
+    app: FastAPI,
+    serving: ServerState,
+    keys: Mapping[str, str | None],
+    max_body: int | str,
+    body_timeout_s: float,
+    allowed_origins: Sequence[str],
+) -> None:
+    """Add the checks of requests; what is added last sees a request first."""
+    body_bytes = parse_bytes(max_body, option="max_body")
+    if body_bytes < 1:
+        raise ConfigError(f"max_body={max_body!r} refuses every request; give bytes, such as '4MiB'")
     app.add_middleware(
         RequestMiddleware, serving=serving, keys=keys, max_body_bytes=body_bytes, body_timeout_s=body_timeout_s
     )
-    return app
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
+    app.add_middleware(RequestIdMiddleware)
 
 
 @contextlib.asynccontextmanager

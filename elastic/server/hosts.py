@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from elastic.server.generation.errors import APIError
+from elastic.server.protocol.errors import APIError
 
 ANY = "*"
 LOCAL = ("localhost", "*.localhost")

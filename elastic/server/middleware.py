@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from elastic.server.generation.errors import RETRY_AFTER_S, APIError
 from elastic.server.generation.state import SHUTTING_DOWN, ServerState
+from elastic.server.protocol.errors import RETRY_AFTER_S, APIError
 
 _DISCARDED = 4
 """Times the limit, of a body that is refused, are still read, so that the client reads the answer."""
@@ -22,7 +22,7 @@ _POLL_S = 0.25
 """Between two looks whether the server drains, while the rest of a body is awaited."""
 _CLOSE = {"Connection": "close"}
 """Headers of an answer to a body that is not read to its end."""
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class RequestMiddleware:

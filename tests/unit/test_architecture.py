@@ -37,7 +37,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "controller": (("",), ("sensors",), ("policies",)),
     "actions": (("pages",), ("",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous",)),
-    "server": (("generation",), ("routes",), ("",)),
+    "server": (("protocol", "tools"), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
     "cli": (("inputs", "views"), ("",)),
 }

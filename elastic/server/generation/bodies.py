@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from elastic.server.generation.schemas import MOST_PROMPTS
+from elastic.server.protocol.fields import MOST_PROMPTS
 
 MOST_PARTS = 50_000
 """Objects, lists and fields of a body: some fifteen for each of the messages that there may be."""

@@ -22,9 +22,10 @@ class Detokenizer:
     (Where bytes are no text at all, a decoder with byte fallback may have more replacements than the pieces.)
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special: bool = True) -> None:
+        """Without `skip_special`, special tokens are part of the text."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(tokenizer.all_special_ids if skip_special else ())
         self._window = [token for token in prompt[-_CONTEXT:] if token not in self._special]
         self._said = len(self._decode().rstrip(REPLACEMENT))
         self._new = 0
@@ -70,24 +71,32 @@ class Detokenizer:
 class StopStrings:
     """Cuts text at the first stop string, also where it is spread over pieces."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """With `keep`, the stop string that is found is part of the text."""
+        self._stops, self._keep = tuple(stops), keep
         self._held = ""
-        self.found = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def push(self, piece: str) -> str:
         """Take text, and return what no stop string can begin in; when one is found, the text before it."""
-        if self.found:
+        if self.found is not None:
             return ""
         text = self._held + piece
-        at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
-        self.found = at >= 0
-        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        ready = at if self.found else len(text) - max(begun, default=0)
+        at, self.found = min(
+            ((i, stop) for stop in self._stops if (i := text.find(stop)) >= 0),
+            key=lambda found: found[0],
+            default=(-1, None),
+        )
+        if self.found is not None:
+            ready = at + len(self.found) if self._keep else at
+        else:
+            begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            ready = len(text) - max(begun, default=0)
         self._held = text[ready:]
         return text[:ready]
 
     def flush(self) -> str:
         """Return what was held back, if it was no stop string."""
-        text, self._held = "" if self.found else self._held, ""
+        text, self._held = "" if self.found is not None else self._held, ""
         return text

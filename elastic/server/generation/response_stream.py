@@ -14,13 +14,14 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import groupby, zip_longest
+from typing import Any, Literal, NamedTuple
 
-from elastic.engines.base import Engine, Output, Request
+from elastic.engines.base import Engine, Output, Request, TokenLogprobs
 from elastic.server.generation.detokenizer import Detokenizer, StopStrings
-from elastic.server.generation.errors import APIError, unavailable
+from elastic.server.protocol.errors import APIError, unavailable
 
 Ended = Literal["stop", "length"]
 _AT_ONCE = 256
@@ -50,76 +51,143 @@ class LoopQueue:
             take(output)
 
 
+class ReadToken(NamedTuple):
+    """A token of an answer, as it is reported."""
+
+    id: int
+    offset: int
+    """Characters of the answer before it."""
+    logprobs: TokenLogprobs | None
+
+
 @dataclass(frozen=True)
 class TextDelta:
     """More of one answer."""
 
     index: int
-    """The number of the prompt that it answers."""
+    """The number of the answer: prompts in order, the answers of each in order."""
     text: str
     finish: Ended | None = None
+    tokens: tuple[ReadToken, ...] = ()
+    """Those that were read for it, where they are reported."""
+    stop_reason: str | int | None = None
+    """The stop string or the asked-for stop token that ended it."""
+
+    def joined(self, more: TextDelta) -> TextDelta:
+        """Return this and more of the same answer as one."""
+        return replace(more, text=self.text + more.text, tokens=self.tokens + more.tokens)
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How tokens become the text of an answer."""
+
+    stops: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Those that were asked for: the one that ends an answer is told."""
+    keep_stop: bool = False
+    """The stop string or stop token that ends an answer is part of its text."""
+    skip_special: bool = True
+    report_tokens: bool = False
+    generate: bool = True
+    """False: nothing but the prompt is asked for; the one token that an engine generates at least is dropped."""
 
 
 class ChoiceStream:
-    """One request of the engine, seen from the event loop."""
+    """One answer of a request of the engine, seen from the event loop."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, request: Request, tokenizer: Any, options: AnswerOptions, first: ChoiceStream | None = None
+    ) -> None:
+        """`first` is the first answer of the same request; None: this is it."""
         self.index, self.request = index, request
-        self.submitted = False
+        self.first = self if first is None else first
         self.last: Output | None = None
         """The news that it has ended."""
+        self.scheduled_s: float | None = None
         self.first_s: float | None = None
         self.tokens = 0
         """Generated, as far as they were read; after a stop string, those up to its end."""
         self.generated = 0
         """Generated, as far as the engine has said."""
-        self.unread: list[int] = []
+        self.cached_tokens: int | None = None
+        """Of the prompt: those whose KV blocks were there already."""
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        """Of the prompt's tokens, in the first answer to it."""
+        self.unread: deque[tuple[int, TokenLogprobs | None]] = deque()
         """Tokens to read."""
         self.read_to_end = False
-        self._text, self._stops = Detokenizer(tokenizer, request.prompt), StopStrings(stops)
+        self._options = options
+        self._text = Detokenizer(tokenizer, request.prompt, skip_special=options.skip_special)
+        self._length = 0
+        self._stops = StopStrings(options.stops, keep=options.keep_stop)
+        self._stop_token: int | None = None
 
     @property
     def complete(self) -> bool:
         """True when the client got all that it asked for."""
-        return self._stops.found or (self.last is not None and self.last.finish in ("stop", "length"))
+        return self._stops.found is not None or (self.last is not None and self.last.finish in ("stop", "length"))
 
     def take(self, output: Output) -> None:
         """Take news from the engine, on the event loop."""
-        self.unread += output.tokens
         self.generated += len(output.tokens)
+        if self._options.generate:
+            self.unread.extend(zip_longest(output.tokens, output.logprobs))
         if output.tokens and self.first_s is None:
             self.first_s = output.at_s or time.perf_counter()
+            self.scheduled_s = output.scheduled_s
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.finish:
             self.last = output
 
     def read(self) -> TextDelta | None:
         """Return what is new, if anything. Raises `APIError` if the engine gave up on the request."""
-        if self.read_to_end:
+        if self.read_to_end or self._awaits_prompt_logprobs:
             return None
-        text = self._read_text()
+        text, tokens = self._read_tokens()
         finish: Ended | None = None
-        if self._stops.found:
+        if self._stops.found is not None:
             finish = "stop"
         elif self.last and not self.unread:
             finish = _reason(self.last)
             text += self._stops.push(self._text.flush())
             text += self._stops.flush()
-            finish = "stop" if self._stops.found else finish
+            finish = "stop" if self._stops.found is not None else finish if self._options.generate else "length"
         self.read_to_end = finish is not None
-        return TextDelta(self.index, text, finish) if text or finish else None
+        if not (text or tokens or finish):
+            return None
+        stop_reason = (self._stops.found if self._stops.found is not None else self._stop_token) if finish else None
+        return TextDelta(self.index, text, finish, tuple(tokens), stop_reason)
 
-    def _read_text(self) -> str:
+    @property
+    def _awaits_prompt_logprobs(self) -> bool:
+        """True while what comes before the answer is not there; the first answer to the prompt brings it."""
+        failed = self.last is not None and self.last.finish not in ("stop", "length")
+        comes = self.first.prompt_logprobs is None and self.first.last is None
+        return self.request.prompt_logprobs is not None and comes and not failed
+
+    def _read_tokens(self) -> tuple[str, list[ReadToken]]:
         """Make text of the next unread tokens, up to a stop string or a token that only ends the answer."""
-        tokens, self.unread = self.unread[:_AT_ONCE], self.unread[_AT_ONCE:]
-        text = ""
-        for token in tokens:
+        text, tokens = "", []
+        for _ in range(min(len(self.unread), _AT_ONCE)):
+            token, logprobs = self.unread.popleft()
             self.tokens += 1
-            if token in self.request.stop_tokens:
+            if self._options.report_tokens:
+                tokens.append(ReadToken(token, self._length, logprobs))
+            ends = token in self.request.stop_tokens and self.tokens > self.request.min_tokens
+            if ends and token in self._options.stop_tokens:
+                self._stop_token = token
+            if not ends or self._options.keep_stop:
+                piece = self._text.push((token,))
+                self._length += len(piece)
+                text += piece if self.tokens <= self.request.min_tokens else self._stops.push(piece)
+            if ends or self._stops.found is not None:
+                self.unread.clear()
                 break
-            text += self._stops.push(self._text.push((token,)))
-            if self._stops.found:
-                break
-        return text
+        return text, tokens
 
 
 def _reason(last: Output) -> Ended:
@@ -147,27 +215,34 @@ class ResponseStream:
         *,
         eager: bool,
     ) -> None:
-        """`tokens` counts those generated, by the index of their weights in `Engine.weights`."""
+        """`answers` has those of a request one after the other.
+
+        `tokens` counts those generated, by the index of their weights in `Engine.weights`.
+        """
         self.answers = tuple(answers)
         self._engine, self._queue, self._on_end, self._tokens = engine, queue, on_end, tokens
         self._eager = eager
+        self._submitted: dict[str, list[ChoiceStream]] = {}
+        """Requests of the engine that may still run, and their answers."""
         self._news = asyncio.Event()
         self._closed = False
 
     def submit(self) -> None:
         """Give all requests to the engine, or none: raises what the engine raises."""
         try:
-            for answer in self.answers:
-                self._engine.submit(answer.request, self._listener(answer))
-                answer.submitted = True
+            for name, group in groupby(self.answers, key=lambda answer: answer.request.id):
+                answers = list(group)
+                self._engine.submit(answers[0].request, self._listener(answers))
+                self._submitted[name] = answers
         except BaseException:
             self.close()
             raise
 
-    def _listener(self, answer: ChoiceStream) -> Callable[[Output], None]:
-        """Return the engine's listener for an answer: it only queues the news, for the event loop to take."""
+    def _listener(self, answers: Sequence[ChoiceStream]) -> Callable[[Output], None]:
+        """Return the engine's listener for a request: it only queues the news, for the event loop to take."""
 
         def take(output: Output) -> None:
+            answer = answers[output.index]
             answer.take(output)
             self._tokens[output.weights] += len(output.tokens)
             if output.finish:
@@ -186,10 +261,8 @@ class ResponseStream:
                 raise APIError(499, "the client is gone", code="client_closed_request")
             for answer in self.answers:
                 if delta := answer.read():
-                    if delta.finish:
-                        if answer.last is None:  # after a stop string, the engine does not know yet
-                            self._engine.counters.ended(answer.request.id, "completed")
-                        self._cancel(answer)
+                    if delta.finish and answer.last is None:  # after a stop string, the engine does not know yet
+                        self._end(answer)
                     yield delta
             if any(answer.unread for answer in self.answers):
                 self._news.set()
@@ -199,20 +272,28 @@ class ResponseStream:
         """Return the answers when all are complete. Raises `APIError`."""
         answers = [TextDelta(answer.index, "") for answer in self.answers]
         async for delta in self.deltas():
-            answers[delta.index] = TextDelta(delta.index, answers[delta.index].text + delta.text, delta.finish)
+            answers[delta.index] = answers[delta.index].joined(delta)
         return answers
 
     def close(self) -> None:
         """Cancel the requests that still run. Can be called twice."""
         self._closed = True
         self._news.set()
-        for answer in self.answers:
-            self._cancel(answer)
+        while self._submitted:
+            name, answers = self._submitted.popitem()
+            if any(answer.last is None and not answer.read_to_end for answer in answers):
+                self._engine.cancel(name)
 
-    def _cancel(self, answer: ChoiceStream) -> None:
-        if answer.submitted and answer.last is None:
-            answer.submitted = False  # once is enough
-            self._engine.cancel(answer.request.id)
+    def _end(self, answer: ChoiceStream) -> None:
+        """End an answer that is complete before the engine ends it; its request counts as completed with the last."""
+        name = answer.request.id
+        answers = self._submitted.get(name, ())
+        if any(other.last is None and not other.read_to_end for other in answers):
+            self._engine.cancel(name, answers.index(answer))
+            return
+        self._engine.counters.ended(name, "completed")
+        self._engine.cancel(name)
+        self._submitted.pop(name, None)
 
     @contextlib.asynccontextmanager
     async def while_connected(self, receive: Callable[[], Any]) -> AsyncIterator[None]:

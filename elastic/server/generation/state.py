@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from elastic.engines.base import Engine, Request
+from elastic.engines.base import Engine, GrammarCompiler, Request
 from elastic.server.generation.bodies import Bodies
-from elastic.server.generation.errors import unavailable
 from elastic.server.generation.metrics import Metrics, Operation
 from elastic.server.generation.request_builder import RequestBuilder
-from elastic.server.generation.response_stream import ChoiceStream, LoopQueue, ResponseStream
+from elastic.server.generation.response_stream import AnswerOptions, ChoiceStream, LoopQueue, ResponseStream
+from elastic.server.generation.token_text import TokenTexts
+from elastic.server.protocol.errors import unavailable
+from elastic.server.tools.base import ToolFormat
 
 State = Literal["serving", "draining", "stopped"]
 SHUTTING_DOWN = "the server is shutting down; try another, or again later"
@@ -24,11 +26,30 @@ SHUTTING_DOWN = "the server is shutting down; try another, or again later"
 class ServerState:
     """One engine behind one server."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, name: str, *, max_model_len: int | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        name: str,
+        *,
+        max_model_len: int | None,
+        sampling_defaults: Mapping[str, float] | None = None,
+        grammars: GrammarCompiler | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        """`sampling_defaults` and `grammars` are for `RequestBuilder`; `tool_format` is how the model writes calls."""
         self.engine, self.name, self.max_model_len = engine, name, max_model_len
+        self.tool_format = tool_format
         self.since_s = time.time()
         self.bodies = Bodies(max_model_len=max_model_len)
-        self.prompts = RequestBuilder(tokenizer, max_model_len=max_model_len, end_tokens=lambda: engine.end_tokens)
+        self.prompts = RequestBuilder(
+            tokenizer,
+            max_model_len=max_model_len,
+            end_tokens=lambda: engine.end_tokens,
+            sampling_defaults=sampling_defaults,
+            grammars=grammars,
+        )
+        self.token_texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine, name)
         self.answering = 0
         """HTTP requests whose answers are not complete."""
@@ -78,13 +99,18 @@ class ServerState:
         self.prompts.close()
 
     def respond(
-        self, requests: Sequence[Request], stops: Sequence[str], operation: Operation, *, eager: bool
+        self, requests: Sequence[Request], options: AnswerOptions, operation: Operation, *, eager: bool
     ) -> ResponseStream:
         """Make the answers to requests; called on the event loop."""
         loop = asyncio.get_running_loop()
         if self._queue is None or self._queue.loop is not loop:
             self._queue = LoopQueue(loop)
-        answers = [ChoiceStream(i, request, self._tokenizer, stops) for i, request in enumerate(requests)]
+        answers: list[ChoiceStream] = []
+        for request in requests:
+            first: ChoiceStream | None = None
+            for _ in range(request.n):
+                answers.append(ChoiceStream(len(answers), request, self._tokenizer, options, first))
+                first = first or answers[-1]
         observe = partial(self.metrics.observe, operation)
         return ResponseStream(self.engine, answers, self._queue, observe, self._tokens, eager=eager)
 

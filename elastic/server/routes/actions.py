@@ -17,7 +17,7 @@ from elastic.engines.base import Engine
 from elastic.errors import CapacityError, ConfigError
 from elastic.runtime.runtime import Runtime
 from elastic.server.generation.bodies import JSONRoute
-from elastic.server.generation.errors import APIError
+from elastic.server.protocol.errors import APIError
 from elastic.server.routes.status import plain, with_kind
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 

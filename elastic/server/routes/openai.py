@@ -2,72 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from elastic.engines.base import Request
-from elastic.errors import ElasticError
+from elastic.server.formats.base import AnswerFormat, usage
+from elastic.server.formats.chat import ChatFormat
+from elastic.server.formats.completions import CompletionFormat
+from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.generation.bodies import JSONRoute
-from elastic.server.generation.errors import APIError, as_api_error
-from elastic.server.generation.metrics import Operation
-from elastic.server.generation.response_stream import ChoiceStream, ResponseStream, TextDelta
-from elastic.server.generation.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from elastic.server.generation.response_stream import AnswerOptions, ResponseStream, TextDelta
 from elastic.server.generation.state import ServerState
+from elastic.server.protocol.chat import ChatBody
+from elastic.server.protocol.completions import CompletionBody
+from elastic.server.protocol.errors import APIError, invalid
+from elastic.server.protocol.sampling import SamplingBody, StreamOptions
+from elastic.server.protocol.tools import NamedTool
+from elastic.server.routes.event_stream import EventStream, data_events, encoded
+from elastic.server.tools.base import ToolParser
+from elastic.server.tools.forced import ArgumentsParser, ListParser
 
 JSON = dict[str, Any]
-
-
-class Chat:
-    """The JSON of `/v1/chat/completions`."""
-
-    operation: Operation = "chat"
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    @staticmethod
-    def choice(index: int, text: str, finish: str | None) -> JSON:
-        """Return one whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
-
-    @staticmethod
-    def chunks(delta: TextDelta, first: bool) -> list[JSON]:
-        """Return more of an answer, as choices of a stream; the first begin with the role."""
-        changes: list[tuple[JSON, str | None]] = [({"role": "assistant", "content": ""}, None)] if first else []
-        changes += [({"content": delta.text}, None)] if delta.text else []
-        changes += [({}, delta.finish)] if delta.finish else []
-        return [
-            {"index": delta.index, "delta": change, "logprobs": None, "finish_reason": finish}
-            for change, finish in changes
-        ]
-
-
-class Completion:
-    """The JSON of `/v1/completions`."""
-
-    operation: Operation = "text_completion"
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
-
-    @staticmethod
-    def choice(index: int, text: str, finish: str | None) -> JSON:
-        """Return one whole answer, or more of it."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-
-    @staticmethod
-    def chunks(delta: TextDelta, first: bool) -> list[JSON]:
-        """Return more of an answer, as choices of a stream."""
-        return [Completion.choice(delta.index, delta.text, delta.finish)]
-
-
-Format = type[Chat] | type[Completion]
+_MANY = 4096
+"""Reported log-probabilities from which a document is made apart from the event loop."""
 
 
 def routes(serving: ServerState) -> APIRouter:
@@ -77,16 +43,21 @@ def routes(serving: ServerState) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        _check_model(body.model, serving)
+        check_model(body.model, serving)
         body.check()
-        return await _answer(serving, Completion, body, await serving.prompts.completion(body, arrived_s), http)
+        requests = await serving.prompts.completion(body, arrived_s)
+        echoes = await serving.prompts.echoes(body, requests) if body.echo else ()
+        form = CompletionFormat(body, _logprobs(serving, body), echoes)
+        return await _answer(serving, form, body, requests, http)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        _check_model(body.model, serving)
+        check_model(body.model, serving)
         body.check()
-        return await _answer(serving, Chat, body, await serving.prompts.chat(body, arrived_s), http)
+        parser = tool_parser(serving, body)
+        requests = await serving.prompts.chat(body, arrived_s)
+        return await _answer(serving, ChatFormat(body, _logprobs(serving, body), parser), body, requests, http)
 
     @router.get("/v1/models")
     async def models() -> JSON:
@@ -94,10 +65,50 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> JSON:
-        _check_model(model, serving)
+        check_model(model, serving)
         return _card(serving)
 
     return router
+
+
+def check_model(name: str | None, serving: ServerState) -> None:
+    """Raise `APIError` unless the model is the one that is served; None is that one too."""
+    if name is not None and name != serving.name:
+        message = f"the model {name[:200]!r} does not exist here; there is {serving.name!r}"
+        raise APIError(404, message, param="model", code="model_not_found")
+
+
+def tool_parser(serving: ServerState, body: ChatBody) -> Callable[[], ToolParser] | None:
+    """Return what makes the parser of an answer, None where it calls no tools. Raises `APIError`."""
+    match body.choice_of_tools:
+        case "none":
+            return None
+        case "auto":
+            if serving.tool_format is None:
+                message = "'auto' needs to know how the model writes calls: start the server with --tool-call-parser"
+                raise invalid("tool_choice", message, "unsupported_value")
+            return serving.tool_format.make
+        case "required":
+            return ListParser
+        case NamedTool() as named:
+            return partial(ArgumentsParser, named.function.name)
+
+
+def answer_options(serving: ServerState, body: SamplingBody, *, calls: bool = False) -> AnswerOptions:
+    """Return how the tokens of the answers become text; with `calls`, the marks of calls are kept in it."""
+    marks = calls and serving.tool_format is not None and serving.tool_format.special
+    return AnswerOptions(
+        stops=body.stops,
+        stop_tokens=tuple(body.stop_token_ids or ()),
+        keep_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False and not marks,
+        report_tokens=body.top_tokens is not None or bool(body.return_token_ids),
+        generate=body.max_tokens != 0,
+    )
+
+
+def _logprobs(serving: ServerState, body: SamplingBody) -> LogprobsFormat:
+    return LogprobsFormat(serving.token_texts, as_ids=bool(body.return_tokens_as_token_ids))
 
 
 def _card(serving: ServerState) -> JSON:
@@ -105,30 +116,51 @@ def _card(serving: ServerState) -> JSON:
     return {**card, "max_model_len": serving.max_model_len}
 
 
-def _check_model(name: str | None, serving: ServerState) -> None:
-    """Raise `APIError` unless the model is the one that is served; None is that one too."""
-    if name is not None and name != serving.name:
-        message = f"the model {name[:200]!r} does not exist here; there is {serving.name!r}"
-        raise APIError(404, message, param="model", code="model_not_found")
-
-
 async def _answer(
-    serving: ServerState, form: Format, body: SamplingBody, requests: Sequence[Request], http: HTTPRequest
+    serving: ServerState, form: AnswerFormat, body: SamplingBody, requests: Sequence[Request], http: HTTPRequest
 ) -> Response:
     """Answer with a stream, or when all answers are complete."""
-    stream = serving.respond(requests, body.stops, form.operation, eager=bool(body.stream or body.stops))
+    options = answer_options(serving, body, calls=isinstance(body, ChatBody) and body.choice_of_tools == "auto")
+    stream = serving.respond(requests, options, form.operation, eager=bool(body.stream or body.stops))
     stream.submit()
     envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.name}
     if body.stream:
-        return EventStream(stream, _chunks(stream, form, envelope, body))
+        return EventStream(stream, data_events(_chunks(stream, form, envelope, body)))
     async with stream.while_connected(http.receive):
         answers = await stream.whole()
-    choices = [form.choice(answer.index, answer.text, answer.finish) for answer in answers]
-    return JSONResponse({**envelope, "object": form.whole, "choices": choices, "usage": usage(stream.answers)})
+
+    def document() -> bytes:
+        kept = _best(answers, requests, body.n or 1)
+        choices = [form.choice(answer, stream.answers[i]) for i, answer in kept]
+        fields = {**envelope, "object": form.whole, "choices": choices}
+        return encoded({**fields, **form.extra(stream.answers), "usage": usage(stream.answers)})
+
+    reports = sum(len(a.tokens) * (1 + (requests[0].logprobs or 0)) for a in answers)
+    reports += sum(len(r.prompt) * (1 + r.prompt_logprobs) for r in requests if r.prompt_logprobs is not None)
+    content = await asyncio.to_thread(document) if reports > _MANY else document()
+    return Response(content, media_type="application/json")
+
+
+def _best(answers: Sequence[TextDelta], requests: Sequence[Request], kept: int) -> list[tuple[int, TextDelta]]:
+    """Return the likeliest answers to each prompt, numbered anew, with their numbers up to here."""
+
+    def likelihood(number: int) -> float:
+        reported = [token.logprobs.logprob for token in answers[number].tokens if token.logprobs is not None]
+        return sum(reported) / max(1, len(reported))
+
+    found: list[tuple[int, TextDelta]] = []
+    start = 0
+    for request in requests:
+        numbers: Sequence[int] = range(start, start + request.n)
+        if request.n > kept:
+            numbers = sorted(numbers, key=likelihood, reverse=True)[:kept]
+        found += [(number, replace(answers[number], index=len(found) + i)) for i, number in enumerate(numbers)]
+        start += request.n
+    return found
 
 
 async def _chunks(
-    stream: ResponseStream, form: Format, envelope: JSON, body: SamplingBody
+    stream: ResponseStream, form: AnswerFormat, envelope: JSON, body: SamplingBody
 ) -> AsyncGenerator[list[JSON], None]:
     """Yield the objects of a stream; those of one list are sent together.
 
@@ -136,50 +168,10 @@ async def _chunks(
     """
     options = body.stream_options or StreamOptions()
     envelope = {**envelope, "object": form.chunk, **({"usage": None} if options.include_usage else {})}
-    unopened = {answer.index for answer in stream.answers}
     async with aclosing(stream.deltas()) as deltas:
         async for delta in deltas:
-            choices = form.chunks(delta, delta.index in unopened)
-            unopened.discard(delta.index)
-            so_far = {"usage": usage([stream.answers[delta.index]])} if options.continuous_usage_stats else {}
-            yield [{**envelope, "choices": [choice], **so_far} for choice in choices]
+            answer = stream.answers[delta.index]
+            so_far = {"usage": usage([answer])} if options.continuous_usage_stats else {}
+            yield [{**envelope, "choices": [choice], **so_far} for choice in form.choices(delta, answer)]
     if options.include_usage:
         yield [{**envelope, "choices": [], "usage": usage(stream.answers)}]
-
-
-def usage(answers: Sequence[ChoiceStream]) -> JSON:
-    """Count the tokens that were read and generated; after a stop string, those up to where it ended."""
-    prompt, generated = sum(len(a.request.prompt) for a in answers), sum(a.tokens for a in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events, each `data: JSON`, the last `data: [DONE]`; before it, where something failed, an error.
-
-    The requests are cancelled when the client disconnects, or when sending fails.
-    """
-
-    def __init__(self, stream: ResponseStream, objects: AsyncGenerator[list[JSON], None]) -> None:
-        self._stream = stream
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._events = _events(objects)
-        super().__init__(self._events, media_type="text/event-stream", headers=headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._stream.while_connected(receive), aclosing(self._events):
-            with suppress(OSError):  # the client is gone
-                await self.stream_response(send)
-
-
-async def _events(objects: AsyncGenerator[list[JSON], None]) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(objects):
-            async for together in objects:
-                yield b"".join(map(_event, together))
-    except (APIError, ElasticError) as error:
-        yield _event(as_api_error(error).body())
-    yield b"data: [DONE]\n\n"
-
-
-def _event(json_object: JSON) -> bytes:
-    return b"data: " + json.dumps(json_object, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

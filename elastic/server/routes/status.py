@@ -33,8 +33,8 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse
 
 from elastic.server.generation.collector import variants
-from elastic.server.generation.errors import RETRY_AFTER_S
 from elastic.server.generation.state import ServerState
+from elastic.server.protocol.errors import RETRY_AFTER_S
 from elastic.server.routes import STATUS_VERSION
 from elastic.types import KINDS
 

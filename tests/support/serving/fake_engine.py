@@ -5,32 +5,68 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
-from elastic.engines.base import FinishReason, Listener, Output, Request
+from elastic.engines.base import FinishReason, Listener, Output, Request, TokenLogprobs
 from elastic.errors import CapacityError, Overloaded, StateError
 
+VOCABULARY = 256
+ALWAYS = 100.0
+"""A bias with which a token is always chosen."""
 
-def token_after(prompt: tuple[int, ...], k: int, vocabulary: int = 256) -> int:
-    """The k-th token that the fake engine generates after a prompt."""
-    return (sum(prompt) + 7 * k) % vocabulary
+
+def token_after(prompt: tuple[int, ...], k: int, vocabulary: int = VOCABULARY, answer: int = 0) -> int:
+    """The k-th token that the fake engine generates after a prompt, in one of its answers."""
+    return (sum(prompt) + 7 * k + 13 * answer) % vocabulary
+
+
+def logprobs_at(token: int, position: int, count: int, vocabulary: int = VOCABULARY) -> TokenLogprobs:
+    """What the fake engine reports of a token: it is the likeliest but at each third position, there the second."""
+    rank = 2 if position % 3 == 2 else 1
+    order = [(token + 1 + i) % vocabulary for i in range(count + 1)]
+    order.insert(rank - 1, token)
+    top = tuple((each, -0.125 * (1 + i + position % 4)) for i, each in enumerate(order))
+    return TokenLogprobs(token, top[rank - 1][1], rank, top[:count])
+
+
+@dataclass
+class _Answer:
+    request: Request
+    index: int
+    listener: Listener
+    tokens: int = 0
 
 
 class FakeEngine:
-    """One token for every running request per step, on a thread of its own."""
+    """One token for every answer of the running requests per step, on a thread of its own."""
 
     def __init__(
-        self, *, step_s: float = 0.0, batch: int = 8, capacity: int = 10_000, queue: int | None = None
+        self,
+        *,
+        step_s: float = 0.0,
+        batch: int = 8,
+        capacity: int = 10_000,
+        queue: int | None = None,
+        script: Callable[[Request], Sequence[int] | None] | None = None,
     ) -> None:
+        """`script` says the tokens of the answers to a request, up to its end; None: the known ones."""
         self.counters = RequestMetrics()
         self.runtime = None
         self.weights: tuple[tuple[str, ...], ...] = (("float32",) * 2,)
         self.end_tokens: tuple[int, ...] = ()
         self.cancelled: list[str] = []
+        self.cancelled_answers: list[tuple[str, int]] = []
+        self.requests: list[Request] = []
+        """All that were ever submitted."""
         self._step_s, self._batch, self._capacity, self._queue = step_s, batch, capacity, queue
+        self._script = script
         self._work = threading.Condition()
         self._waiting: deque[tuple[Request, Listener]] = deque()
-        self._running: dict[str, tuple[Request, Listener, int]] = {}
+        self._running: dict[str, list[_Answer]] = {}
+        """Answers that have not ended."""
+        self._seen: set[tuple[int, ...]] = set()
         self._stop: str | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -49,17 +85,20 @@ class FakeEngine:
             if needed > self._capacity:
                 message = "the request never fits"
                 raise CapacityError(message, requested_bytes=needed, free_bytes=0, total_bytes=self._capacity)
+            self.counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=request.n)
             if self._queue is not None and len(self._waiting) >= self._queue:
-                self.counters.arrived(request.id, len(request.prompt), request.arrived_s)
                 self.counters.ended(request.id, "rejected")
                 raise Overloaded("too many requests wait", retry_after_s=1.0)
-            self.counters.arrived(request.id, len(request.prompt), request.arrived_s)
+            self.requests.append(request)
             self._waiting.append((request, listener))
             self._work.notify_all()
 
-    def cancel(self, request: str) -> None:
+    def cancel(self, request: str, index: int | None = None) -> None:
         with self._work:
-            self.cancelled.append(request)
+            if index is None:
+                self.cancelled.append(request)
+            else:
+                self.cancelled_answers.append((request, index))
             self._work.notify_all()
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
@@ -80,31 +119,77 @@ class FakeEngine:
                     return
                 while self._waiting and len(self._running) < self._batch:
                     request, listener = self._waiting.popleft()
-                    self._running[request.id] = request, listener, 0
+                    self._running[request.id] = [_Answer(request, i, listener) for i in range(request.n)]
                     self.counters.scheduled(request.id)
             time.sleep(self._step_s)
-            self._step()
+            for name in list(self._running):
+                for answer in list(self._running[name]):
+                    self._step(answer)
 
     def _drop_cancelled(self) -> None:
         for request, listener in [x for x in self._waiting if x[0].id in self.cancelled]:
             self._waiting.remove((request, listener))
-            self._end(request, listener, "cancelled")
-        for name in [name for name in self._running if name in self.cancelled]:
-            request, listener, _ = self._running.pop(name)
-            self._end(request, listener, "cancelled")
+            self._running[request.id] = [_Answer(request, i, listener) for i in range(request.n)]
+        for name, answers in list(self._running.items()):
+            for answer in list(answers):
+                if name in self.cancelled or (name, answer.index) in self.cancelled_answers:
+                    self._end(answer, Output(name, (), "cancelled", at_s=time.perf_counter(), index=answer.index))
 
-    def _end(self, request: Request, listener: Listener, finish: FinishReason) -> None:
-        self.counters.ended(request.id, "cancelled")
-        listener(Output(request.id, (), finish, at_s=time.perf_counter()))
+    def _end(self, answer: _Answer, output: Output) -> None:
+        answers = self._running[output.request]
+        answers.remove(answer)
+        if not answers:
+            del self._running[output.request]
+            self.counters.ended(output.request, "cancelled" if output.finish == "cancelled" else "completed")
+        answer.listener(output)
 
-    def _step(self) -> None:
-        for name, (request, listener, k) in list(self._running.items()):
-            token = token_after(request.prompt, k)
-            finish: FinishReason | None = "stop" if token in request.stop_tokens else None
-            finish = finish or ("length" if k + 1 >= request.max_tokens else None)
-            self._running[name] = request, listener, k + 1
-            self.counters.produced(name)
-            if finish:
-                del self._running[name]
-                self.counters.ended(name, "completed")
-            listener(Output(name, (token,), finish, at_s=time.perf_counter()))
+    def _step(self, answer: _Answer) -> None:
+        request, k = answer.request, answer.tokens
+        token = self._token(answer)
+        may_end = k >= request.min_tokens
+        finish: FinishReason | None = "stop" if may_end and token in request.stop_tokens else None
+        finish = finish or ("length" if k + 1 >= request.max_tokens else None)
+        answer.tokens += 1
+        self.counters.produced(request.id)
+        now_s, first = time.perf_counter(), k == 0
+        position = len(request.prompt) + k
+        output = Output(
+            request.id,
+            (token,),
+            finish,
+            at_s=now_s,
+            index=answer.index,
+            scheduled_s=now_s if first else None,
+            logprobs=() if request.logprobs is None else (logprobs_at(token, position, request.logprobs),),
+            prompt_logprobs=self._of_prompt(request) if first and answer.index == 0 else None,
+            cached_tokens=self._cached(request) if first else None,
+        )
+        if finish:
+            self._end(answer, output)
+        else:
+            answer.listener(output)
+
+    def _token(self, answer: _Answer) -> int:
+        request, k = answer.request, answer.tokens
+        always = [token for token, bias in request.sampling.logit_bias if bias >= ALWAYS]
+        scripted = self._script(request) if self._script else None
+        if always:
+            return always[0]
+        if scripted is not None:
+            return scripted[k] if k < len(scripted) else request.stop_tokens[0]
+        token = token_after(request.prompt, k, answer=answer.index)
+        while k < request.min_tokens and token in request.stop_tokens:
+            token = (token + 1) % VOCABULARY
+        return token
+
+    def _of_prompt(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+        if request.prompt_logprobs is None:
+            return None
+        known = (logprobs_at(token, i, request.prompt_logprobs) for i, token in enumerate(request.prompt))
+        return tuple(entry if i else None for i, entry in enumerate(known))
+
+    def _cached(self, request: Request) -> int:
+        """All but the last token of a prompt that was there before."""
+        cached = len(request.prompt) - 1 if request.prompt in self._seen else 0
+        self._seen.add(request.prompt)
+        return cached

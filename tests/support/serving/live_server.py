@@ -89,8 +89,8 @@ def answer(kind: Kind, prompt: str, most: int) -> tuple[str, str, int]:
     return text_of(tokens), "stop" if tokens[-1] == end else "length", len(tokens)
 
 
-def app_for(engine: Any, **options: Any) -> FastAPI:
-    return create_app(engine, TOKENIZER, NAME, **{"max_model_len": CONTEXT, **options})
+def app_for(engine: Any, *, tokenizer: Any = TOKENIZER, **options: Any) -> FastAPI:
+    return create_app(engine, tokenizer, NAME, **{"max_model_len": CONTEXT, **options})
 
 
 @dataclass

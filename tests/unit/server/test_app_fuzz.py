@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, FAKE, NAME, TOKENIZER, answer, app_for, empty, until
+from support.serving.tool_calls import CHATTING, CheckedGrammars
 
-POSTS = ["/v1/completions", "/v1/chat/completions", "/elastic/actions"]
+POSTS = [
+    *("/v1/completions", "/v1/chat/completions", "/elastic/actions"),
+    *("/v1/responses", "/tokenize", "/detokenize"),
+]
 VIEWS = ["/v1/models", "/v1/models/x/y", "/health", "/metrics", "/elastic/status", "/", "/v1", "/v1/completions/"]
 HEADERS = ["accept", "authorization", "content-type", "content-length", "cookie", "expect", "x-y", "host"]
 TOKEN = {"Authorization": "Bearer t"}
@@ -36,12 +40,42 @@ FIELDS = [
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "stop"),
     *("stop_token_ids", "ignore_eos", "stream", "stream_options", "seed", "n", "logprobs", "echo", "suffix"),
     *("logit_bias", "presence_penalty", "tools", "tool_choice", "response_format", "user", "actions", "dry_run"),
+    *("best_of", "top_logprobs", "prompt_logprobs", "min_p", "min_tokens", "repetition_penalty", "frequency_penalty"),
+    *("include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "return_token_ids"),
+    *("return_tokens_as_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("parallel_tool_calls", "input", "instructions", "max_output_tokens", "text", "include", "store", "tokens"),
+    *("previous_response_id", "return_token_strs"),
 ]
 VALID: list[dict[str, Any]] = [
     {"model": NAME, "prompt": "import os", "max_tokens": 4, "temperature": 0},
     {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 4, "stop": ["a", "b"]},
     {"actions": [{"kind": "swap", "layers": [1], "variant": "int4"}], "dry_run": True},
+    {"prompt": "x", "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3, "logit_bias": {"5": 1}, "best_of": 2},
+    {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1, "max_tokens": 3, "n": 2},
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "x", "tool_call_id": "1"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": "required",
+        "max_tokens": 4,
+    },
+    {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "guided_json": {"type": "integer"}},
+    {"input": "x", "max_output_tokens": 4, "text": {"format": {"type": "json_object"}}},
+    {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "x"},
+        ],
+        "tools": [{"type": "function", "name": "f"}],
+        "max_output_tokens": 4,
+        "stream": True,
+    },
+    {"tokens": [5, 6]},
 ]
 
 
@@ -69,7 +103,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def client(engine: FakeEngine) -> Iterator[TestClient]:
-    app = app_for(engine, token="t", actions=True, max_model_len=500, max_body="64KiB")
+    tools = {"tokenizer": CHATTING, "grammars": CheckedGrammars(), "tool_call_parser": "hermes"}
+    app = app_for(engine, token="t", actions=True, max_model_len=500, max_body="64KiB", **tools)
     with TestClient(app, raise_server_exceptions=True) as found:
         yield found
 
@@ -80,7 +115,11 @@ def check(answer: Any) -> None:
     kind = answer.headers["content-type"]
     if kind.startswith("text/event-stream"):
         *events, done, end = answer.text.split("\n\n")
-        assert (done, end) == ("data: [DONE]", "")
+        assert end == ""
+        if done.startswith("event: "):
+            assert done.startswith(("event: response.completed", "event: response.incomplete"))
+            return
+        assert done == "data: [DONE]"
         assert all("error" not in json.loads(event.removeprefix("data: ")) for event in events)
     elif answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -191,9 +230,24 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "stop": [""]}, "stop", "invalid_value"),
     ({"prompt": "x", "stop": "y" * 300}, "stop", "invalid_value"),
     ({"prompt": "x", "seed": 2**63}, "seed", "invalid_value"),
-    ({"prompt": "x", "n": 2}, "n", "unsupported_value"),
-    ({"prompt": "x", "echo": True}, "echo", "unsupported_value"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs", "unsupported_value"),
+    ({"prompt": "x", "n": 0}, "n", "invalid_value"),
+    ({"prompt": "x", "n": 2, "best_of": 1}, "best_of", "invalid_value"),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "invalid_value"),
+    ({"prompt": ["x"] * 128, "n": 5}, "n", "invalid_value"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value"),
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"prompt": "x", "min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
+    ({"prompt": "x", "min_p": 2}, "min_p", "invalid_value"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {str(len(TOKENIZER)): 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "unsupported_value"),
+    ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+    ({"prompt": "x", "response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
+    ({"prompt": "x", "guided_json": {"a": float("nan")}}, "guided_json", "invalid_value"),
+    ({"prompt": "x", "structured_outputs": {"xml": 1}}, "structured_outputs.xml", "unknown_parameter"),
     ({"prompt": "x", "no_such": None}, "no_such", "unknown_parameter"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
 ]
@@ -210,7 +264,7 @@ def test_what_is_wrong_is_named(client: TestClient) -> None:
             "invalid_request_error",
         ), body
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    for message in (image, {"role": "tool", "content": "x"}, {"role": "user", "content": None}):
+    for message in (image, {"role": "tool", "content": None}, {"role": "user", "content": None}):
         answer = client.post("/v1/chat/completions", json={"messages": [message]})
         assert (answer.status_code, answer.json()["error"]["param"][:11]) == (400, "messages.0.")
 

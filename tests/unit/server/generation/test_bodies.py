@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from elastic.server.generation import bodies
 from elastic.server.generation.request_builder import SHORT, RequestBuilder
-from elastic.server.generation.schemas import ChatBody, CompletionBody
+from elastic.server.protocol.chat import ChatBody
+from elastic.server.protocol.completions import CompletionBody
 from elastic.server.routes.actions import ActionsBody
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, PATIENCE_S, TOKENIZER, app_for

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from elastic.server.generation.request_builder import without_template
+from elastic.server.generation.chat_template import without_template
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import CONTEXT, EMBEDDED, FAKE, NAME, TOKENIZER, Kind, Live, answer, empty, live, until
 
@@ -158,8 +158,8 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.completions.create(model=NAME, prompt="x", max_tokens=CONTEXT)
     assert (wrong.value.code, wrong.value.param) == ("context_length_exceeded", "max_tokens")
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        client.completions.create(model=NAME, prompt="x", logprobs=3)
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model=NAME, prompt="x", suffix="y")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from elastic.server.generation.neutral_fields import CHAT, COMPLETION, MESSAGE, PART, Neutral
+from elastic.server.protocol.neutral_fields import CHAT, COMPLETION, MESSAGE, PART, Neutral
 from support.serving.fake_engine import FakeEngine
 from support.serving.live_server import NAME, PATIENCE_S, TOKENIZER, app_for, live
 
@@ -78,7 +78,7 @@ def test_each_neutral_value_is_taken_and_another_is_refused_by_name(
 
 def test_one_is_one_but_true_is_not(client: TestClient) -> None:
     for value, status in ((1, 200), (1.0, 200), (True, 400), ("1", 400), (1.1, 400)):
-        assert client.post(COMPLETIONS, json={**SMALL[COMPLETIONS], "repetition_penalty": value}).status_code == status
+        assert client.post(COMPLETIONS, json={**SMALL[COMPLETIONS], "length_penalty": value}).status_code == status
 
 
 def test_neutral_fields_of_messages_are_taken(client: TestClient) -> None:

@@ -1,0 +1,70 @@
+"""Log-probabilities of tokens in the shapes of OpenAI's completions and chats, and of vLLM's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from elastic.engines.base import TokenLogprobs
+from elastic.server.generation.response_stream import ReadToken
+from elastic.server.generation.token_text import TokenTexts
+
+JSON = dict[str, Any]
+LEAST = -9999.0
+"""For what is less likely than JSON can say: of a token that was impossible it is minus infinity."""
+
+
+class LogprobsFormat:
+    """The shapes of reports, with the names that tokens have in them."""
+
+    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
+        """With `as_ids`, tokens are named `token_id:ID`."""
+        self._texts, self._as_ids = texts, as_ids
+
+    def chat(self, tokens: Iterable[ReadToken]) -> list[JSON]:
+        """Return the `content` of a chat's log-probabilities."""
+        return [
+            {
+                **self._entry(token.logprobs.token, token.logprobs.logprob),
+                "top_logprobs": [self._entry(*top) for top in token.logprobs.top],
+            }
+            for token in tokens
+            if token.logprobs is not None
+        ]
+
+    def completion(self, tokens: Iterable[ReadToken], *, top: bool) -> JSON:
+        """Return the log-probabilities of a completion; with `top`, the likeliest tokens and the token itself."""
+        tokens = list(tokens)
+        tops = [None if token.logprobs is None else self._by_name(token.logprobs) for token in tokens]
+        return {
+            "tokens": [self._name(token.id) for token in tokens],
+            "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
+            "top_logprobs": tops if top else None,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[JSON | None]:
+        """Return vLLM's `prompt_logprobs`: for each position the token's and the likeliest, by their ids."""
+        return [None if entry is None else self._by_id(entry) for entry in entries]
+
+    def _by_name(self, entry: TokenLogprobs) -> dict[str, float]:
+        names = {self._name(token): _finite(logprob) for token, logprob in entry.top}
+        return {**names, self._name(entry.token): _finite(entry.logprob)}
+
+    def _by_id(self, entry: TokenLogprobs) -> JSON:
+        ranked = {entry.token: (entry.logprob, entry.rank)}
+        ranked |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        return {
+            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._texts.of(token)[0]}
+            for token, (logprob, rank) in ranked.items()
+        }
+
+    def _entry(self, token: int, logprob: float) -> JSON:
+        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._texts.of(token)[1])}
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._texts.of(token)[0]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

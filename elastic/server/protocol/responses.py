@@ -1,0 +1,216 @@
+"""The body of `POST /v1/responses`: texts and functions, no stored state."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from elastic.server.protocol.chat import MOST_MESSAGES, ChatBody, Message
+from elastic.server.protocol.errors import invalid
+from elastic.server.protocol.fields import Count, JSONObject, Logprobs, RequestBody, Share, Temperature, Text
+from elastic.server.protocol.neutral_fields import ITEM, RESPONSES, STREAM_OPTIONS, check_neutral
+from elastic.server.protocol.structured import (
+    JSONObjectFormat,
+    JSONSchema,
+    JSONSchemaFormat,
+    ResponseFormat,
+    TextFormat,
+)
+from elastic.server.protocol.tools import (
+    MOST_TOOLS,
+    CalledFunction,
+    Function,
+    FunctionName,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+_STATELESS = "nothing is stored here: send all of the conversation as input"
+
+
+class ContentPart(RequestBody):
+    """One text of an item."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+class MessageItem(RequestBody):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class CallItem(RequestBody):
+    """A call that the model had made."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: FunctionName
+    arguments: Text
+
+
+class CallOutputItem(RequestBody):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+
+
+class FunctionTool(RequestBody):
+    """A function that can be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: JSONObject | None = None
+    strict: bool | None = None
+
+
+class NamedChoice(RequestBody):
+    """`tool_choice`: this function is to be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class JSONSchemaText(JSONSchema):
+    """Text that is JSON of a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(RequestBody):
+    """What the text must be."""
+
+    format: Annotated[TextFormat | JSONObjectFormat | JSONSchemaText, Field(discriminator="type")] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(RequestBody):
+    """`POST /v1/responses`."""
+
+    input: (
+        Text
+        | Annotated[
+            list[MessageItem | CallItem | CallOutputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+        ]
+    )
+    model: str | None = None
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: JSONObject | None = None
+    top_logprobs: Logprobs | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    stream_options: RequestBody | None = None
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """True when log-probabilities are asked for."""
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def check(self) -> None:
+        """Raise `APIError` for what is not supported."""
+        check_neutral(self.model_extra, RESPONSES)
+        if self.store:
+            raise invalid("store", f"true is not supported: {_STATELESS}, and store=false", "unsupported_value")
+        if self.previous_response_id is not None:
+            raise invalid("previous_response_id", f"is not known: {_STATELESS}", "unsupported_value")
+        for name in self.include or ():
+            if name not in (LOGPROBS, "reasoning.encrypted_content"):
+                raise invalid("include", f"only {LOGPROBS} is supported", "unsupported_value")
+        if self.stream_options is not None:
+            check_neutral(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options.")
+        if self.text is not None:
+            check_neutral(self.text.model_extra, {}, "text.")
+        for i, tool in enumerate(self.tools or ()):
+            check_neutral(tool.model_extra, {}, f"tools.{i}.")
+        for i, item in enumerate(self.input if not isinstance(self.input, str) else ()):
+            check_neutral(item.model_extra, ITEM, f"input.{i}.")
+
+    def as_chat(self) -> ChatBody:
+        """Return the chat completion that answers it. Raises `APIError`."""
+        chat = ChatBody(
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            chat_template_kwargs=self.chat_template_kwargs,
+            logprobs=self.reports_logprobs,
+            top_logprobs=self.top_logprobs,
+            response_format=self._response_format(),
+            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+        chat.check()
+        return chat
+
+    def _messages(self) -> list[Message]:
+        """Return the items as messages: calls are part of the assistant's message before them."""
+        messages = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*messages, Message(role="user", content=self.input)]
+        names: dict[str, str] = {}
+        for item in self.input:
+            match item:
+                case MessageItem():
+                    messages.append(Message(role=item.role, content=_text(item.content)))
+                case CallItem():
+                    names[item.call_id] = item.name
+                    if not messages or messages[-1].role != "assistant":
+                        messages.append(Message(role="assistant"))
+                    call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+                    messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+                case CallOutputItem():
+                    name, text = names.get(item.call_id), _text(item.output)
+                    messages.append(Message(role="tool", content=text, tool_call_id=item.call_id, name=name))
+        return messages
+
+    def _response_format(self) -> ResponseFormat | None:
+        form = self.text.format if self.text is not None else None
+        if not isinstance(form, JSONSchemaText):
+            return form
+        fields: dict[str, Any] = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+        return JSONSchemaFormat(type="json_schema", json_schema=JSONSchema(**fields))
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: Literal["none", "auto", "required"] | NamedChoice | None) -> Any:
+    """Return the choice as chats have it."""
+    if isinstance(choice, NamedChoice):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice

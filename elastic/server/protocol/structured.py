@@ -1,0 +1,122 @@
+"""What an answer must be: `response_format` as OpenAI has it, `structured_outputs` and `guided_*` as vLLM has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from elastic.engines.base import Grammar
+from elastic.server.protocol.errors import invalid
+from elastic.server.protocol.fields import JSONObject, RequestBody, Text
+
+LONGEST_GRAMMAR = 65_536
+MOST_CHOICES = 1024
+ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
+_MEANING = re.compile(r"[.^$*+?()\[\]{}|\\]")
+"""Characters that a regular expression does not take for themselves."""
+
+Pattern = Annotated[Text, Field(min_length=1, max_length=LONGEST_GRAMMAR)]
+Choices = Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+Schema = JSONObject | bool | Text
+
+
+class JSONSchema(RequestBody):
+    """The `json_schema` of a `response_format`."""
+
+    name: Text
+    schema_: JSONObject | None = Field(None, alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+    """The schema is kept to in any case."""
+
+
+class TextFormat(RequestBody):
+    """`response_format` without a rule."""
+
+    type: Literal["text"]
+
+
+class JSONObjectFormat(RequestBody):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JSONSchemaFormat(RequestBody):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JSONSchema
+
+
+ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's `structured_outputs`: one of its fields."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    """In Lark's notation."""
+    json_object: bool | None = None
+
+
+class StructuredFields(RequestBody):
+    """The fields of a body that say what the text of an answer must be; at most one of them."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Return the rule, None without one. Raises `APIError` for several, and for one that is too long."""
+        outputs = self.structured_outputs or StructuredOutputs.model_validate({})
+        rules = {
+            "response_format": self.response_format and format_grammar(self.response_format),
+            "structured_outputs.json": outputs.json_ is not None and json_grammar(outputs.json_),
+            "structured_outputs.regex": outputs.regex and Grammar("regex", outputs.regex),
+            "structured_outputs.choice": outputs.choice and choice_grammar(outputs.choice),
+            "structured_outputs.grammar": outputs.grammar and Grammar("lark", outputs.grammar),
+            "structured_outputs.json_object": outputs.json_object and ANY_OBJECT,
+            "guided_json": self.guided_json is not None and json_grammar(self.guided_json),
+            "guided_regex": self.guided_regex and Grammar("regex", self.guided_regex),
+            "guided_choice": self.guided_choice and choice_grammar(self.guided_choice),
+            "guided_grammar": self.guided_grammar and Grammar("lark", self.guided_grammar),
+        }
+        given = [(name, rule) for name, rule in rules.items() if isinstance(rule, Grammar)]
+        if len(given) > 1:
+            raise invalid(given[1][0], f"{given[0][0]} says already what the text must be; give one of them")
+        for name, rule in given:
+            if len(rule.text) > LONGEST_GRAMMAR:
+                raise invalid(name, f"has {len(rule.text):,} characters; at most {LONGEST_GRAMMAR:,} are taken")
+        return given[0][1] if given else None
+
+
+def format_grammar(form: TextFormat | JSONObjectFormat | JSONSchemaFormat) -> Grammar | None:
+    """Return the rule of a `response_format`, None for plain text."""
+    match form:
+        case JSONObjectFormat():
+            return ANY_OBJECT
+        case JSONSchemaFormat():
+            return ANY_OBJECT if form.json_schema.schema_ is None else json_grammar(form.json_schema.schema_)
+        case TextFormat():
+            return None
+
+
+def json_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
+    """Return the rule of a JSON schema, given as JSON or as its text."""
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """Return the rule of a text that is one of several."""
+    return Grammar("regex", "|".join(_MEANING.sub(r"\\\g<0>", choice) for choice in choices))

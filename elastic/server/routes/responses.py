@@ -1,0 +1,81 @@
+"""The endpoint of OpenAI's Responses API: texts and functions, whole or as a stream of events; nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HTTPRequest
+
+from elastic.server.formats.logprobs import LogprobsFormat
+from elastic.server.formats.responses import ResponsesFormat
+from elastic.server.generation.bodies import JSONRoute
+from elastic.server.generation.response_stream import ResponseStream
+from elastic.server.generation.state import ServerState
+from elastic.server.protocol.errors import APIError
+from elastic.server.protocol.responses import ResponsesBody
+from elastic.server.routes.event_stream import EventStream, caught, encoded
+from elastic.server.routes.openai import answer_options, check_model, tool_parser
+
+JSON = dict[str, Any]
+
+
+def routes(serving: ServerState) -> APIRouter:
+    """Make the endpoint."""
+    router = APIRouter(route_class=JSONRoute)
+
+    @router.post("/v1/responses")
+    async def responses(body: ResponsesBody, http: HTTPRequest) -> Response:
+        arrived_s = time.perf_counter()
+        check_model(body.model, serving)
+        body.check()
+        try:
+            chat = body.as_chat()
+            parser = tool_parser(serving, chat)
+            requests = await serving.prompts.chat(chat, arrived_s)
+        except APIError as error:
+            raise _of_input(error) from error
+        form = ResponsesFormat(body, serving.name, LogprobsFormat(serving.token_texts, as_ids=False), parser)
+        options = answer_options(serving, chat, calls=chat.choice_of_tools == "auto")
+        stream = serving.respond(requests, options, "chat", eager=bool(body.stream))
+        stream.submit()
+        if body.stream:
+            return EventStream(stream, _events(caught(_objects(stream, form), lambda error: [form.failure(error)])))
+        async with stream.while_connected(http.receive):
+            (answer,) = await stream.whole()
+        form.events(answer)
+        status = form.closing(answer, stream.answers[0])["response"]
+        return Response(encoded(status), media_type="application/json")
+
+    return router
+
+
+def _of_input(error: APIError) -> APIError:
+    """Return an error of the chat as one of the body that was sent."""
+    param = error.param
+    if param is None or not param.startswith("messages"):
+        return error
+    param = "input" + param.removeprefix("messages")
+    return APIError(error.status, error.message.replace("messages", "input", 1), param=param, code=error.code)
+
+
+async def _objects(stream: ResponseStream, form: ResponsesFormat) -> AsyncGenerator[list[JSON], None]:
+    """Yield the events; those of one list are sent together."""
+    yield form.opening()
+    async with aclosing(stream.deltas()) as deltas:
+        async for delta in deltas:
+            events = form.events(delta)
+            yield [*events, form.closing(delta, stream.answers[0])] if delta.finish else events
+
+
+async def _events(objects: AsyncGenerator[list[JSON], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(objects):
+        async for together in objects:
+            yield b"".join(_event(one) for one in together)
+
+
+def _event(json_object: JSON) -> bytes:
+    return f"event: {json_object['type']}\ndata: ".encode() + encoded(json_object) + b"\n\n"

@@ -1,0 +1,40 @@
+"""Calls as Llama 3 writes them: an answer that is `{"name": …, "parameters": {…}}`, or several with `;` between."""
+
+from __future__ import annotations
+
+from elastic.server.tools.base import Parsed
+from elastic.server.tools.json_call import CallList
+
+_TAG = "<|python_tag|>"
+
+
+class LlamaParser:
+    """Reads one answer: it is calls from its first character on, or it is content."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._calls: CallList | None = None
+        self._plain = False
+
+    def push(self, text: str) -> Parsed:
+        """Take more text."""
+        if self._calls is None and not self._plain:
+            text, self._held = self._held + text, ""
+            start = text.lstrip()
+            if not start or (_TAG.startswith(start)):
+                self._held = text
+                return Parsed()
+            start = start.removeprefix(_TAG).lstrip()
+            if start and not start.startswith("{"):
+                self._plain = True
+            else:
+                self._calls, text = CallList("", ";", ""), start
+        if self._calls is None:
+            return Parsed(text)
+        calls, content = self._calls.push(text)
+        return Parsed(content, calls)
+
+    def flush(self) -> Parsed:
+        """Return the rest: of a call that broke off, its text, where nothing of it was told."""
+        held, self._held = self._held, ""
+        return Parsed(self._calls.flush() if self._calls is not None else held)

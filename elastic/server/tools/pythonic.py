@@ -1,0 +1,64 @@
+"""Calls as Llama 4 and others write them: an answer that is a list of Python calls, `[weather(city="Oslo"), now()]`."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+from elastic.server.tools.base import CallDelta, Parsed
+
+_TAGS = ("<|python_start|>", "<|python_end|>")
+_LONGEST = 65_536
+"""Characters that are read as calls; more are content."""
+
+
+class PythonicParser:
+    """Reads one answer. Its calls are told together, when the list is complete."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._decided = False
+        """What comes is content: the list is complete, or there is none."""
+
+    def push(self, text: str) -> Parsed:
+        """Take more text."""
+        if self._decided:
+            return Parsed(text)
+        self._held += text
+        start = self._held.lstrip().removeprefix(_TAGS[0]).lstrip()
+        is_list = start.startswith("[") or not start or _TAGS[0].startswith(start)
+        if not is_list or len(self._held) > _LONGEST:
+            return self._as_content()
+        end = start.rstrip().removesuffix(_TAGS[1]).rstrip()
+        calls = _calls(end) if end.endswith(")]") else None
+        if calls is None:
+            return Parsed()
+        self._decided, self._held = True, ""
+        return Parsed(calls=calls)
+
+    def flush(self) -> Parsed:
+        """Return the rest."""
+        return self._as_content()
+
+    def _as_content(self) -> Parsed:
+        held, self._held, self._decided = self._held, "", True
+        return Parsed(held)
+
+
+def _calls(text: str) -> tuple[CallDelta, ...] | None:
+    """Return the calls of a list, None for text that is none."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List):
+            return None
+        return tuple(_call(i, call) for i, call in enumerate(tree.elts))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _call(index: int, node: ast.expr) -> CallDelta:
+    """Return a call. Raises `ValueError` for what is none, or has arguments that are no literals by name."""
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("no call with arguments by name")
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
