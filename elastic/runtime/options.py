@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.places import require_memory
 from elastic.memory.rate_limit import RateLimiter
+from elastic.quant.variants.eligible import is_linear
 from elastic.runtime.controller_setup import MakePolicy
 from elastic.weights.decoder import Decoder, find_decoder
 
@@ -42,6 +43,8 @@ class WrapOptions:
     slo: SLO | None
     start_controller: bool
     make_policy: MakePolicy | None
+    is_linear: Callable[[nn.Module], bool] = is_linear
+    """Whether the matrix of a module is multiplied with activations, so that it may be packed."""
 
 
 def check_model(model: nn.Module) -> Decoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,13 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a Hugging Face module multiplies its input with its matrix."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
 @dataclass(frozen=True)
 class LayerParameters:
     """The name and the parameters of one decoder layer."""
@@ -23,6 +30,8 @@ class LayerParameters:
     """The name of the layer in its model."""
     parameters: Mapping[str, tuple[nn.Module, torch.Tensor]]
     """Name in the layer -> the module that has the parameter, and the parameter."""
+    is_linear: Callable[[nn.Module], bool] = is_linear
+    """Whether a module multiplies its input with its matrix, [outputs, inputs] (Conv1D: [inputs, outputs])."""
 
     @classmethod
     def of(cls, layer: nn.Module, name: str = "") -> LayerParameters:
@@ -52,7 +61,7 @@ def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]
     for name, (module, parameter) in layer.parameters.items():
         if any(parameter is stack for stack in stacks):
             yield name, parameter, bool(getattr(module, "is_transposed", False))
-        elif parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D) and parameter.shape[0] not in experts:
+        elif parameter.ndim == 2 and layer.is_linear(module) and parameter.shape[0] not in experts:
             yield name, parameter, isinstance(module, Conv1D)
 
 
