@@ -193,6 +193,11 @@ class KVPool:
                 store, lease = self.ended.popleft()
                 if store.state is StoreState.RETAINED or (store.state is StoreState.LIVE and lease == store.lease):
                     self._retire(store)
+            self.settle()
+
+    def settle(self) -> None:
+        """Fit what is mapped under the limit and end a deferred shrink: caches or sectors were given back."""
+        with self.lock:
             self.reclaimer.tidy(lambda: self.reclaimer.fit(self.limits.open))
             if self._deferred_limit is not None and self.usage.used <= self._deferred_limit:
                 self._deferred_limit = None
