@@ -51,10 +51,10 @@ def assemble(
     `memory` gives back what was taken, `on_model` moves the weights out again before.
     """
     decoder = options.decoder
-    slots = layer_slots(model, decoder)
+    slots = layer_slots(model, decoder, options.lives_in_pages)
     pools = open_places(model, decoder, options.places, slots, memory)
     layers = make_layers(decoder, slots, layer_pools(decoder, slots, pools, options.placement), options.files)
-    pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_linear)
+    pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_packable)
     reserves = make_reserves(layers, memory)
     # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
     # ones is taken from the cache if one is ever released (docs/controller.md)

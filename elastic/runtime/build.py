@@ -74,7 +74,7 @@ def pack_variants(
     pools: Sequence[PagePool],
     variants: list[Variant],
     cache: str | Path | None,
-    is_linear: Callable[[nn.Module], bool],
+    is_packable: Callable[[nn.Module, torch.Tensor], bool],
 ) -> None:
     """Pack every layer for every variant, from its parameters where they are now, for their devices."""
     if not variants:
@@ -85,7 +85,7 @@ def pack_variants(
 
     own = [layer for layer in layers if layer.slots]
     parameters = [
-        LayerParameters(w.name, {name: (slot.homes[0][0], slot.parameter) for name, slot in w.slots.items()}, is_linear)
+        LayerParameters(w.name, {n: (slot.homes[0][0], slot.parameter) for n, slot in w.slots.items()}, is_packable)
         for w in own
     ]
     used = {f"{p.name}.{name}": p.parameters[name][0] for p in parameters for name, w, _ in matrices(p) if w.ndim == 2}
