@@ -17,6 +17,15 @@ _RECORDS: dict[str, type] = {
     for kind in (*vars(types).values(), *vars(snapshot).values(), ControllerFault, ControllerHealth)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
+
+
+class _CapacityError(errors.CapacityError):
+    """One whose text has its figures already."""
+
+    def __init__(self, text: str) -> None:
+        MemoryError.__init__(self, text)
+
+
 _CAPACITY = ("requested_bytes", "free_bytes", "total_bytes")
 
 
@@ -42,7 +51,7 @@ def decode_error(text: str) -> Exception:
     fields = json.loads(text)
     kind, message = getattr(errors, fields.pop("type") or "", RuntimeError), fields.pop("text")
     if kind is errors.CapacityError:
-        error: Exception = kind.__new__(kind, message)
+        error = _CapacityError(message)
         vars(error).update(fields)
         return error
     return kind(message)
