@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import settings
-from support.vllm_blocks import CapacityMachine
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.moves import move_blocks
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from support.vllm_engine.blocks import CapacityMachine
 
 
 class HashingBlockPool(BlockPool):

@@ -11,7 +11,7 @@ from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.moves import move_blocks
 from elastic.engines.vllm.kv.orders import Handshake, RankState, StepReport
-from support.vllm_blocks import PER_SECTOR, CapacityMachine, StubBlockPool
+from support.vllm_engine.blocks import PER_SECTOR, CapacityMachine, StubBlockPool
 
 TestCapacity = CapacityMachine.TestCase
 TestCapacity.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -23,7 +23,7 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.background import janitor
 from elastic.memory.page_pool import PagePool
-from support.vllm_blocks import StubBlockPool
+from support.vllm_engine.blocks import StubBlockPool
 
 PAGE = 4096
 BLOCK = 3 * 1024  # of one layer: 4 blocks are 3 pages
