@@ -12,13 +12,14 @@ SIMULATED_VENV ?= build/simulated-venv
 SIMULATED_CUDA := $(CURDIR)/build/simulated-cuda
 SCHEDULES ?= lazy random:1 random:2
 TESTS ?= tests
+VLLM_VENV ?= build/vllm-venv
 SIMULATED := LD_LIBRARY_PATH=$(SIMULATED_CUDA) LD_PRELOAD=$(SIMULATED_CUDA)/libcudart.so.13 \
 	PYTHONPATH=$(SIMULATED_CUDA):$(CURDIR):$(CURDIR)/tests \
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SIMCUDA_DEVICES=2
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long simulate docs bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate docs test-vllm bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -52,6 +53,9 @@ simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: T
 	$(SIMULATED) SIMCUDA_SCHED=lazy SIMCUDA_P2P=0 $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda \
 		-p gpu.simulation.plugin -p no:faulthandler tests/gpu/memory/test_two_devices.py  # that cannot reach each other
 
+test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, in a virtual environment of its own: 3 GB
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/vllm
+
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
 	$(BIN)/sphinx-build -q -W -b html docs build/docs
@@ -80,6 +84,17 @@ $(VENV)/dependencies: pyproject.toml $(CONSTRAINTS)
 $(VENV)/installed: $(VENV)/dependencies $(SOURCES)
 	rm -rf build/lib build/bdist*
 	$(PIP) --no-deps --force-reinstall .
+	touch $@
+
+$(VLLM_VENV)/dependencies: constraints-vllm.txt
+	mkdir -p build
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	touch $@
+
+$(VLLM_VENV)/installed: $(VLLM_VENV)/dependencies $(SOURCES)
+	rm -rf build/lib build/bdist*
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
 $(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB

@@ -112,6 +112,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "vllm":
+        return importlib.import_module("elastic.vllm")
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from elastic.actions.agreement import Layers
 from elastic.types import Action, PlanStep
 
 
@@ -19,6 +20,14 @@ class ActionHandler(ABC):
     @abstractmethod
     def prepare(self, action: Any) -> Any:
         """Check, and do what can be done beside forward passes. On an error nothing is held."""
+
+    def layers(self, prepared: Any) -> Layers:
+        """Return the layers that a commit would switch, where that may depend on the pages to be had; else none."""
+        return ()
+
+    def shorten(self, prepared: Any, layers: Layers) -> None:
+        """Switch only these layers, and defer the others."""
+        return None
 
     @abstractmethod
     def commit(self, prepared: Any) -> None:

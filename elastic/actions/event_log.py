@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 
 from elastic.actions.executor import ActionOutcome
 from elastic.types import Event
@@ -18,6 +19,8 @@ class EventLog:
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._ids = itertools.count()
+        self.listeners: list[Callable[[], object]] = []
+        """Called after each event, on the thread that recorded it. They may only leave a note."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -39,6 +42,8 @@ class EventLog:
             outcome=description or (result.status if result else outcome.error),
         )
         self._events.append(event)
+        for listener in self.listeners:
+            listener()
 
     def last(self, count: int = EVENTS_KEPT) -> tuple[Event, ...]:
         """Return the last events, oldest first."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from elastic.actions.agreement import Agreement
 from elastic.actions.base import ActionHandler
 from elastic.actions.results import followed_by
 from elastic.errors import ConfigError, ElasticError
@@ -54,9 +55,14 @@ class ActionExecutor:
     """Runs jobs one after another, each of one or several actions, all or none."""
 
     def __init__(
-        self, gate: ForwardGate, handlers: Mapping[type, ActionHandler], record: Callable[[ActionOutcome], object]
+        self,
+        gate: ForwardGate,
+        handlers: Mapping[type, ActionHandler],
+        record: Callable[[ActionOutcome], object],
+        agreement: Agreement,
     ) -> None:
         self._gate = gate
+        self._agreement = agreement
         self._handlers = dict(handlers)
         self._record = record
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -90,7 +96,11 @@ class ActionExecutor:
         """Have deferred actions tried again. May be called under any lock: it only queues a job."""
         if not self._retrying and self._deferred():
             self._retrying = True
-            self.submit((), RETRY)
+            self.request((), RETRY)
+
+    def request(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]] | None:
+        """Have actions done that nobody waits for; None where all ranks are asked to begin them."""
+        return None if self._agreement.propose(actions, why) else self.submit(actions, why)
 
     def handler(self, action: Action) -> ActionHandler:
         """Return the handler of an action. Raises `ConfigError` for what is no action of this model."""
@@ -137,7 +147,9 @@ class ActionExecutor:
         timing = ActionTiming()
         try:
             prepared = self._prepare(actions, timing)
+            self._agree(prepared)
             self._commit(prepared, timing)
+            self._agreement.committed()
         except Exception as error:  # whatever it is: the record has it, and who asked gets it
             for action in actions:
                 self._record(ActionOutcome(action, why, timing, None, str(error)))
@@ -155,12 +167,24 @@ class ActionExecutor:
             for action in actions:
                 handler = self.handler(action)
                 prepared.append((handler, handler.prepare(action)))
-        except BaseException:
+        except BaseException as error:
+            self._agreement.refuse(error)
             with self._gate.exclusive():
                 _roll_back(prepared)
             raise
         timing.prepare_ms = (time.perf_counter() - start) * 1e3
         return prepared
+
+    def _agree(self, prepared: Prepared) -> None:
+        """Keep of what was prepared what all ranks have, or roll back with them."""
+        try:
+            agreed = self._agreement.vote([handler.layers(state) for handler, state in prepared])
+            for (handler, state), layers in zip(prepared, agreed, strict=True):
+                handler.shorten(state, layers)
+        except BaseException:
+            with self._gate.exclusive():
+                _roll_back(prepared)
+            raise
 
     def _commit(self, prepared: Prepared, timing: ActionTiming) -> None:
         """Commit between two forward passes: the safe point (law 6)."""

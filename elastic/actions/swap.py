@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
+from elastic.actions.agreement import Layers
 from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import (
     DeferredActions,
@@ -75,6 +76,17 @@ class SwapHandler(ActionHandler):
             self.rollback(prepared)
             raise
         return prepared
+
+    def layers(self, prepared: PreparedSwap) -> Layers:
+        """Return the layers that have pages."""
+        return tuple(dict.fromkeys(unit.index for unit in prepared.units))
+
+    def shorten(self, prepared: PreparedSwap, layers: Layers) -> None:
+        """Defer those that are not among `layers`: their pages did not suffice on another rank."""
+        dropped = [switch for switch in prepared.switches if switch.unit.index not in layers]
+        self._drop(dropped)
+        prepared.switches = [switch for switch in prepared.switches if switch.unit.index in layers]
+        prepared.deferred = [*(switch.unit for switch in dropped), *prepared.deferred]
 
     def commit(self, prepared: PreparedSwap) -> None:
         """Switch the slots to their new buffers."""

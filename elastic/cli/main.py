@@ -13,6 +13,7 @@ from elastic import __version__
 from elastic.assets import MODEL_DIR
 from elastic.cli.bench_options import add_bench
 from elastic.cli.serve import add_options as add_serve
+from elastic.cli.vllm_args import add_options as add_vllm_args
 from elastic.errors import BackendUnavailable, ElasticError
 
 USER_ERROR, CLOSED_PIPE = 2, 128 + signal.SIGPIPE
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     _add_common(generate, prompt=None, tokens=128)
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
+    add_vllm_args(commands.add_parser("vllm-args", help="the options that make `vllm serve` elastic"))
     add_bench(commands.add_parser("bench", help="replay a trace of requests, and compare what came of it"))
     top = commands.add_parser("top", help="watch a server")
     top.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="(%(default)s)")
@@ -114,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
     """Import and return the function behind a command. Raises `BackendUnavailable` where an extra is absent."""
+    name = name.replace("-", "_")
     try:
         module = importlib.import_module(f"elastic.cli.{name}")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The memory of an elastic model, from the ground up: places, weights in pages, packed variants, reserves, KV pools.
+"""The steps of `assemble`, from the ground up: places, weights in pages, packed variants, reserves, KV pools.
 
 Everything is undone by the stacks that are given, in reverse.
 """
@@ -15,58 +15,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from elastic.actions.pages.broker import PageBroker
 from elastic.actions.pages.staging_reserve import StagingReserve
 from elastic.config import Place
 from elastic.errors import ConfigError
-from elastic.hooks.forward_gate import ForwardGate
-from elastic.hooks.forward_state import ForwardState
-from elastic.kvcache.decode_table import FILE, measure_ahead, table
-from elastic.kvcache.decode_timing import processor
-from elastic.kvcache.hf_cache import make_memory
-from elastic.kvcache.manager import KVMemory
-from elastic.kvcache.storage.layout import KVLayout
 from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.copy_engine import make_copy_engine
 from elastic.memory.page_pool import PagePool
 from elastic.memory.places import close_place, open_place
-from elastic.runtime.handlers import make_handlers
-from elastic.runtime.options import WrapOptions, device_of
-from elastic.runtime.parts import ModelParts
+from elastic.runtime.options import device_of
 from elastic.weights.decoder import Decoder
-from elastic.weights.eligible import held_outside, layer_slots
+from elastic.weights.eligible import held_outside
 from elastic.weights.initial_residency import choose_absent, spread
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
-from elastic.weights.paging import give_back, make_layers, move_in, move_out
+from elastic.weights.paging import give_back, move_in, move_out
 from elastic.weights.parameter_slot import ParameterSlot
 from elastic.weights.streaming import WeightStreamer
 
 if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
-
-
-def build_parts(model: nn.Module, options: WrapOptions, memory: ExitStack, on_model: ExitStack) -> ModelParts:
-    """Move the model's weights into pages of its places, and make what works on them.
-
-    `memory` gives back what was taken, `on_model` moves the weights out again before.
-    """
-    decoder = options.decoder
-    choose_decode_kernels(options)
-    slots = layer_slots(model, decoder)
-    pools = open_places(model, decoder, options.places, slots, memory)
-    layers = make_layers(decoder, slots, layer_pools(decoder, slots, pools, options.placement), options.files)
-    pack_variants(model, layers, pools, options.variants, options.variant_cache)
-    reserves = make_reserves(layers, memory)
-    # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
-    # ones is taken from the cache if one is ever released (docs/controller.md)
-    least_stages = 1 if options.make_policy is None else 0
-    weights = move_weights(layers, pools, least_stages, memory, on_model)
-    kv = make_kv(decoder, pools, options.layouts, layers, memory)
-    gate, forward = ForwardGate(), ForwardState()
-    broker = PageBroker(kv, reserves, gate.exclusive)
-    handlers = make_handlers(decoder, pools, weights, kv, broker, forward, options.copy_rate, memory)
-    return ModelParts(pools, weights, kv, broker, gate, forward, handlers)
 
 
 def open_places(
@@ -107,6 +74,7 @@ def pack_variants(
     pools: Sequence[PagePool],
     variants: list[Variant],
     cache: str | Path | None,
+    is_packable: Callable[[nn.Module, torch.Tensor], bool],
 ) -> None:
     """Pack every layer for every variant, from its parameters where they are now, for their devices."""
     if not variants:
@@ -117,7 +85,7 @@ def pack_variants(
 
     own = [layer for layer in layers if layer.slots]
     parameters = [
-        LayerParameters(w.name, {name: (slot.homes[0][0], slot.parameter) for name, slot in w.slots.items()})
+        LayerParameters(w.name, {n: (slot.homes[0][0], slot.parameter) for n, slot in w.slots.items()}, is_packable)
         for w in own
     ]
     used = {f"{p.name}.{name}": p.parameters[name][0] for p in parameters for name, w, _ in matrices(p) if w.ndim == 2}
@@ -130,20 +98,6 @@ def pack_variants(
         for device in {pool.backend.device for pool in pools} - {layer.device for layer in parameters}:
             with suppress(ConfigError):  # a format without kernels there: its layers stay
                 measure_paths(made, device)
-
-
-def choose_decode_kernels(options: WrapOptions) -> None:
-    """Decide which kernels compute one new token, by the table beside the variants or by measuring; keep it there."""
-    decoder, layouts = options.decoder, options.layouts
-    if decoder.config._attn_implementation != "sdpa":
-        return
-    path = Path(options.variant_cache) / FILE if options.variant_cache is not None else None
-    if path is not None and path.exists():
-        table.load(path)
-    dtype = next(p.dtype for p in decoder.layers[0].parameters() if p.is_floating_point())
-    measure_ahead(decoder.config, dtype, layouts)
-    if path is not None:
-        table.save(path, map(processor, layouts))
 
 
 def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, StagingReserve]:
@@ -208,20 +162,11 @@ def _streamer(pool: PagePool, layers: list[WeightUnit], stack: ExitStack) -> Wei
     return streamer
 
 
-def make_kv(
-    decoder: Decoder,
-    pools: Sequence[PagePool],
-    layouts: dict[torch.device, KVLayout],
-    layers: Sequence[WeightUnit],
-    stack: ExitStack,
-) -> KVMemory:
-    """Make the KV pool of each place, of the pages that are left there, and the caches' memory over them."""
-    kv_pools: dict[str, tuple[KVPool, KVLayout]] = {}
+def make_kv_pools(pools: Sequence[PagePool], stack: ExitStack) -> list[KVPool]:
+    """Make the KV pool of each place, of the pages that are left there."""
+    kv_pools = []
     for pool in pools:
-        device = pool.backend.device
-        kv_pool = KVPool(pool, pool.free_pages * pool.page_bytes, host_offload=device.type == "cuda")
-        stack.callback(kv_pool.close)
-        kv_pools[pool.name] = kv_pool, layouts[device]
-    memory = make_memory(decoder.config, list(kv_pools.values()), [kv_pools[layer.pool.name][0] for layer in layers])
-    stack.callback(memory.let_go)
-    return memory
+        on_cuda = pool.backend.device.type == "cuda"
+        kv_pools.append(KVPool(pool, pool.free_pages * pool.page_bytes, host_offload=on_cuda))
+        stack.callback(kv_pools[-1].close)
+    return kv_pools

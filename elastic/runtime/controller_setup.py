@@ -72,7 +72,7 @@ def _make_controller(runtime: Runtime, policy: ControllerPolicy) -> Controller:
         return None if runtime.closed else runtime.monitor.read()
 
     def act(actions: Sequence[Action], why: str) -> Any:
-        return None if runtime.closed else runtime.apply(actions, why=why, wait=False)
+        return None if runtime.closed else runtime.request(actions, why)
 
     lock = policy.group.lock if isinstance(policy, PeerModel) else None
     return Controller(sense, policy, act, tick_s=getattr(policy, "tick_s", TICK_S), lock=lock)

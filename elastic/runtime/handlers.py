@@ -9,38 +9,39 @@ from elastic.actions.deferred import DeferredActions
 from elastic.actions.migrate import MigrateHandler
 from elastic.actions.migrate_kv import MigrateKVHandler
 from elastic.actions.pages.allocation import WeightPageAllocator
-from elastic.actions.pages.broker import PageBroker
 from elastic.actions.release import ReleaseHandler
 from elastic.actions.replicate import ReplicateHandler
 from elastic.actions.resize_kv import ResizeHandler
 from elastic.actions.swap import SwapHandler
 from elastic.hooks.device_transfer import TransferRouter
-from elastic.hooks.forward_state import ForwardState
 from elastic.hooks.replicas.dispatcher import ReplicaDispatcher
 from elastic.hooks.replicas.split_rows import parameter_names
 from elastic.kvcache.attention import attend_alike
-from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.split_cache import RowSplitCaches, without_rows
-from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
+from elastic.runtime.parts import ModelParts
 from elastic.types import Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 from elastic.weights.decoder import Decoder
-from elastic.weights.model import ModelWeights
+
+
+def weight_handlers(parts: ModelParts, deferred: DeferredActions, copy_rate: RateLimiter) -> dict[type, ActionHandler]:
+    """Make the handlers of the actions that pages travel by inside one place, whatever engine computes."""
+    swap = SwapHandler(parts.weights, parts.broker, deferred, copy_rate)
+    return {
+        ResizeKV: ResizeHandler(parts.kv),
+        Release: ReleaseHandler(parts.weights, parts.broker, deferred),
+        Swap: swap,
+        Restore: swap,
+    }
 
 
 def make_handlers(
-    decoder: Decoder,
-    pools: tuple[PagePool, ...],
-    weights: ModelWeights,
-    kv: KVMemory,
-    broker: PageBroker,
-    forward: ForwardState,
-    copy_rate: RateLimiter,
-    stack: ExitStack,
+    decoder: Decoder, copy_rate: RateLimiter, parts: ModelParts, stack: ExitStack
 ) -> dict[type, ActionHandler]:
     """Make the handler of each type of action; from then on batches are shared out between layers' replicas."""
-    deferred = DeferredActions(broker)
-    allocator = stack.enter_context(closing(WeightPageAllocator(pools, broker)))
+    pools, weights, kv, forward = parts.pools, parts.weights, parts.kv, parts.forward
+    deferred = DeferredActions(parts.broker)
+    allocator = stack.enter_context(closing(WeightPageAllocator(pools, parts.broker)))
     router = TransferRouter(weights, forward)
     router.update()
     names = [parameter_names(layer) for layer in decoder.layers]
@@ -51,12 +52,8 @@ def make_handlers(
     )
     stack.callback(replicate.close)
     migrate_kv = stack.enter_context(closing(MigrateKVHandler(kv, copy_rate, weights.require_alone)))
-    swap = SwapHandler(weights, broker, deferred, copy_rate)
     return {
-        ResizeKV: ResizeHandler(kv),
-        Release: ReleaseHandler(weights, broker, deferred),
-        Swap: swap,
-        Restore: swap,
+        **weight_handlers(parts, deferred, copy_rate),
         Migrate: MigrateHandler(weights, router, allocator, deferred, copy_rate),
         MigrateKV: migrate_kv,
         Replicate: replicate,

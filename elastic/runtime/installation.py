@@ -1,10 +1,12 @@
-"""The hooks, the attention and the runtime on a model, and how they come off again."""
+"""The hooks, the attention, the caches and the runtime on a Hugging Face model, and how they come off again."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 
@@ -12,10 +14,14 @@ from elastic.errors import StateError
 from elastic.hooks.base import HookContext
 from elastic.hooks.install import ModelHooks
 from elastic.kvcache.attention import AttentionSwitch
-from elastic.kvcache.hf_cache import ElasticCaches
+from elastic.kvcache.decode_table import FILE, measure_ahead, table
+from elastic.kvcache.decode_timing import processor
+from elastic.kvcache.hf_cache import ElasticCaches, make_memory
+from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.pool import KVPool
 from elastic.memory.background import janitor
-from elastic.runtime.build import build_parts
-from elastic.runtime.controller_setup import connect_controller
+from elastic.runtime.assemble import assemble, connect
+from elastic.runtime.handlers import make_handlers
 from elastic.runtime.options import WrapOptions
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
@@ -58,7 +64,9 @@ installations: weakref.WeakKeyDictionary[nn.Module, Installation] = weakref.Weak
 def install(model: nn.Module, options: WrapOptions) -> None:
     """Move the model's memory, then put everything on it; on an error it is as it was."""
     with ExitStack() as memory, ExitStack() as on_model:
-        parts = build_parts(model, options, memory, on_model)
+        choose_decode_kernels(options)
+        handlers = partial(make_handlers, options.decoder, options.copy_rate)
+        parts = assemble(model, options, partial(_make_kv, options), handlers, memory, on_model)
         runtime = Runtime(parts)
         connect(runtime, parts, options, memory)
         _put_on(model, runtime, parts, options, on_model)
@@ -67,16 +75,23 @@ def install(model: nn.Module, options: WrapOptions) -> None:
     weakref.finalize(model, janitor.submit, installations[model].abandon).atexit = False
 
 
-def connect(runtime: Runtime, parts: ModelParts, options: WrapOptions, stack: ExitStack) -> None:
-    """Have memory tell the runtime what happens by itself, and the controller watch it: all late wires."""
-    for kv_pool in parts.kv.pools:
-        kv_pool.on_settled = partial(runtime.resize_settled, kv_pool.pool.name)
-    for place, streamer in parts.weights.streamers.items():
-        streamer.on_spare = partial(parts.broker.give_to_cache, place)
-    for pool in parts.pools:
-        pool.listeners.append(runtime.pages_came_free)
-        stack.callback(pool.listeners.remove, runtime.pages_came_free)
-    connect_controller(runtime, parts, options.make_policy, options.slo, stack)
+def choose_decode_kernels(options: WrapOptions) -> None:
+    """Decide which kernels compute one new token, by the table beside the variants or by measuring; keep it there."""
+    decoder, layouts = options.decoder, options.layouts
+    if decoder.config._attn_implementation != "sdpa":
+        return
+    path = Path(options.variant_cache) / FILE if options.variant_cache is not None else None
+    if path is not None and path.exists():
+        table.load(path)
+    dtype = next(p.dtype for p in decoder.layers[0].parameters() if p.is_floating_point())
+    measure_ahead(decoder.config, dtype, layouts)
+    if path is not None:
+        table.save(path, map(processor, layouts))
+
+
+def _make_kv(options: WrapOptions, pools: Sequence[KVPool], homes: Sequence[KVPool], stack: ExitStack) -> KVMemory:
+    """Make the memory of Hugging Face caches."""
+    return make_memory(options.decoder.config, [(pool, options.layouts[pool.device]) for pool in pools], homes)
 
 
 def _put_on(model: nn.Module, runtime: Runtime, parts: ModelParts, options: WrapOptions, stack: ExitStack) -> None:

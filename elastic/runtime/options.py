@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.places import require_memory
 from elastic.memory.rate_limit import RateLimiter
+from elastic.quant.variants.eligible import is_packable
 from elastic.runtime.controller_setup import MakePolicy
 from elastic.weights.decoder import Decoder, find_decoder
 
@@ -42,6 +43,10 @@ class WrapOptions:
     slo: SLO | None
     start_controller: bool
     make_policy: MakePolicy | None
+    is_packable: Callable[[nn.Module, torch.Tensor], bool] = is_packable
+    """Whether a module multiplies its input with a parameter of its own, so that this may be packed."""
+    lives_in_pages: Callable[[torch.Tensor], bool] = lambda parameter: True
+    """Whether a parameter of a decoder layer goes into pages, if it can; the others stay ordinary tensors."""
 
 
 def check_model(model: nn.Module) -> Decoder:

@@ -1,9 +1,8 @@
-"""The parts of one elastic model, made by `build` and used by its runtime."""
+"""The parts of one elastic model, made by `assemble` and used by its runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic.actions.base import ActionHandler
@@ -29,5 +28,5 @@ class ModelParts:
     """Between the two."""
     gate: ForwardGate
     forward: ForwardState
-    handlers: Mapping[type, ActionHandler]
+    handlers: dict[type, ActionHandler] = field(default_factory=dict)
     """By the type of action."""

@@ -12,6 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal, overload
 
+from elastic.actions.agreement import Agreement
 from elastic.actions.event_log import EventLog
 from elastic.actions.executor import ActionExecutor, ActionOutcome, ActionTiming
 from elastic.actions.results import merge_changes
@@ -64,7 +65,7 @@ class Runtime:
     between two (law 6), all actions of one call together or none (law 5).
     """
 
-    def __init__(self, parts: ModelParts) -> None:
+    def __init__(self, parts: ModelParts, agreement: Agreement | None = None) -> None:
         self.state = RuntimeState.NEW
         self.kv = KV(parts.kv, self)
         self.forward = parts.forward
@@ -80,7 +81,8 @@ class Runtime:
         self.slo: SLO | None = None
         self._weights, self._places, self._gate = parts.weights, parts.pools, parts.gate
         self._log = EventLog()
-        self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record)
+        self.event_listeners = self._log.listeners
+        self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement or Agreement())
         self._occupied: list[str] = []
         self._pid = os.getpid()
 
@@ -173,10 +175,7 @@ class Runtime:
         They are prepared together and committed together, so one call moves a layer once: else `ConfigError`. Waiting
         inside a forward pass of the same thread is a `StateError`, as is any call while it captures a CUDA graph.
         """
-        self._require_running()
-        require_no_capture("weights and caches cannot be moved or resized")
-        _require_once(a.layers for a in actions if isinstance(a, ON_LAYERS))
-        _require_once(a.layers for a in actions if isinstance(a, MigrateKV))
+        self._require_possible(actions)
         if wait and self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
         results = self._executor.submit(actions, why)
@@ -186,6 +185,11 @@ class Runtime:
             return results.result()
         finally:
             del results  # an error knows this frame: it must not know the error, or both live until collected
+
+    def request(self, actions: Sequence[Action], why: str) -> Any:
+        """Have actions done that nobody waits for, on all ranks of the model. Returns a future, or None."""
+        self._require_possible(actions)
+        return self._executor.request(actions, why)
 
     def _change(self, actions: Sequence[Action], wait: bool) -> Done:
         results = self.apply(actions, wait=wait)
@@ -375,6 +379,12 @@ class Runtime:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return lifecycle.nothing, ()
+
+    def _require_possible(self, actions: Sequence[Action]) -> None:
+        self._require_running()
+        require_no_capture("weights and caches cannot be moved or resized")
+        _require_once(a.layers for a in actions if isinstance(a, ON_LAYERS))
+        _require_once(a.layers for a in actions if isinstance(a, MigrateKV))
 
     def _require_running(self) -> None:
         if self.in_forked_child:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -14,8 +14,10 @@ from elastic.weights.decoder import Decoder
 from elastic.weights.parameter_slot import ParameterSlot
 
 
-def layer_slots(model: nn.Module, decoder: Decoder) -> list[dict[str, ParameterSlot]]:
-    """Return for each decoder layer the parameters that live in pages, by their names in the layer.
+def layer_slots(
+    model: nn.Module, decoder: Decoder, wanted: Callable[[torch.Tensor], bool] = lambda parameter: True
+) -> list[dict[str, ParameterSlot]]:
+    """Return for each decoder layer the `wanted` parameters that live in pages, by their names in the layer.
 
     Not those that anything outside the layer uses too (tied or shared, also by memory), adapters (what lies beside a
     `base_layer`), kinds of parameters that are not plain, and those on another device than the layer's first.
@@ -35,7 +37,9 @@ def layer_slots(model: nn.Module, decoder: Decoder) -> list[dict[str, ParameterS
             places = homes[id(parameter)]
             private = decoder.layers.count(layer) == 1 and all(id(module) in inner for module, _ in places)
             first = next(iter(slots.values())).parameter if slots else parameter
-            if private and id(parameter) not in refused and _plain(parameter) and parameter.device == first.device:
+            if not private or id(parameter) in refused or not wanted(parameter) or not _plain(parameter):
+                continue
+            if parameter.device == first.device:
                 slots[name] = ParameterSlot(parameter, tuple(places))
         layers.append(slots)
     return layers

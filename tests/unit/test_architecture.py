@@ -25,7 +25,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("runtime",),
     ("wrap", "profiling", "engines"),
     ("",),
-    ("server", "bench"),
+    ("server", "bench", "vllm"),
     ("cli",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
@@ -36,7 +36,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "quant": (("formats",), ("kernels", "checkpoints"), ("variants",), ("sensitivity",)),
     "controller": (("",), ("sensors",), ("policies",)),
     "actions": (("pages",), ("",)),
-    "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous",)),
+    "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous", "vllm")),
     "server": (("protocol", "tools"), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
     "cli": (("inputs", "views"), ("",)),

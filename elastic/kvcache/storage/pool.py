@@ -58,6 +58,8 @@ class KVPool:
         self.reclaimer = Reclaimer(pool, self.usage, idle_share)
         self.on_settled: Callable[[Resize], None] = lambda result: None
         """Called with a deferred shrink that is over. Under the lock: it may take none."""
+        self.engine_usage: Callable[[], tuple[int, int]] | None = None
+        """Bytes used and bytes of capacity, where an engine's scheduler in another process hands out what is mapped."""
         self.closed = False
         self._deferred_limit: int | None = None  # at which a deferred shrink is over
         self.ended: deque[tuple[LayerStore, int]] = deque()
@@ -191,6 +193,11 @@ class KVPool:
                 store, lease = self.ended.popleft()
                 if store.state is StoreState.RETAINED or (store.state is StoreState.LIVE and lease == store.lease):
                     self._retire(store)
+            self.settle()
+
+    def settle(self) -> None:
+        """Fit what is mapped under the limit and end a deferred shrink: caches or sectors were given back."""
+        with self.lock:
             self.reclaimer.tidy(lambda: self.reclaimer.fit(self.limits.open))
             if self._deferred_limit is not None and self.usage.used <= self._deferred_limit:
                 self._deferred_limit = None
@@ -203,12 +210,14 @@ class KVPool:
             self.retire_ended()
             size = self.pool.page_bytes
             used, idle = self.usage.used, self.usage.idle
+            capacity = min(self.limits.open, used + idle + self.pool.free_pages)
+            used_bytes, capacity_bytes = self.engine_usage() if self.engine_usage else (used * size, capacity * size)
             return KVStatus(
                 place=self.pool.name,
-                capacity_bytes=min(self.limits.open, used + idle + self.pool.free_pages) * size,
+                capacity_bytes=capacity_bytes,
                 limit_bytes=self.limits.limit * size,
                 maximum_bytes=self.limits.maximum * size,
-                used_bytes=used * size,
+                used_bytes=used_bytes,
                 idle_bytes=idle * size,
                 retained_bytes=self.usage.pages_in(StoreState.RETAINED) * size,
                 revision=self.limits.revision,

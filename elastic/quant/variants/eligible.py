@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,15 @@ from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
 
 
+def is_packable(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Return whether a Hugging Face module multiplies its input with this parameter, [..., outputs, inputs]."""
+    from transformers.pytorch_utils import Conv1D
+
+    if parameter.ndim == 3:
+        return not isinstance(module, _ConvNd)
+    return parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D)
+
+
 @dataclass(frozen=True)
 class LayerParameters:
     """The name and the parameters of one decoder layer."""
@@ -23,6 +32,8 @@ class LayerParameters:
     """The name of the layer in its model."""
     parameters: Mapping[str, tuple[nn.Module, torch.Tensor]]
     """Name in the layer -> the module that has the parameter, and the parameter."""
+    is_packable: Callable[[nn.Module, torch.Tensor], bool] = is_packable
+    """Whether a module multiplies its input with a parameter: a matrix, or one for each expert."""
 
     @classmethod
     def of(cls, layer: nn.Module, name: str = "") -> LayerParameters:
@@ -47,12 +58,12 @@ def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]
     """
     from transformers.pytorch_utils import Conv1D
 
-    stacks = [p for module, p in layer.parameters.values() if p.ndim == 3 and not isinstance(module, _ConvNd)]
-    experts = {stack.shape[0] for stack in stacks}
-    for name, (module, parameter) in layer.parameters.items():
-        if any(parameter is stack for stack in stacks):
+    packable = {name: pair for name, pair in layer.parameters.items() if layer.is_packable(*pair)}
+    experts = {parameter.shape[0] for _, parameter in packable.values() if parameter.ndim == 3}
+    for name, (module, parameter) in packable.items():
+        if parameter.ndim == 3:
             yield name, parameter, bool(getattr(module, "is_transposed", False))
-        elif parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D) and parameter.shape[0] not in experts:
+        elif parameter.shape[0] not in experts:
             yield name, parameter, isinstance(module, Conv1D)
 
 

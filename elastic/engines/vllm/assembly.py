@@ -1,0 +1,221 @@
+"""Elastic's runtime over the decoder layers that one worker of vLLM has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic.actions.base import ActionHandler
+from elastic.actions.deferred import DeferredActions
+from elastic.config import Place
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.engines.vllm.agreement import RankAgreement
+from elastic.engines.vllm.client.settings import EngineSettings
+from elastic.engines.vllm.decoder import find_decoder
+from elastic.engines.vllm.streaming import StreamingHooks
+from elastic.errors import StateError
+from elastic.kvcache.manager import KVMemory
+from elastic.kvcache.storage.layout import choose_layout
+from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.backends.streams import note_current_stream
+from elastic.planning.measured_cost import Calibration
+from elastic.runtime.assemble import assemble, connect
+from elastic.runtime.controller_setup import choose_policy
+from elastic.runtime.handlers import weight_handlers
+from elastic.runtime.options import WrapOptions, parse_rate, parse_variants
+from elastic.runtime.parts import ModelParts
+from elastic.runtime.runtime import Runtime
+
+IsPackable = Callable[[nn.Module, torch.Tensor], bool]
+_models: dict[str, ElasticModel] = {}
+"""Of the workers in this process, by the id of vLLM's instance and the rank."""
+
+
+class Channel(Protocol):
+    """The worker's end of the KV connector."""
+
+    def before_step(self, metadata: object) -> None:
+        """Carry out what the scheduler's side ordered for this step."""
+
+    def changed(self) -> None:
+        """Note that the KV limit may have moved, or the model come to rest. Safe from any thread."""
+
+    def close(self) -> None:
+        """Be forgotten."""
+
+
+class ElasticModel:
+    """The model of one rank: its weights in pages, the KV pool beside them, and the runtime that moves both.
+
+    `own_worker`: the worker calls `begin_forward` and `end_forward` around its steps; else hooks on the model do.
+    `eager`: hooks stage released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
+
+    Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in; the model is as it was then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: EngineSettings,
+        device: torch.device,
+        *,
+        instance: str,
+        rank: int = 0,
+        ranks: int = 1,
+        is_packable: IsPackable,
+        wake_file: str | None = None,
+        eager: bool = True,
+        own_worker: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.channel: Channel | None = None
+        """Set by the KV connector when it is made."""
+        self.actions = RankAgreement()
+        self._wake_file = wake_file
+        self._name = f"{instance}:{rank}"
+        with ExitStack() as memory, ExitStack() as on_model:
+            place = _place(device, settings, self._name)
+            options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
+            handlers = partial(_make_handlers, options)
+            parts = self._parts = assemble(model, options, _make_kv, handlers, memory, on_model)
+            self.kv: KVPool = parts.kv.pools[0]
+            self.gate = parts.gate
+            self.runtime = Runtime(parts, self.actions if ranks > 1 else None)
+            self.actions.begin = self._begin
+            connect(self.runtime, parts, options, memory)
+            pool = parts.pools[0]
+            pool.listeners.append(self.changed)
+            memory.callback(pool.listeners.remove, self.changed)
+            self.runtime.event_listeners.append(self.changed)
+            if eager:
+                streaming = StreamingHooks(options.decoder.layers, parts.weights)
+                on_model.callback(streaming.remove)
+            if not own_worker:  # whose steps enter and leave the gate
+                model.register_forward_pre_hook(lambda module, args: self.begin_forward())
+                model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
+            memory.callback(self.runtime.close)
+            self.runtime.start()
+            self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
+        _models[self._name] = self
+
+    @property
+    def counters(self) -> RequestMetrics:
+        """What requests experience, as the scheduler's side tells it."""
+        return self.runtime.counters
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the scheduler's side should go on stepping though no request is there.
+
+        Actions are under way, ranks have something to agree on, or a controller has layers to bring back.
+        """
+        runtime = self.runtime
+        if runtime.closed:
+            return False
+        away = runtime.controller is not None and set(runtime.form()) != {self._parts.weights.layers[0].dtype}
+        return runtime.busy or self.actions.pending or away
+
+    def changed(self) -> None:
+        """Tell the scheduler's side that something may have changed. Safe from any thread, under any lock."""
+        if self.channel is not None:
+            self.channel.changed()
+
+    def wake(self) -> None:
+        """Have an engine that waits for requests look at this model again, when it is next told anything."""
+        if self._wake_file is not None:
+            Path(self._wake_file).touch()
+
+    def begin_forward(self) -> None:
+        """Enter a step: no action commits until `end_forward`."""
+        note_current_stream(self.kv.device)
+        if self.gate.enter(id(self)):
+            for streamer in self._parts.weights.streamers.values():
+                streamer.leave_all()
+
+    def end_forward(self) -> None:
+        """Leave the step."""
+        self.gate.leave(id(self))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the budget that neither weights in pages nor KV blocks can ever have."""
+        owners = self._parts.pools[0].status().owners
+        return sum(nbytes for owner, nbytes in owners.items() if owner.startswith("fixed:"))
+
+    def close(self) -> None:
+        """End the runtime, and give every page back: the engine has stopped. Can be called twice."""
+        _models.pop(self._name, None)
+        self.actions.close()
+        if self.channel is not None:
+            self.channel.close()
+        self.runtime.close(timeout_s=10)
+        self._parts.weights.let_go()
+        self._on_model.pop_all()  # the model goes too: its weights need no ordinary memory
+        self._memory.close()
+
+    def _begin(self, actions: Sequence[Any], why: str) -> None:
+        if not self.runtime.closed:
+            self.runtime.apply(actions, why=why, wait=False)
+
+
+def model_of(vllm_config: Any) -> ElasticModel:
+    """Return the elastic model of the worker of this process. Raises `StateError` where it is not ours."""
+    name = f"{vllm_config.instance_id}:{vllm_config.parallel_config.rank}"
+    if name not in _models:
+        raise StateError(
+            "the worker of this process is not elastic; give the engine all arguments of elastic.vllm.options(...)"
+        )
+    return _models[name]
+
+
+def _place(device: torch.device, settings: EngineSettings, name: str) -> Place:
+    label = f"{device}#vllm-{name.replace(':', '-')}"
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+    return Place(label, device, settings.budget_bytes, settings.page_bytes)
+
+
+def _wrap_options(
+    model: nn.Module, settings: EngineSettings, place: Place, is_packable: IsPackable, *, controlled: bool
+) -> WrapOptions:
+    """Return the options of `assemble`; only one rank has a controller, and the others do as it says."""
+    decoder, variants, slo = find_decoder(model), parse_variants(settings.variants), settings.to_slo()
+    policy = settings.to_policy() if controlled else "manual"
+    cache = Path(settings.variant_cache) / place.name.rpartition("-")[2] if settings.variant_cache else None
+    if cache is not None:
+        cache.mkdir(parents=True, exist_ok=True)
+    return WrapOptions(
+        decoder=decoder,
+        places=[place],
+        placement="as_loaded",
+        layouts={place.device: choose_layout(None, place.device)},
+        files=None,
+        variants=variants,
+        variant_cache=cache,
+        copy_rate=parse_rate(settings.copy_rate),
+        slo=slo,
+        start_controller=True,
+        make_policy=choose_policy(policy, slo, settings.order, variants, decoder.layers, lambda: Calibration({})),
+        is_packable=is_packable,
+        lives_in_pages=_lives_in_pages,
+    )
+
+
+def _lives_in_pages(parameter: torch.Tensor) -> bool:
+    """Matrices and experts; norms are read by address in vLLM's operators, and are .05 % of a layer."""
+    return parameter.ndim > 1
+
+
+def _make_kv(pools: Sequence[KVPool], homes: Sequence[KVPool], stack: ExitStack) -> KVMemory:
+    """Make a memory without cache layers: vLLM's blocks live in the pool's pages."""
+    return KVMemory([(pool, choose_layout(None, pool.device)) for pool in pools], 1, homes)
+
+
+def _make_handlers(options: WrapOptions, parts: ModelParts, stack: ExitStack) -> Mapping[type, ActionHandler]:
+    return weight_handlers(parts, DeferredActions(parts.broker), options.copy_rate)

@@ -1,0 +1,78 @@
+"""Elastic's records as JSON and back: what goes between the user's process and the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from elastic import errors, types
+from elastic.controller import snapshot
+from elastic.controller.loop import ControllerFault, ControllerHealth
+
+_TAG = "$"
+_RECORDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (*vars(types).values(), *vars(snapshot).values(), ControllerFault, ControllerHealth)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+}
+
+
+class _CapacityError(errors.CapacityError):
+    """One whose text has its figures already."""
+
+    def __init__(self, text: str) -> None:
+        MemoryError.__init__(self, text)
+
+
+_CAPACITY = ("requested_bytes", "free_bytes", "total_bytes")
+
+
+def encode(value: Any) -> str:
+    """Return a value of records, tuples, texts and numbers as JSON."""
+    return json.dumps(_plain(value))
+
+
+def decode(text: str) -> Any:
+    """Undo `encode`. Raises `KeyError` for a record that is none of `elastic.types`."""
+    return _made(json.loads(text))
+
+
+def encode_error(error: BaseException) -> str:
+    """Return an error as JSON: its type, if it is one of ours, and its text."""
+    known = isinstance(error, errors.ElasticError)
+    attributes = {name: getattr(error, name) for name in _CAPACITY} if isinstance(error, errors.CapacityError) else {}
+    return json.dumps({"type": type(error).__name__ if known else "", "text": str(error), **attributes})
+
+
+def decode_error(text: str) -> Exception:
+    """Undo `encode_error`; an error that is not ours is a `RuntimeError`."""
+    fields = json.loads(text)
+    kind, message = getattr(errors, fields.pop("type") or "", RuntimeError), fields.pop("text")
+    if kind is errors.CapacityError:
+        error = _CapacityError(message)
+        vars(error).update(fields)
+        return error
+    return kind(message)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {_TAG: type(value).__name__, **fields}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_made, value))
+    if isinstance(value, dict):
+        kind = value.pop(_TAG, None)
+        made = {key: _made(item) for key, item in value.items()}
+        return made if kind is None else _RECORDS[kind](**made)
+    return value

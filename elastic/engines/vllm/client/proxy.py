@@ -1,0 +1,267 @@
+"""The runtimes of a vLLM engine's workers, as one: `elastic.vllm.runtime(llm)`, with the words of `model.elastic`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from elastic.controller.loop import ControllerHealth
+from elastic.engines.vllm.client.messages import decode, decode_error, encode
+from elastic.errors import ConfigError
+from elastic.runtime.runtime import Layers
+from elastic.types import Action, Change, Event, KVStatus, PlanStep, Resize, Result, Status
+
+Answer = TypeVar("Answer")
+POLL_S = 0.002
+"""Between two questions whether an action is done."""
+
+
+class CallRanks(Protocol):
+    """vLLM's `collective_rpc`: calls a method on every rank, and returns the answers in their order."""
+
+    def __call__(self, method: str, *, args: tuple[Any, ...]) -> list[Any]: ...
+
+
+class RemoteRuntime:
+    """What changes and shows the model of a vLLM engine. Thread-safe as far as the engine's `collective_rpc` is.
+
+    Actions wait until they are done on all ranks; sizes are those of one rank, unless it says otherwise.
+    """
+
+    def __init__(self, call: CallRanks, step_idle: Callable[[], object] = lambda: None) -> None:
+        self._call = call
+        self._step_idle = step_idle
+        self.kv = RemoteKV(self)
+
+    # -- what there is
+
+    def status(self) -> Status:
+        """Return the places and KV caches of all ranks, and where the layers are; a shard for each rank."""
+        return _merge_status(self._look_all("status"))
+
+    def form(self) -> tuple[str, ...]:
+        """Return the variant that each decoder layer is in; `absent` for a released one."""
+        return tuple(self._look("form"))
+
+    def events(self) -> tuple[Event, ...]:
+        """Return the last actions, oldest first, as the first rank did them."""
+        return tuple(self._look("events"))
+
+    def health(self) -> ControllerHealth:
+        """Return whether the controller runs, what it last decided and why, and what went wrong."""
+        health: ControllerHealth = self._look("health")
+        return health
+
+    def snapshot(self) -> Any:
+        """Return what a policy sees now."""
+        return self._look("snapshot")
+
+    def check(self) -> None:
+        """Recount the ledger of every rank. Raises `IntegrityError` with both sides of what differs."""
+        self._look_all("check")
+
+    def plan(self, actions: Action | Sequence[Action]) -> tuple[PlanStep, ...]:
+        """Return what actions would do on one rank. Raises `ConfigError` or `CapacityError` if one cannot be done."""
+        return tuple(self._look("plan", actions))
+
+    # -- actions
+
+    def release(self, layers: Layers) -> Change:
+        """Have the weights of decoder layers leave for host memory; their pages are KV blocks then."""
+        return _merge_changes(self._change("release", _names(layers)))
+
+    def swap(self, layers: Layers, variant: str) -> Change:
+        """Have decoder layers in a variant that the engine was given, such as "int4"."""
+        return _merge_changes(self._change("swap", _names(layers), variant))
+
+    def restore(self, layers: Layers | None = None) -> Change:
+        """Have the full weights of decoder layers again, bit for bit; None: of all that were there at the start.
+
+        `deferred`: they return as vLLM's scheduler gives blocks up.
+        """
+        return _merge_changes(self._change("restore", None if layers is None else _names(layers)))
+
+    def apply(self, actions: Sequence[Action]) -> tuple[Result, ...]:
+        """Do actions, all or none, on all ranks before the same step; return the first rank's results."""
+        return tuple(self._change("apply", tuple(actions), why="by hand")[0])
+
+    def _look(self, name: str, *arguments: Any) -> Any:
+        return self._look_all(name, *arguments)[0]
+
+    def _look_all(self, name: str, *arguments: Any) -> list[Any]:
+        return [_value(answer) for answer in self._call("elastic_look", args=(name, encode((arguments, {}))))]
+
+    def _change(self, name: str, *arguments: Any, **named: Any) -> list[tuple[Any, ...]]:
+        """Begin an action on every rank, and wait for the results of all."""
+        number = self._call("elastic_change", args=(name, encode((arguments, named))))[0]
+        while None in (answers := self._call("elastic_result", args=(number,))):
+            self._step_idle()
+            time.sleep(POLL_S)
+        self._step_idle()
+        return [_value(answer) for answer in answers]
+
+
+class RemoteKV:
+    """The KV cache of one rank: `rt.kv`. Sizes are bytes."""
+
+    def __init__(self, runtime: RemoteRuntime) -> None:
+        self._runtime = runtime
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of the blocks that vLLM's scheduler may hand out now."""
+        return self._status().capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the blocks that live requests and cached prefixes have."""
+        return self._status().used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit last set."""
+        return self._status().limit_bytes
+
+    @property
+    def maximum_bytes(self) -> int:
+        """The highest limit: what weights leave."""
+        return self._status().maximum_bytes
+
+    def resize(self, size: int | str) -> Resize:
+        """Set the most bytes of KV blocks, such as "4GiB"; "max": all that weights leave. Live requests go on."""
+        result: Resize = self._runtime._change("resize", size)[0][0]
+        return result
+
+    def _status(self) -> KVStatus:
+        return self._runtime.status().kv[0]
+
+
+class AsyncRemoteRuntime:
+    """The same for an `AsyncLLM`: every word is awaited, as in `await rt.swap([3], "int4")`."""
+
+    def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._call = call
+
+    async def status(self) -> Status:
+        """As `RemoteRuntime.status`."""
+        return await self._run(RemoteRuntime.status)
+
+    async def form(self) -> tuple[str, ...]:
+        """As `RemoteRuntime.form`."""
+        return await self._run(RemoteRuntime.form)
+
+    async def events(self) -> tuple[Event, ...]:
+        """As `RemoteRuntime.events`."""
+        return await self._run(RemoteRuntime.events)
+
+    async def health(self) -> ControllerHealth:
+        """As `RemoteRuntime.health`."""
+        return await self._run(RemoteRuntime.health)
+
+    async def snapshot(self) -> Any:
+        """As `RemoteRuntime.snapshot`."""
+        return await self._run(RemoteRuntime.snapshot)
+
+    async def check(self) -> None:
+        """As `RemoteRuntime.check`."""
+        await self._run(RemoteRuntime.check)
+
+    async def plan(self, actions: Action | Sequence[Action]) -> tuple[PlanStep, ...]:
+        """As `RemoteRuntime.plan`."""
+        return await self._run(RemoteRuntime.plan, actions)
+
+    async def release(self, layers: Layers) -> Change:
+        """As `RemoteRuntime.release`."""
+        return await self._run(RemoteRuntime.release, layers)
+
+    async def swap(self, layers: Layers, variant: str) -> Change:
+        """As `RemoteRuntime.swap`."""
+        return await self._run(RemoteRuntime.swap, layers, variant)
+
+    async def restore(self, layers: Layers | None = None) -> Change:
+        """As `RemoteRuntime.restore`."""
+        return await self._run(RemoteRuntime.restore, layers)
+
+    async def apply(self, actions: Sequence[Action]) -> tuple[Result, ...]:
+        """As `RemoteRuntime.apply`."""
+        return await self._run(RemoteRuntime.apply, actions)
+
+    async def resize_kv(self, size: int | str) -> Resize:
+        """As `RemoteRuntime.kv.resize`."""
+        return await self._run(lambda runtime: runtime.kv.resize(size))
+
+    async def _run(self, word: Callable[..., Answer], *arguments: Any) -> Answer:
+        """Say a word on a thread; its calls to the ranks run in this event loop."""
+        loop = asyncio.get_running_loop()
+
+        async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+            return await self._call(method, args=args)
+
+        def call_from_thread(method: str, *, args: tuple[Any, ...]) -> list[Any]:
+            return asyncio.run_coroutine_threadsafe(call(method, args), loop).result()
+
+        return await asyncio.to_thread(word, RemoteRuntime(call_from_thread), *arguments)
+
+
+def runtime(llm: Any) -> Any:
+    """Return the runtime of a vLLM engine: of an `LLM` or `LLMEngine` a `RemoteRuntime`, of an `AsyncLLM` its like.
+
+    Raises `ConfigError` for anything else.
+    """
+    call = getattr(llm, "collective_rpc", None)
+    if call is None:
+        raise ConfigError(f"{type(llm).__name__} is no vLLM engine: it has no collective_rpc")
+    if asyncio.iscoroutinefunction(call):
+        return AsyncRemoteRuntime(call)
+    return RemoteRuntime(call, partial(_step_idle, getattr(llm, "llm_engine", llm)))
+
+
+def _step_idle(engine: Any) -> None:
+    """Step an engine of this process that has no requests, for as long as ranks have something to agree on."""
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)  # None: in a process of its own
+    if core is not None and not engine.has_unfinished_requests() and core.scheduler.has_requests():
+        core.step_fn()
+
+
+def _names(layers: Layers) -> list[int | str]:
+    return [layers] if isinstance(layers, int | str) else list(layers)
+
+
+def _value(answer: str) -> Any:
+    told = decode(answer)
+    if "error" in told:
+        raise decode_error(told["error"])
+    return told["value"]
+
+
+def _merge_changes(ranks: Sequence[tuple[Change, ...]]) -> Change:
+    """Return the layers of the first rank, and the bytes of all."""
+    from elastic.actions.results import merge_changes
+
+    first, *others = (merge_changes(changes) for changes in ranks)
+    return replace(
+        first,
+        moved_bytes=first.moved_bytes + sum(change.moved_bytes for change in others),
+        released_bytes=first.released_bytes + sum(change.released_bytes for change in others),
+        retained_bytes=first.retained_bytes + sum(change.retained_bytes for change in others),
+    )
+
+
+def _merge_status(ranks: Sequence[Status]) -> Status:
+    first = ranks[0]
+    if len(ranks) == 1:
+        return first
+    residencies = {
+        layer: tuple(
+            replace(residency, shard=f"{rank}/{len(ranks)}")
+            for rank, status in enumerate(ranks)
+            for residency in status.residencies[layer]
+        )
+        for layer in first.residencies
+    }
+    places = tuple(place for status in ranks for place in status.places)
+    return replace(first, places=places, kv=tuple(kv for status in ranks for kv in status.kv), residencies=residencies)

@@ -1,0 +1,154 @@
+"""The settings of an elastic vLLM engine, checked where the user gives them, and carried to every worker as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.config import MODES, SLO, Policy, parse_bytes
+from elastic.errors import ConfigError
+
+KEY = "elastic"
+"""Of ours in vLLM's `additional_config`."""
+CONNECTOR = {
+    "kv_connector": "ElasticConnector",
+    "kv_connector_module_path": "elastic.engines.vllm.connector",
+    "kv_role": "kv_both",
+}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a worker is told."""
+
+    budget_bytes: int
+    """Of each rank: weights, KV cache, and what stages between them; not activations."""
+    policy: str | dict[str, Any] = "manual"
+    """A name or file of a policy, or the fields of an `elastic.Policy`."""
+    variants: tuple[str, ...] = ()
+    order: str = "front_to_back"
+    slo: dict[str, float | None] | None = None
+    variant_cache: str | None = None
+    copy_rate: int | str | None = None
+    page_bytes: int | None = None
+    """None: 64 KiB on a CPU, the driver's granularity on CUDA."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return {**dataclasses.asdict(self), "variants": list(self.variants)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EngineSettings:
+        """Undo `to_json`."""
+        return cls(**{**fields, "variants": tuple(fields["variants"])})
+
+    def to_policy(self) -> str | Policy:
+        """Return the policy as `choose_policy` takes it."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return Policy(**{**self.policy, **{k: tuple(v) for k, v in self.policy.items() if isinstance(v, list)}})
+
+    def to_slo(self) -> SLO | None:
+        """Return the promise to requests."""
+        return None if self.slo is None else SLO(**self.slo)
+
+
+def options(
+    budget: int | str,
+    *,
+    policy: str | Path | Policy = "manual",
+    variants: Sequence[str] = (),
+    order: str | Path = "front_to_back",
+    slo: SLO | None = None,
+    variant_cache: str | Path | None = None,
+    copy_rate: int | str | None = None,
+    page_bytes: int | None = None,
+    promise: bool = True,
+    move_blocks: bool = True,
+    connector: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the arguments that make a vLLM engine elastic: `LLM(path, **elastic.vllm.options("30GiB"))`.
+
+    `budget` is what weights and KV cache of each rank share, such as "30GiB". `policy` "manual": you call actions.
+    "accuracy", "balanced", "performance", a `Policy` or its file: a controller swaps layers to `variants` under
+    pressure, in an `order`, and restores them after it, with `slo` in view. `variant_cache` is a directory that keeps
+    packed layers for the next start; `copy_rate` bounds the bytes a second that move while the model computes.
+
+    With `promise`, a request is let in when all that live can still end without preempting any; else as vLLM does.
+    With `move_blocks`, blocks of live requests move out of the way of a KV cache that shrinks. `connector` is a user's
+    own KV connector, as in vLLM's `kv_transfer_config`; it works beside ours.
+
+    Raises `ConfigError` for what cannot work, `BackendUnavailable` where vLLM is absent or not known.
+    """
+    from elastic.engines.vllm.support import require_vllm, scheduler_name, worker_name
+
+    require_vllm()
+    settings = EngineSettings(
+        budget_bytes=parse_bytes(budget, option="budget"),
+        policy=_check_policy(policy, variants),
+        variants=_check_variants(variants),
+        order=str(order),
+        slo=None if slo is None else dataclasses.asdict(slo),
+        variant_cache=None if variant_cache is None else str(Path(variant_cache).resolve()),
+        copy_rate=copy_rate,
+        page_bytes=page_bytes,
+    )
+    scheduler = {"scheduler_cls": scheduler_name()} if move_blocks else {}
+    return {
+        "quantization": "elastic",
+        "worker_cls": worker_name(),
+        **scheduler,
+        "kv_transfer_config": _transfer(promise, connector),
+        "additional_config": {KEY: settings.to_json()},
+    }
+
+
+def _transfer(promise: bool, connector: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the config of our connector, or of vLLM's `MultiConnector` over ours and the user's."""
+    from elastic.engines.vllm.kv.orders import refuse_connector
+
+    wake_file = os.path.join(tempfile.gettempdir(), f"elastic-wake-{uuid.uuid4().hex}")
+    extra = {"promise": promise, "wake_file": wake_file}
+    ours = {**CONNECTOR, "kv_connector_extra_config": extra}
+    if connector is None:
+        return ours
+    refuse_connector(connector)
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours, dict(connector)], **extra},
+    }
+
+
+def _check_policy(policy: str | Path | Policy, variants: Sequence[str]) -> str | dict[str, Any]:
+    if isinstance(policy, Policy):
+        return dataclasses.asdict(policy)
+    name = str(policy)
+    if name == "manual":
+        return name
+    if name not in MODES and Path(name).suffix not in (".toml", ".json"):
+        known = ", ".join(map(repr, ("manual", *MODES)))
+        raise ConfigError(f"policy={name!r} is not known in vLLM; use one of {known}, an elastic.Policy, or its file")
+    if not variants:
+        raise ConfigError(f"policy={name!r} swaps layers and needs variants to swap to, such as variants=('int4',)")
+    return name if name in MODES else dataclasses.asdict(Policy.from_file(name))
+
+
+def _check_variants(variants: Sequence[str]) -> tuple[str, ...]:
+    from elastic.quant.variants.variant import Variant
+
+    names = [variants] if isinstance(variants, str) else list(variants)
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"variants: {name!r} cannot be used in vLLM, whose workers round the weights that they have loaded; "
+                "give a name: 'int8', 'int4' or 'int3'"
+            )
+        Variant.parse(name)
+    return tuple(names)

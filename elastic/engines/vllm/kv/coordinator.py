@@ -1,0 +1,124 @@
+"""The scheduler's side: how many sectors all ranks map, and how many blocks of them vLLM's scheduler may use.
+
+Blocks are published when every rank has mapped their sectors, and withdrawn before any rank unmaps them (law 7). One
+order is under way at a time; what a rank could not map, no rank keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.engines.vllm.agreement import ActionOrders
+from elastic.engines.vllm.kv.admission import PromiseLedger
+from elastic.engines.vllm.kv.capacity import BlockCapacity
+from elastic.engines.vllm.kv.orders import Handshake, RankState, RequestEvent, StepOrders, StepReport
+from elastic.errors import ConfigError
+
+
+class CapacityCoordinator:
+    """Decides before each step. `promises` None: vLLM admits requests as it does alone, and preempts when it must."""
+
+    def __init__(self, capacity: BlockCapacity, promises: PromiseLedger | None) -> None:
+        self.capacity = capacity
+        self.promises = promises
+        self.ranks: dict[int, RankState] = {}
+        self.sequence = 0
+        self.ordered = 0
+        """Sectors of the last order."""
+        self.mapped = 0
+        """Sectors that every rank has, and keeps until it is told."""
+        self.blocks_per_sector = 1
+        self.moving = False
+        """Whether a scheduler moves cached blocks that are in the way, so that they need not be evicted."""
+
+    def connect(self, handshakes: Iterable[Handshake]) -> None:
+        """Begin with what the ranks have. Raises `ConfigError` where they cannot serve together, or not at all."""
+        ranks = sorted(handshakes, key=lambda handshake: handshake.rank)
+        sizes = {handshake.blocks_per_sector for handshake in ranks}
+        if len(sizes) != 1:
+            raise ConfigError(f"ranks have sectors of {sorted(sizes)} blocks; give all the same page size")
+        self.blocks_per_sector = sizes.pop()
+        guaranteed = min(handshake.guaranteed_sectors for handshake in ranks) * self.blocks_per_sector - 1
+        if self.promises is not None and self.promises.largest > guaranteed:
+            raise ConfigError(
+                f"a request as long as max_model_len needs {self.promises.largest} blocks, and beside all weights the "
+                f"budget has {max(0, guaranteed)}; lower max_model_len or raise the budget"
+            )
+        self.ranks = {handshake.rank: handshake.state for handshake in ranks}
+        self.mapped = self.ordered = min(state.mapped for state in self.ranks.values())
+        self._adjust()
+
+    def receive(self, report: StepReport) -> None:
+        """Take in what ranks tell after a step."""
+        self.ranks.update(report.ranks)
+        self._adjust()
+
+    def next_orders(
+        self, *, idle: bool, actions: ActionOrders | None = None, requests: Iterable[RequestEvent] = ()
+    ) -> StepOrders:
+        """Decide what all ranks do before the step that was just scheduled; `idle`: it computes no token."""
+        self._adjust()
+        if self.settled:
+            self._order()
+        usable, used = self.capacity.usable, self.capacity.used
+        return StepOrders(self.sequence, self.ordered, used, usable, idle, actions or ActionOrders(), tuple(requests))
+
+    @property
+    def settled(self) -> bool:
+        """Whether every rank has carried out the last order."""
+        return all(state.sequence == self.sequence for state in self.ranks.values())
+
+    @property
+    def wanted(self) -> int:
+        """Sectors for new requests: what every rank's limit allows, or what one that waits alone needs."""
+        waiting = 0 if self.promises is None or self.promises.admitted else self.promises.waiting
+        target = min(state.target for state in self.ranks.values())
+        most = min(state.most for state in self.ranks.values())
+        return max(1, target, min(self._sectors(waiting), most))
+
+    @property
+    def needed(self) -> int:
+        """Sectors that there should be: requests that live keep what they were promised."""
+        return max(self.wanted, self._sectors(self.promises.total) if self.promises is not None else 1)
+
+    @property
+    def room(self) -> int:
+        """Blocks for all requests together, if one more enters."""
+        return min(self.capacity.limit, self.wanted * self.blocks_per_sector) - 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are needed though no request is there."""
+        return not self.settled or self.needed != self.mapped or any(state.unsettled for state in self.ranks.values())
+
+    @property
+    def blocks_coming(self) -> bool:
+        """Whether a request that finds no block should sit a step out rather than take another's.
+
+        By promise there is a block for it, if not yet; else while sectors are being mapped.
+        """
+        promised = self.promises is not None and self.promises.total <= self.capacity.usable
+        return promised or not self.settled or self.needed > self.mapped
+
+    def check(self) -> None:
+        """Recount; raises `IntegrityError`."""
+        self.capacity.check()
+
+    def _sectors(self, blocks: int) -> int:
+        """Count the sectors for so many blocks and the null block."""
+        return -(-(blocks + 1) // self.blocks_per_sector)
+
+    def _adjust(self) -> None:
+        """Publish or withdraw blocks, by what is mapped everywhere."""
+        if self.settled:
+            self.mapped = min(state.mapped for state in self.ranks.values())
+        self.capacity.set_limit(min(self.mapped, self.needed) * self.blocks_per_sector, evict=not self.moving)
+
+    def _order(self) -> None:
+        """Order sectors to be mapped, or those unmapped in which nothing is left."""
+        kept = -(-self.capacity.end // self.blocks_per_sector)
+        sectors = self.needed if self.needed > self.mapped else kept
+        if sectors != self.mapped or any(state.mapped > sectors for state in self.ranks.values()):
+            self.sequence += 1
+            self.ordered = sectors
+            self.mapped = min(self.mapped, sectors)

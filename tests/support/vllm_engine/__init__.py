@@ -1,0 +1,1 @@
+"""Helpers of the tests of elastic in vLLM. `blocks` works without vLLM."""

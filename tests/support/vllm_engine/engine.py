@@ -1,0 +1,118 @@
+"""Engines of vLLM in this process, and requests that are stepped by hand."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import elastic
+import elastic.vllm
+from elastic.memory import places
+
+MODEL = str(Path(elastic.__file__).parent / "assets" / "stdlib-2.6m")
+LONGEST = 256
+TEXTS = (
+    "import os\n\ndef walk(top):\n", "class Thread:\n    def __init__(self", 'def parse(text, start=0):\n    """',
+    "import re\nimport sys\n\n", "    def close(self):\n        if self", "for name in names:\n    ",
+    "try:\n    import", "def main(argv=None):\n",
+)  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST, "max_num_seqs": 16, "block_size": 32,
+    "enable_prefix_caching": False,
+}  # fmt: skip
+
+
+@contextmanager
+def plain_engine(model: str = MODEL, **options: Any) -> Iterator[Any]:
+    """Run vLLM as it is."""
+    from vllm import LLM
+
+    llm = LLM(model, **{**PLAIN, **options})
+    try:
+        yield llm
+    finally:
+        stop(llm)
+
+
+@contextmanager
+def elastic_engine(budget: str = "20MiB", model: str = MODEL, **options: Any) -> Iterator[Any]:
+    """Run vLLM with elastic; options of `elastic.vllm.options` go there, the others to vLLM."""
+    names = ("policy", "promise", "move_blocks", "connector", "page_bytes", "slo", "variant_cache")
+    ours = {name: options.pop(name) for name in names if name in options}
+    ours = {"variants": options.pop("variants", ("int4",)), **ours}
+    with plain_engine(model, **{**elastic.vllm.options(budget, **ours), **options}) as llm:
+        yield llm
+    assert not places._open, f"places still open: {list(places._open)}"
+
+
+def stop(llm: Any) -> None:
+    """End an engine in this process, so that another can start."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def scheduler(llm: Any) -> Any:
+    """Return vLLM's scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def coordinator(llm: Any) -> Any:
+    """Return the coordinator beside the scheduler."""
+    return scheduler(llm).connector.scheduler.coordinator
+
+
+def sector_bytes(llm: Any) -> int:
+    """Return the bytes of one sector."""
+    sectors = scheduler(llm).connector.scheduler._local.sectors
+    return int(sectors.sector_pages * sectors.kv.pool.page_bytes)
+
+
+def run(
+    llm: Any, lengths: Sequence[int], *, each_step: Callable[[int], object] = lambda step: None, texts: Any = TEXTS
+) -> list[list[int]]:
+    """Decode one request of each length greedily, with texts in turn; return their tokens."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for number, length in enumerate(lengths):
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        engine.add_request(f"r{number}", {"prompt": texts[number % len(texts)]}, sampling)
+    tokens: dict[str, list[int]] = {}
+    step = 0
+    while engine.has_unfinished_requests():
+        each_step(step)
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+        assert step < 20_000, "requests do not end"
+    return [tokens[f"r{number}"] for number in range(len(lengths))]
+
+
+def expected(reference: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Return what `run` gives in an engine without elastic."""
+    return [list(reference[number % len(reference)][:length]) for number, length in enumerate(lengths)]
+
+
+@contextmanager
+def counted_preemptions(llm: Any) -> Iterator[list[str]]:
+    """Note which requests lose their blocks."""
+    target, preempted = scheduler(llm), list[str]()
+    original = target._preempt_request
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    target._preempt_request = count
+    try:
+        yield preempted
+    finally:
+        target._preempt_request = original

@@ -1,0 +1,103 @@
+"""Blocks are published when they are mapped and withdrawn before they are not, on a stub of vLLM's block pool."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from elastic import ConfigError, IntegrityError
+from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
+from elastic.engines.vllm.kv.capacity import BlockCapacity
+from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
+from elastic.engines.vllm.kv.moves import move_blocks
+from elastic.engines.vllm.kv.orders import Handshake, RankState, StepReport
+from support.vllm_engine.blocks import PER_SECTOR, CapacityMachine, StubBlockPool
+
+TestCapacity = CapacityMachine.TestCase
+TestCapacity.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def one_rank(mapped: int, *, promises: PromiseLedger | None = None, blocks: int = 32) -> CapacityCoordinator:
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(blocks)), promises)
+    coordinator.connect([Handshake(0, RankState(0, mapped, mapped, 8), PER_SECTOR, mapped, "")])
+    return coordinator
+
+
+def test_nothing_is_usable_before_a_rank_has_mapped() -> None:
+    capacity = BlockCapacity(StubBlockPool(16))
+    assert capacity.usable == 0
+    assert capacity.pool.num_gpu_blocks == 1
+
+
+def test_growth_is_ordered_then_published() -> None:
+    coordinator = one_rank(2)
+    coordinator.receive(StepReport({0: RankState(0, 2, 5, 8)}))
+    orders = coordinator.next_orders(idle=True)
+    assert (orders.sequence, orders.sectors) == (1, 5)
+    assert coordinator.capacity.usable == 2 * PER_SECTOR - 1
+    coordinator.receive(StepReport({0: RankState(1, 5, 5, 8)}))
+    assert coordinator.capacity.usable == 5 * PER_SECTOR - 1
+
+
+def test_a_shrink_waits_for_the_last_block_in_its_way() -> None:
+    coordinator = one_rank(3)
+    held = coordinator.capacity.pool.get_new_blocks(9)
+    coordinator.receive(StepReport({0: RankState(0, 3, 1, 8)}))
+    assert coordinator.next_orders(idle=False).sectors == 3
+    coordinator.capacity.pool.free_blocks([held.pop()])
+    assert coordinator.next_orders(idle=False).sectors == 3, "block 8 was held, 9 free"
+    coordinator.capacity.pool.free_blocks([held.pop()])
+    assert coordinator.next_orders(idle=False).sectors == 2
+
+
+def test_what_one_rank_cannot_map_no_rank_keeps() -> None:
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
+    state = RankState(0, 1, 4, 8)
+    coordinator.connect([Handshake(rank, state, PER_SECTOR, 1, "") for rank in range(2)])
+    assert coordinator.next_orders(idle=True).sectors == 4
+    coordinator.receive(StepReport({0: RankState(1, 4, 4, 8), 1: RankState(1, 2, 2, 2)}))
+    assert coordinator.capacity.usable == 2 * PER_SECTOR - 1
+    orders = coordinator.next_orders(idle=True)
+    assert (orders.sequence, orders.sectors) == (2, 2)
+
+
+def test_shared_and_cached_blocks_move_with_their_contents() -> None:
+    pool = StubBlockPool(32)
+    capacity = BlockCapacity(pool)
+    capacity.set_limit(16)
+    blocks = pool.get_new_blocks(15)
+    shared, cached = blocks[12], blocks[13]
+    pool.touch([shared])
+    pool.set_hash(shared, "shared")
+    pool.set_hash(cached, "cached")
+    pool.free_blocks([cached, *blocks[:12], blocks[14]])
+    capacity.set_limit(8, evict=False)
+    tables = [{"a": [shared], "b": [shared]}]
+    assert move_blocks(capacity, tables, {"a"}).copies[0][0] == cached.block_id, "b does not step: the shared one stays"
+    assert next(block.block_id for block in pool.blocks if block.block_hash == "cached") < 8
+    moves = move_blocks(capacity, tables, {"a", "b"})
+    assert moves.requests == {"a", "b"}
+    assert tables[0]["a"][0] is tables[0]["b"][0]
+    assert (tables[0]["a"][0].ref_cnt, tables[0]["a"][0].block_hash) == (2, "shared")
+    assert capacity.end == 8
+    capacity.check()
+
+
+def test_a_budget_that_a_longest_request_does_not_fit_is_refused() -> None:
+    promises = PromiseLedger([GroupDemand(32)], longest=512)
+    with pytest.raises(ConfigError, match="lower max_model_len or raise the budget"):
+        one_rank(3, promises=promises)
+
+
+def test_ranks_with_other_sectors_are_refused() -> None:
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(32)), None)
+    state = RankState(0, 1, 1, 1)
+    with pytest.raises(ConfigError, match="same page size"):
+        coordinator.connect([Handshake(0, state, 4, 1, ""), Handshake(1, state, 8, 1, "")])
+
+
+def test_a_lost_block_is_noticed() -> None:
+    coordinator = one_rank(2)
+    coordinator.capacity.pool.free_block_queue.blocks.pop()
+    with pytest.raises(IntegrityError, match="lost"):
+        coordinator.check()

@@ -1,0 +1,175 @@
+"""The user's side of a vLLM engine: options, messages, and the proxy over ranks that are simulated here."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from elastic.config import SLO, Policy
+from elastic.engines.vllm.client import settings
+from elastic.engines.vllm.client.messages import decode, decode_error, encode, encode_error
+from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime, RemoteRuntime, runtime
+from elastic.engines.vllm.client.settings import KEY, EngineSettings, options
+from elastic.engines.vllm.support import require_known
+from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, StateError
+from elastic.types import Change, Event, HostStatus, KVStatus, PlaceStatus, Residency, ResizeKV, Status, Swap
+
+EVENT = Event(0, Swap((1, 2), "int4"), 1.5, "by hand", 10, 20, 0.1, 0.2, 0.3, True, "applied")
+
+
+def status(name: str) -> Status:
+    place = PlaceStatus(name, 4096, 8192, {"kv": 4096}, 4096, 0, 0, 1)
+    kv = KVStatus(name, 4096, 4096, 4096, 0, 0, 0, 0)
+    return Status(1, (place,), (kv,), {"layers.0": (Residency(name, "float32"),)}, HostStatus(0, 0, 0, 0), 0)
+
+
+@pytest.mark.parametrize("value", [EVENT, (EVENT, EVENT), status("cpu"), ResizeKV("cpu", None), {"value": None}, "text"])
+def test_records_come_back_as_they_were(value: object) -> None:
+    assert decode(encode(value)) == value
+
+
+@pytest.mark.parametrize("error", [ConfigError("a"), StateError("b"), ElasticError("c")])
+def test_errors_come_back_with_their_type(error: ElasticError) -> None:
+    again = decode_error(encode_error(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+def test_a_capacity_error_keeps_its_figures() -> None:
+    error = CapacityError("full", requested_bytes=3, free_bytes=2, total_bytes=1)
+    again = decode_error(encode_error(error))
+    assert isinstance(again, CapacityError)
+    assert (str(again), again.requested_bytes, again.total_bytes) == (str(error), 3, 1)
+
+
+def test_an_error_that_is_not_ours_is_a_runtime_error() -> None:
+    assert type(decode_error(encode_error(KeyError("x")))) is RuntimeError
+
+
+@dataclass
+class Ranks:
+    """What `collective_rpc` reaches: every rank answers after `delay` questions."""
+
+    answers: list[Any]
+    delay: int = 2
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+
+    def __call__(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        self.calls.append((method, args))
+        if method == "elastic_change":
+            return [7 for _ in self.answers]
+        if method == "elastic_result" and self.delay:
+            self.delay -= 1
+            return [None, *map(encode, self.answers[1:])]
+        return [encode(answer) for answer in self.answers]
+
+
+def change(moved: int, layers: tuple[int, ...] = (3,)) -> dict[str, Any]:
+    return {"value": (Change("applied", layers, (), moved, 0, 0),)}
+
+
+def test_an_action_waits_for_all_ranks_and_adds_their_bytes() -> None:
+    ranks = Ranks([change(10), change(11)])
+    assert RemoteRuntime(ranks).swap(3, "int4") == Change("applied", (3,), (), 21, 0, 0)
+    assert ranks.calls[0] == ("elastic_change", ("swap", encode((([3], "int4"), {}))))
+    assert [method for method, _ in ranks.calls[1:]] == ["elastic_result"] * 3
+    assert ranks.calls[1][1] == (7,)
+
+
+def test_an_engine_without_requests_is_stepped_while_an_action_is_under_way() -> None:
+    steps: list[int] = []
+    RemoteRuntime(Ranks([change(1)]), lambda: steps.append(1)).restore()
+    assert len(steps) >= 2
+
+
+def test_an_error_of_a_rank_is_raised_here() -> None:
+    refused = {"error": encode_error(StateError("rank 1: no room"))}
+    with pytest.raises(StateError, match="rank 1: no room"):
+        RemoteRuntime(Ranks([change(1), refused], delay=0)).release([3])
+
+
+def test_the_status_of_several_ranks_has_shards() -> None:
+    merged = RemoteRuntime(Ranks([{"value": status("a")}, {"value": status("b")}])).status()
+    assert [place.name for place in merged.places] == ["a", "b"]
+    assert merged.residencies["layers.0"] == (Residency("a", "float32", "0/2"), Residency("b", "float32", "1/2"))
+
+
+def test_an_async_engine_has_awaited_words() -> None:
+    ranks = Ranks([change(5)])
+
+    class Engine:
+        async def collective_rpc(self, method: str, timeout: float | None = None, args: Any = ()) -> list[Any]:
+            return ranks(method, args=args)
+
+    found = runtime(Engine())
+    assert isinstance(found, AsyncRemoteRuntime)
+    assert asyncio.run(found.release("layers.3")).moved_bytes == 5
+
+
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="int is no vLLM engine"):
+        runtime(3)
+
+
+# -- options
+
+
+@pytest.fixture
+def known_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic.engines.vllm import support
+
+    monkeypatch.setattr(support, "require_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(support, "worker_name", lambda: "worker")
+    monkeypatch.setattr(support, "scheduler_name", lambda: "scheduler")
+
+
+@pytest.mark.usefixtures("known_vllm")
+def test_settings_reach_the_workers_as_they_were_given() -> None:
+    asked = Policy.named("balanced")
+    made = options("30GiB", policy=asked, variants=("int4",), slo=SLO(ttft_s=2.0), page_bytes=4096)
+    again = EngineSettings.from_json(made["additional_config"][KEY])
+    assert again.to_policy() == asked
+    assert again.to_slo() == SLO(ttft_s=2.0)
+    assert (again.budget_bytes, again.variants, again.page_bytes) == (30 * 2**30, ("int4",), 4096)
+    assert (made["quantization"], made["worker_cls"], made["scheduler_cls"]) == ("elastic", "worker", "scheduler")
+    assert made["kv_transfer_config"]["kv_connector_extra_config"]["promise"] is True
+
+
+@pytest.mark.usefixtures("known_vllm")
+def test_a_connector_of_the_user_comes_after_ours() -> None:
+    theirs = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    config = options("1GiB", connector=theirs, move_blocks=False)["kv_transfer_config"]
+    assert config["kv_connector"] == "MultiConnector"
+    names = [child["kv_connector"] for child in config["kv_connector_extra_config"]["connectors"]]
+    assert names == [settings.CONNECTOR["kv_connector"], "OffloadingConnector"]
+
+
+@pytest.mark.usefixtures("known_vllm")
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"budget": "much"}, "budget"),
+        ({"policy": "scale"}, "'scale'"),
+        ({"policy": "balanced"}, "variants"),
+        ({"variants": ("int5",)}, "int5"),
+        ({"variants": (3,)}, "round the weights"),
+        ({"connector": {"kv_connector": "NixlConnector"}}, "NixlConnector"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options(**{"budget": "1GiB", **wrong})
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
+def test_another_version_of_vllm_is_refused_with_the_known_ones(version: str) -> None:
+    with pytest.raises(BackendUnavailable, match=r"0\.31 or later, below 0\.34"):
+        require_known(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1"])
+def test_known_versions(version: str) -> None:
+    require_known(version)

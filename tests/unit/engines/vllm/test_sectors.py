@@ -1,0 +1,226 @@
+"""vLLM's placements of layers in one buffer, cut into sectors; and a rank that maps them as it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from elastic import BackendUnavailable, CapacityError, ConfigError
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.engines.vllm.agreement import RankAgreement
+from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
+from elastic.engines.vllm.kv.capacity import BlockCapacity
+from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
+from elastic.engines.vllm.kv.orders import RequestEvent, StepOrders, StepReport, find_orders, refuse_connector
+from elastic.engines.vllm.kv.sectors import KVSectors, Region, blocks_per_sector, regions_of
+from elastic.engines.vllm.kv.worker_channel import WorkerChannel
+from elastic.kvcache.storage.budget import WeightsShare
+from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.background import janitor
+from elastic.memory.page_pool import PagePool
+from support.vllm_engine.blocks import StubBlockPool
+
+PAGE = 4096
+BLOCK = 3 * 1024  # of one layer: 4 blocks are 3 pages
+LAYERS = 2
+BLOCKS = 40
+SECTOR_PAGES = 6
+
+
+@dataclass
+class Placement:
+    """vLLM's `KVCacheTensor`."""
+
+    size: int
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+@dataclass
+class StubModel:
+    """What a channel needs of an elastic model."""
+
+    kv: KVPool
+    counters: RequestMetrics
+    actions: RankAgreement
+    rank: int = 0
+    unsettled: bool = False
+    channel: WorkerChannel | None = None
+
+
+def layer_outermost() -> list[Placement]:
+    return [Placement(LAYERS * BLOCKS * BLOCK, ["a", "b"], BLOCKS * BLOCK, BLOCK)]
+
+
+@pytest.fixture
+def pool() -> Iterator[PagePool]:
+    janitor.start()
+    pool = PagePool("cpu", MemfdBackend(PAGE), 64 * PAGE, ready_pages=0)
+    yield pool
+    pool.close()
+
+
+def make_channel(pool: PagePool, limit_pages: int) -> tuple[WorkerChannel, StubModel]:
+    kv = KVPool(pool, 60 * PAGE)
+    kv.resize(limit_pages * PAGE)
+    model = StubModel(kv, RequestMetrics(), RankAgreement())
+    model.channel = WorkerChannel(model, KVSectors(kv, layer_outermost(), BLOCKS))
+    return model.channel, model
+
+
+def finish_background() -> None:
+    done = threading.Event()
+    janitor.submit(done.set)
+    assert done.wait(30)
+
+
+def test_regions_are_found_in_every_layout() -> None:
+    assert regions_of(layer_outermost()) == (Region(0, BLOCK), Region(BLOCKS * BLOCK, BLOCK))
+    block_outermost = [Placement(1, ["a", "b"], 64, 256), Placement(1, ["c"], 128, 256, offset=128)]
+    assert regions_of(block_outermost) == (Region(0, 256),)
+    overlaid = [Placement(1, ["a"], 4096, 64), Placement(1, ["b"], 4096, 64)]
+    assert regions_of(overlaid) == (Region(0, 64),), "groups use the same bytes"
+    assert blocks_per_sector([BLOCK, 1024], PAGE) == 4
+    assert blocks_per_sector([5 * PAGE], PAGE) == 1
+
+
+def test_vllms_one_allocation_gets_our_memory(pool: PagePool) -> None:
+    channel, _ = make_channel(pool, 12)
+    sectors = channel.sectors
+    with sectors.allocation():
+        assert torch.zeros(8, dtype=torch.int8).sum() == 0, "others get their own"
+        memory = torch.zeros(sectors.nbytes, dtype=torch.int8, device="cpu")
+    memory[: 8 * BLOCK] = 7
+    assert memory.data_ptr() == sectors.range.address
+    with pytest.raises(BackendUnavailable, match="0 times"), sectors.allocation():
+        pass
+
+
+def test_a_sector_is_mapped_in_every_layer_and_clean(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 12)
+    sectors = channel.sectors
+    assert (sectors.blocks_per_sector, sectors.sector_pages, sectors.mapped) == (4, SECTOR_PAGES, 2)
+    memory = sectors._storage.tensor(torch.int8)
+    memory[: 8 * BLOCK] = 7
+    memory[BLOCKS * BLOCK : (BLOCKS + 8) * BLOCK] = 9
+    sectors.unmap_to(1)
+    assert pool.pages_of("kv") == SECTOR_PAGES
+    sectors.map()
+    second = memory[4 * BLOCK : 8 * BLOCK], memory[(BLOCKS + 4) * BLOCK : (BLOCKS + 8) * BLOCK]
+    assert not any(part.any() for part in second)
+    assert memory[0] == 7
+    model.kv.check()
+    del memory, second
+
+
+def test_memory_that_is_no_whole_pages_is_refused(pool: PagePool) -> None:
+    kv = KVPool(pool, 60 * PAGE)
+    with pytest.raises(ConfigError, match="raise the budget"):
+        KVSectors(kv, [Placement(LAYERS * 41 * BLOCK, ["a", "b"], 41 * BLOCK, BLOCK)], 41)
+
+
+def test_a_rank_follows_its_limit_by_orders_alone(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 12)
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
+    coordinator.connect([channel.handshake()])
+    for limit, sectors in ((30, 5), (7, 1), (60, 10), (13, 2)):
+        model.kv.resize(limit * PAGE)
+        for _ in range(4):
+            channel.before_step(coordinator.next_orders(idle=True))
+            finish_background()
+            coordinator.receive(channel.report() or StepReport({}))
+        assert channel.sectors.mapped == sectors
+        assert coordinator.capacity.usable == sectors * 4 - 1
+        model.kv.check()
+    assert model.kv.engine_usage is not None
+    assert model.kv.engine_usage() == (0, 7 * 2 * BLOCK)
+
+
+def test_weights_get_pages_back_when_sectors_are_unmapped(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 60)
+    share = WeightsShare(model.kv)
+    came_free = []
+    pool.listeners.append(lambda: came_free.append(pool.free_pages))
+    assert not share.take_from_cache(30)
+    share.hold_back(30)
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), None)
+    coordinator.connect([channel.handshake()])
+    channel.before_step(coordinator.next_orders(idle=True))
+    assert came_free[-1] >= 30
+    assert share.take_from_cache(30)
+    share.hold_back(0)
+
+
+def test_pages_that_cannot_be_had_end_the_growth_but_not_the_service(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 12)
+    model.kv.resize(60 * PAGE)
+    others = pool.allocate("other", pool.free_pages - SECTOR_PAGES)
+    channel.before_step(StepOrders(sequence=1, sectors=9))
+    finish_background()
+    report = channel.report()
+    assert report is not None
+    state = report.ranks[0]
+    assert (state.sequence, state.mapped, state.target) == (1, 3, 3)
+    with pytest.raises(CapacityError):
+        channel.sectors.map()
+    pool.free(others)
+    model.kv.check()
+
+
+def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> None:
+    channel, model = make_channel(pool, SECTOR_PAGES)
+    promises = PromiseLedger([GroupDemand(1)], longest=20)
+    coordinator = CapacityCoordinator(BlockCapacity(StubBlockPool(BLOCKS)), promises)
+    coordinator.connect([channel.handshake()])
+    assert not promises.may_enter("long", 20, coordinator.room)
+    for _ in range(3):
+        channel.before_step(coordinator.next_orders(idle=True))
+        finish_background()
+        coordinator.receive(channel.report() or StepReport({}))
+    assert promises.may_enter("long", 20, coordinator.room)
+    promises.enter("long", 20)
+    assert not promises.may_enter("another", 1, coordinator.room)
+    promises.leave("long")
+    promises.leave("another")
+    channel.before_step(coordinator.next_orders(idle=True))
+    assert channel.sectors.mapped == 1
+    assert model.kv.usage.used == SECTOR_PAGES
+
+
+def test_what_happened_to_requests_reaches_the_counters(pool: PagePool) -> None:
+    channel, model = make_channel(pool, 12)
+    events = [("arrived", 5), ("scheduled", 0), ("produced", 1), ("produced", 1), ("preempted", 0), ("completed", 0)]
+    told = tuple(RequestEvent(what, "a", tokens, at) for at, (what, tokens) in enumerate(events))  # type: ignore[arg-type]
+    channel.before_step(StepOrders(requests=told))
+    stats = model.counters.read(6.0)
+    assert (stats.arrived, stats.completed, stats.prompt_tokens, stats.generated_tokens) == (1, 1, 5, 2)
+    assert stats.preemptions == 1
+    assert stats.ttft_s.count == 1
+
+
+def test_orders_are_found_among_those_of_several_connectors() -> None:
+    @dataclass
+    class Several:
+        metadata: tuple[object, ...]
+
+    orders = StepOrders(sequence=3)
+    assert find_orders(Several((object(), orders))) is orders
+    assert find_orders(Several((object(),))) is None
+    assert find_orders(None) is None
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "MooncakeConnector"])
+def test_connectors_that_register_all_memory_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} registers all KV memory"):
+        refuse_connector({"kv_connector": name})
+    inner = {"connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": name}]}
+    with pytest.raises(ConfigError, match="registers"):
+        refuse_connector({"kv_connector": "MultiConnector", "kv_connector_extra_config": inner})
+    refuse_connector({"kv_connector": "OffloadingConnector"})

@@ -1,0 +1,39 @@
+"""The controller on vLLM: it swaps layers when requests wait for blocks, and brings them back when they do not."""
+
+from __future__ import annotations
+
+import time
+
+import elastic.vllm
+from elastic.config import Policy
+from elastic.types import Restore, Swap
+from support.vllm_engine.engine import counted_preemptions, elastic_engine, run
+
+FULL = ("float32",) * 12
+
+
+def test_layers_leave_under_pressure_and_return_after_it() -> None:
+    policy = Policy(tick_s=0.01, pressure_ticks=1, recovery_ticks=1, cooldown_s=0.05, dwell_s=0.1, idle_s=0.1)
+    with elastic_engine("14MiB", policy=policy, variants=("int4",)) as llm, counted_preemptions(llm) as preempted:
+        runtime = elastic.vllm.runtime(llm)
+        start = runtime.kv.capacity_bytes
+        forms: set[tuple[str, ...]] = set()
+        capacities: list[int] = [start]
+
+        def look(step: int) -> None:
+            if step % 10 == 0:
+                forms.add(runtime.form())
+                capacities.append(runtime.kv.capacity_bytes)
+
+        run(llm, [160] * 24, each_step=look)
+        assert any("int4" in form for form in forms)
+        assert max(capacities) > capacities[1]
+        assert preempted == []
+        deadline = time.monotonic() + 60
+        while runtime.form() != FULL:
+            assert time.monotonic() < deadline, (runtime.form(), runtime.health())
+            time.sleep(0.05)
+        done = {type(event.action) for event in runtime.events() if event.ok}
+        assert done >= {Swap, Restore}
+        assert runtime.health().faults == ()
+        runtime.check()

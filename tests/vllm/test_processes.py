@@ -1,0 +1,83 @@
+"""An engine in a process of its own: orders, answers and deferred layers travel, also while no request is there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+import elastic.vllm
+from support.vllm_engine.engine import MODEL, PLAIN, TEXTS, expected, run
+
+LENGTHS = [100] * len(TEXTS)
+FULL = ("float32",) * 12
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+
+def test_release_swap_and_resize_across_processes(reference: list[list[int]]) -> None:
+    from vllm import LLM
+
+    llm = LLM(MODEL, **PLAIN, **elastic.vllm.options("20MiB", variants=("int4",)))
+    try:
+        runtime = elastic.vllm.runtime(llm)
+
+        def change(step: int) -> None:
+            if step % 10 == 3:
+                runtime.release([1, 6])
+            elif step % 10 == 8:
+                runtime.restore()
+
+        assert run(llm, LENGTHS, each_step=change) == expected(reference, LENGTHS)
+        runtime.swap([2, 5, 9], "int4")
+        run(llm, [20, 20])
+        runtime.restore()  # blocks are in the way, and nobody asks for tokens
+        deadline = time.monotonic() + 60
+        while runtime.form() != FULL:
+            assert time.monotonic() < deadline, runtime.form()
+            time.sleep(0.02)
+        runtime.kv.resize("4MiB")
+        assert run(llm, LENGTHS) == expected(reference, LENGTHS)
+        assert runtime.kv.capacity_bytes <= 4 << 20
+        runtime.kv.resize("max")
+        runtime.check()
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_an_async_engine() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm import SamplingParams
+
+    options: dict[str, Any] = {**PLAIN, **elastic.vllm.options("20MiB", variants=("int4",))}
+
+    async def decode(engine: Any, number: int) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        last: Any = None
+        async for last in engine.generate(TEXTS[number], sampling, f"r{number}"):
+            pass
+        return list(last.outputs[0].token_ids)
+
+    async def serve() -> tuple[list[list[int]], list[list[int]]]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, **options))
+        try:
+            runtime = elastic.vllm.runtime(engine)
+            plain = await asyncio.gather(*(decode(engine, number) for number in range(4)))
+            running = asyncio.gather(*(decode(engine, number) for number in range(4)))
+            await runtime.release([3])
+            await runtime.restore()
+            await runtime.resize_kv("4MiB")
+            await runtime.check()
+            return plain, await running
+        finally:
+            engine.shutdown()
+
+    plain, meanwhile = asyncio.run(serve())
+    assert plain == meanwhile

@@ -1,0 +1,94 @@
+"""Two ranks (tensor parallel): an action is done by both before the same step, or by none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import elastic.vllm
+from elastic.errors import ElasticError
+from support.vllm_engine.engine import TEXTS, elastic_engine, expected, run
+
+LENGTHS = [100] * len(TEXTS)
+FULL = ("float32",) * 12
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        with elastic_engine("24MiB", tensor_parallel_size=2) as engine:
+            yield engine
+
+
+def wait_for(runtime: Any, form: tuple[str, ...]) -> None:
+    deadline = time.monotonic() + 60
+    while runtime.form() != form:
+        assert time.monotonic() < deadline, runtime.form()
+        runtime._step_idle()
+        time.sleep(0.01)
+
+
+def forms(llm: Any) -> set[tuple[str, ...]]:
+    """The forms of the ranks: one, if they agree."""
+    return {tuple(form) for form in llm.collective_rpc(lambda worker: worker.elastic.runtime.form())}
+
+
+def test_layers_leave_and_return_on_both_ranks(llm: Any, reference: list[list[int]]) -> None:
+    runtime = elastic.vllm.runtime(llm)
+
+    def change(step: int) -> None:
+        if step in (10, 50):
+            runtime.release([3, 7])
+        elif step in (30, 70):
+            runtime.restore()
+        if step % 20 == 15:
+            assert len(forms(llm)) == 1
+
+    assert run(llm, LENGTHS, each_step=change) == expected(reference, LENGTHS)
+    wait_for(runtime, FULL)
+    runtime.check()
+    status = runtime.status()
+    assert len(status.places) == len(status.kv) == 2
+    assert [residency.shard for residency in status.residencies["model.layers.3"]] == ["0/2", "1/2"]
+
+
+def test_a_swap_commits_on_both_ranks_while_the_engine_is_idle(llm: Any) -> None:
+    runtime = elastic.vllm.runtime(llm)
+    assert runtime.swap([2, 5], "int4").layers == (2, 5)
+    assert len(forms(llm)) == 1
+    runtime.restore()
+    wait_for(runtime, FULL)
+
+
+def test_a_refusal_of_one_rank_rolls_back_both(llm: Any, reference: list[list[int]]) -> None:
+    runtime = elastic.vllm.runtime(llm)
+
+    def refuse(worker: Any) -> None:
+        if worker.rank == 1:
+            from elastic.errors import CapacityError
+
+            def no_host_memory(*args: Any, **kwargs: Any) -> Any:
+                raise CapacityError("host memory is full", requested_bytes=1, free_bytes=0, total_bytes=0)
+
+            worker.elastic._parts.weights.layers[4].keep = no_host_memory
+
+    def relent(worker: Any) -> None:
+        vars(worker.elastic._parts.weights.layers[4]).pop("keep", None)
+
+    llm.collective_rpc(refuse)
+    before = runtime.status()
+    with pytest.raises(ElasticError, match="host memory is full"):
+        runtime.release([3, 4])
+    assert forms(llm) == {FULL}
+    after = runtime.status()
+    assert [place.owners for place in after.places] == [place.owners for place in before.places]
+    runtime.check()
+    llm.collective_rpc(relent)
+    assert runtime.release([3, 4]).layers == (3, 4)
+    runtime.restore()
+    wait_for(runtime, FULL)
+    assert run(llm, LENGTHS) == expected(reference, LENGTHS)

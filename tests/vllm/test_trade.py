@@ -1,0 +1,66 @@
+"""Weights and KV cache trade pages at a tight budget, and what is deferred ends, also while the engine is idle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import elastic.vllm
+from support.vllm_engine.engine import coordinator, counted_preemptions, elastic_engine, expected, run, sector_bytes
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[Any]:
+    with elastic_engine("16MiB") as llm:
+        yield llm
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["release", "int4"])
+def test_weights_and_cache_trade_pages(tight: Any, reference: list[list[int]], how: str) -> None:
+    rt, lengths = elastic.vllm.runtime(tight), [128] * 16
+    most: list[int] = []
+
+    def act(step: int) -> None:
+        if step == 30:
+            rt.release(range(6)) if how == "release" else rt.swap(range(8), "int4")
+        if step == 150:
+            assert rt.restore().status == "deferred"
+        most.append(coordinator(tight).mapped)
+
+    before = coordinator(tight).mapped
+    with counted_preemptions(tight) as preempted:
+        tokens = run(tight, lengths, each_step=act)
+    assert preempted == []
+    assert max(most) >= 2 * before
+    if how == "release":
+        assert tokens == expected(reference, lengths)
+    wait_for(lambda: set(rt.form()) == {"float32"} and not coordinator(tight).busy)
+    assert coordinator(tight).mapped == before
+    assert run(tight, [64] * 8) == expected(reference, [64] * 8), "the first step after it has full layers"
+    rt.check()
+
+
+def test_an_idle_engine_ends_what_was_deferred(tight: Any) -> None:
+    rt, before = elastic.vllm.runtime(tight), coordinator(tight).mapped
+    rt.swap(range(8), "int4")
+    wait_for(lambda: coordinator(tight).mapped > before)
+    assert rt.restore().status == "deferred"
+    wait_for(lambda: set(rt.form()) == {"float32"} and coordinator(tight).mapped == before)
+    rt.check()
+
+
+def test_use_and_capacity_are_the_schedulers(tight: Any) -> None:
+    rt, used = elastic.vllm.runtime(tight), list[tuple[int, int]]()
+    run(tight, [64] * 4, each_step=lambda step: used.append((rt.kv.used_bytes, rt.kv.capacity_bytes)))
+    assert used[0][0] == 0
+    assert 0 < max(used)[0] < max(used)[1] <= coordinator(tight).mapped * sector_bytes(tight)
