@@ -62,18 +62,14 @@ class ReleaseHandler(ActionHandler):
 
     def commit(self, prepared: PreparedRelease) -> None:
         """Switch the slots to the host store."""
-        prepared.require_unwritten()
-        prepared.committed = True
+        prepared.begin_commit()
         for switch in prepared.switches:
             switch.unit.hide(switch.contents)
 
     def rollback(self, prepared: PreparedRelease) -> None:
         """Switch the slots back: the buffers still have everything."""
-        if prepared.committed:
-            for switch in prepared.switches:
-                switch.undo()
+        prepared.undo()
         self._resize_stages(prepared.units)
-        prepared.drop_contents()
 
     def finish(self, prepared: PreparedRelease) -> Change:
         """Retire the buffers: their pages are KV capacity, but for what stages need and what tensors outside show."""
@@ -105,7 +101,7 @@ class ReleaseHandler(ActionHandler):
                     "to one place before it is released"
                 )
             streamer = self._weights.streamer(unit)
-            if not streamer.stages and not self._broker.could_take(unit.pool.name, streamer.stage_pages):
+            if not streamer.stages and self._broker.shares[unit.pool.name].shortfall(streamer.stage_pages):
                 raise _no_stage(streamer)
             require_no_gradients(unit)
             self._weights.require_alone(unit.index)
@@ -144,9 +140,5 @@ class ReleaseHandler(ActionHandler):
 
 def _no_stage(streamer: WeightStreamer) -> CapacityError:
     pool = streamer.pool
-    return CapacityError(
-        f"place {pool.name} has no room for the stage that released layers are called in; give it a larger budget",
-        requested_bytes=streamer.stage_bytes,
-        free_bytes=pool.free_pages * pool.page_bytes,
-        total_bytes=pool.budget_pages * pool.page_bytes,
-    )
+    message = f"place {pool.name} has no room for the stage that released layers are called in; give it a larger budget"
+    return pool.shortage(message, streamer.stage_pages)

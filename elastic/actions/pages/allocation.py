@@ -37,7 +37,7 @@ class WeightPageAllocator:
 
     def require_room(self, place: str, pages: int) -> None:
         """Raise `CapacityError` if the KV cache could not do without these pages."""
-        if not self._broker.could_take(place, pages):
+        if self._broker.shares[place].shortfall(pages):
             raise self._no_room(place, pages)
 
     def take(self, unit: WeightUnit, copy_rate: RateLimiter | None = None) -> None:
@@ -56,7 +56,7 @@ class WeightPageAllocator:
 
     def record_resident(self, place: str, pages: int) -> None:
         """Record that weights of so many pages have come to stay, or gone for good (below zero)."""
-        self._broker.record_resident(place, pages)
+        self._broker.shares[place].record_resident(pages)
 
     def shrink(self, unit: WeightUnit, rest: WeightUnit) -> int:
         """Leave of a unit's buffer what `rest` has of it; return the pages that are free now."""
@@ -82,13 +82,8 @@ class WeightPageAllocator:
         unit.pool.notify()
 
     def _no_room(self, place: str, pages: int) -> CapacityError:
-        pool = self._pools[place]
-        return CapacityError(
-            f"place {place} has no room for these weights beside its KV cache; choose fewer, or raise its budget",
-            requested_bytes=pages * pool.page_bytes,
-            free_bytes=pool.free_pages * pool.page_bytes,
-            total_bytes=pool.budget_pages * pool.page_bytes,
-        )
+        message = f"place {place} has no room for these weights beside its KV cache; choose fewer, or raise its budget"
+        return self._pools[place].shortage(message, pages)
 
 
 def _key(unit: WeightUnit) -> object:
