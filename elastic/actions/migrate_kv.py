@@ -57,7 +57,8 @@ class MigrateKVHandler(ActionHandler):
     def dry_run(self, action: MigrateKV) -> PlanStep:
         """Return what the action would do now. Raises `CapacityError` if the place has no room for it."""
         prepared = self._check(action)
-        moved = sum(held.nbytes for layer in self._leaving(prepared) if (held := layer.held()) is not None)
+        held = filter(None, (layer.held() for layer in self._leaving(prepared)))
+        moved = sum((tokens.length - tokens.first) * tokens.token_bytes for tokens in held)
         return PlanStep(action, "applied", moved, 0, self._pages(prepared), 0.0)
 
     def prepare(self, action: MigrateKV) -> PreparedKVMigration:

@@ -24,19 +24,15 @@ class RequestObserver(Protocol):
 
     def arrived(self, request: str, prompt_tokens: int, at_s: float | None = None, *, sequences: int = 1) -> None:
         """Count a request with so many tokens in all of its sequences."""
-        ...
 
     def scheduled(self, request: str, at_s: float | None = None) -> None:
         """Count its first forward pass."""
-        ...
 
     def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None:
         """Count tokens that it was given."""
-        ...
 
     def ended(self, request: str, outcome: Literal["completed", "failed"], at_s: float | None = None) -> None:
         """Count its end."""
-        ...
 
 
 class CacheRequestTracker:

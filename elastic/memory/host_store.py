@@ -47,16 +47,17 @@ class HostStore:
         What is already held, by any model of this process, is not held twice. With `lock` a copy is page-locked; where
         the system refuses that, copies to a device are slower. Raises `CapacityError` if host memory is short.
         """
+        key = tuple(source.shape), source.dtype, fingerprint
         with self._lock:
-            same = self._tensors.get(_key(source, fingerprint))
+            same = self._tensors.get(key)
         if same is not None and _have_equal_bytes(same.tensor, source.detach()):
             return same
-        if file is not None and _key(file, digest(file)) == _key(source, fingerprint):
+        if file is not None and (tuple(file.shape), file.dtype, digest(file)) == key:
             kept = HostTensor(file, fingerprint, from_file=True)
         else:
             kept = HostTensor(self._copy(source, lock), fingerprint, from_file=False)
         with self._lock:
-            self._tensors[_key(source, fingerprint)] = kept
+            self._tensors[key] = kept
         return kept
 
     def status(self) -> HostStatus:
@@ -101,18 +102,8 @@ def _allocate(like: torch.Tensor) -> torch.Tensor:
 
 def _have_equal_bytes(kept: torch.Tensor, source: torch.Tensor) -> bool:
     """Return whether tensors of one shape and dtype have the same bytes, on the device of `source`, piece by piece."""
-    return all(
-        torch.equal(_bytes(piece.to(mine.device)), _bytes(mine))
-        for mine, piece in pieces(source, kept, _COMPARED_BYTES)
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _key(tensor: torch.Tensor, fingerprint: int) -> tuple[object, ...]:
-    return tuple(tensor.shape), tensor.dtype, fingerprint
+    pairs = ((mine, piece.to(mine.device)) for mine, piece in pieces(source, kept, _COMPARED_BYTES))
+    return all(torch.equal(*(piece.reshape(-1).view(torch.uint8) for piece in pair)) for pair in pairs)
 
 
 host = HostStore()
