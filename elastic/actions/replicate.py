@@ -211,8 +211,7 @@ class ReplicateHandler(ActionHandler):
         worker = self._worker_at(unit.pool)
         prepared.replicas[layer] = Replica(unit, copied, worker, dispatches(module), version_of(units))
         copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, units), self._copy_rate)
-        copied.put(unit.slots, resident_contents(unit, unit.precision))
-        copied.bring_buffers(unit.pool.backend.device)
+        copied.put(unit.slots, resident_contents(unit, unit.precision), unit.pool.backend.device)
         return copy
 
     def _set_replicas(self, replicas: Replicas) -> None:

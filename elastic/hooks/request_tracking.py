@@ -51,7 +51,8 @@ class CacheRequestTracker:
         self._live[cache] = name, rows
         observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
         observer.scheduled(name, now)
-        weakref.finalize(cache, _report_death, observer, name).atexit = False
+        completed = partial(observer.ended, name, "completed")  # called by a finalizer, so maybe inside the observer
+        weakref.finalize(cache, lambda: janitor.submit(partial(completed, time.perf_counter()))).atexit = False
 
     def end(self, cache: Any, failed: bool) -> None:
         """Report the end of a forward pass over a cache: a token for each row, or a failure."""
@@ -64,8 +65,3 @@ class CacheRequestTracker:
             observer.ended(name, "failed")
         else:
             observer.produced(name, rows)
-
-
-def _report_death(observer: RequestObserver, name: str) -> None:
-    """Note the end of a request. Called by a finalizer, so from anywhere, also from inside the observer."""
-    janitor.submit(partial(observer.ended, name, "completed", time.perf_counter()))
