@@ -151,6 +151,12 @@ def retire(unit: WeightUnit, precision: LayerPrecision, broker: PageBroker) -> i
     return buffer.orphan(lambda pages: broker.give_to_cache(place, pages))
 
 
+def refit_stages(weights: ModelWeights, units: Iterable[WeightUnit], broker: PageBroker) -> None:
+    """Have as many stages as are needed at the places of units; the KV caches there gain the difference, or lose it."""
+    for place in by_place(units):
+        broker.give_to_cache(place, resize_stages(weights, place))
+
+
 def resize_stages(weights: ModelWeights, place: str) -> int:
     """Have as many stages as the absent layers of a place need; return the pages that others may have more or fewer."""
     streamer = weights.streamers[place]

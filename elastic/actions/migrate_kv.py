@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic.actions.base import ActionHandler
+from elastic.actions.pages.allocation import find_pool
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.manager import KVMemory
@@ -99,12 +100,7 @@ class MigrateKVHandler(ActionHandler):
 
     def _check(self, action: MigrateKV) -> PreparedKVMigration:
         """Return what is to be moved. Raises `CapacityError` if the place has no room for it."""
-        if action.place not in self._pools:
-            raise ConfigError(
-                f"place {action.place!r} is none of this model's, which are {sorted(self._pools)}; "
-                "wrap(model, places=…) opens them"
-            )
-        homes, pool = self._memory.homes, self._pools[action.place]
+        homes, pool = self._memory.homes, find_pool(self._pools, action.place)
         unknown = [index for index in action.layers if not 0 <= index < len(homes)]
         if unknown:
             raise ConfigError(f"layer {unknown[0]} is no decoder layer of this model; use 0 to {len(homes) - 1}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.actions.base import ActionHandler
@@ -11,6 +10,7 @@ from elastic.actions.deferred import (
     PreparedAction,
     SlotSwitch,
     by_place,
+    refit_stages,
     require_no_gradients,
     resize_stages,
     retire,
@@ -56,7 +56,7 @@ class ReleaseHandler(ActionHandler):
                 prepared.moved_bytes += unit.keep()
                 prepared.switches.append(SlotSwitch(unit, unit.full, absent_contents(unit), version))
         except BaseException:
-            self._resize_stages(units)
+            refit_stages(self._weights, units, self._broker)
             raise
         return prepared
 
@@ -69,7 +69,7 @@ class ReleaseHandler(ActionHandler):
     def rollback(self, prepared: PreparedRelease) -> None:
         """Switch the slots back: the buffers still have everything."""
         prepared.undo()
-        self._resize_stages(prepared.units)
+        refit_stages(self._weights, prepared.units, self._broker)
 
     def finish(self, prepared: PreparedRelease) -> Change:
         """Retire the buffers: their pages are KV capacity, but for what stages need and what tensors outside show."""
@@ -123,10 +123,6 @@ class ReleaseHandler(ActionHandler):
                 raise
             taken[place] = streamer.stage_pages
         return taken
-
-    def _resize_stages(self, units: Sequence[WeightUnit]) -> None:
-        for place in by_place(units):
-            self._broker.give_to_cache(place, resize_stages(self._weights, place))
 
     def _more_stage_pages(self, units: list[WeightUnit]) -> int:
         """Count the pages that further stages would take if these units were absent too."""

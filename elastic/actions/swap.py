@@ -19,6 +19,7 @@ from elastic.actions.deferred import (
     SlotSwitch,
     by_place,
     precision_after,
+    refit_stages,
     require_no_gradients,
     resize_stages,
     retire,
@@ -86,8 +87,7 @@ class SwapHandler(ActionHandler):
         """Switch the slots back, and give the pages back."""
         prepared.undo()
         self._drop(prepared.switches)
-        for place in by_place(self._weights.units_of(prepared.action.layers)):
-            self._broker.give_to_cache(place, resize_stages(self._weights, place))
+        refit_stages(self._weights, self._weights.units_of(prepared.action.layers), self._broker)
         prepared.switches.clear()
 
     def finish(self, prepared: PreparedSwap) -> Change:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.errors import CapacityError
 from elastic.memory.checksum import digest
 from elastic.memory.copy_engine import copy, pieces
 from elastic.memory.pinned.page_lock import allocate, is_locked, page_lock
@@ -19,6 +18,10 @@ from elastic.types import HostStatus
 logger = logging.getLogger(__name__)
 _COMPARED_BYTES = 4 << 20
 """Brought to a device at once to be compared there."""
+_PURPOSE = (
+    "weights that leave their place; free some, or give wrap() the checkpoint that the model was loaded from "
+    "(checkpoint=PATH)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +77,7 @@ class HostStore:
 
     def _copy(self, source: torch.Tensor, lock: bool) -> torch.Tensor:
         with torch.inference_mode(False):
-            target = _allocate(source)
+            target = allocate(source.nbytes, _PURPOSE).view(source.dtype).view(source.shape)
             if lock and not page_lock(target) and not self._warned:
                 self._warned = True
                 logger.warning(
@@ -84,20 +87,6 @@ class HostStore:
             if source.device.type == "cuda":
                 torch.cuda.current_stream(source.device).synchronize()
             return target
-
-
-def _allocate(like: torch.Tensor) -> torch.Tensor:
-    """Allocate whole pages of the system for a tensor, so that they can be locked, and go back when it dies."""
-    try:
-        return allocate(like.nbytes).view(like.dtype).view(like.shape)
-    except (OSError, MemoryError) as error:
-        raise CapacityError(
-            "host memory is short for weights that leave their place; free some, or give wrap() the checkpoint that "
-            "the model was loaded from (checkpoint=PATH)",
-            requested_bytes=like.nbytes,
-            free_bytes=0,
-            total_bytes=0,
-        ) from error
 
 
 def _have_equal_bytes(kept: torch.Tensor, source: torch.Tensor) -> bool:
