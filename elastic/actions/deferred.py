@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.actions.pages.broker import PageBroker
@@ -35,10 +35,6 @@ class SlotSwitch:
     def __post_init__(self) -> None:
         self.precision_before, self.absent_before = self.unit.precision, self.unit.absent
 
-    def undo(self) -> None:
-        """Switch the slots back; the old bytes are still there."""
-        reinstate(self.unit, self.precision_before, self.absent_before)
-
 
 @dataclass
 class PreparedAction:
@@ -57,12 +53,18 @@ class PreparedAction:
         """The units whose slots will switch."""
         return [switch.unit for switch in self.switches]
 
-    def require_unwritten(self) -> None:
-        """Raises `StateError` if a layer was written since its bytes were copied: the copies are old."""
+    def begin_commit(self) -> None:
+        """Be committed from now on. Raises `StateError` if a layer was written since its bytes were copied."""
         for switch in self.switches:
-            if switch.unit.version() != switch.version:
-                name = switch.unit.name
-                raise StateError(f"the weights of {name} were written while they were on their way; try again")
+            require_unwritten([switch.unit], switch.version)
+        self.committed = True
+
+    def undo(self) -> None:
+        """Switch the slots back if they were switched: the old bytes are still there."""
+        if self.committed:
+            for switch in self.switches:
+                reinstate(switch.unit, switch.precision_before, switch.absent_before)
+        self.drop_contents()
 
     def drop_contents(self) -> None:
         """Hold the contents no longer: where torch exchanged parameters, they have what the layers had."""
@@ -91,7 +93,7 @@ class DeferredActions:
         self._moves = moves
         for place in places:
             pages = (u.pages_in(precision_after(u, move)) for u, move in moves.items() if u.pool.name == place)
-            self._broker.hold_back(place, sum(pages))
+            self._broker.shares[place].hold_back(sum(pages))
 
     def moves(self) -> tuple[Move, ...]:
         """Return the deferred actions, each with the layers that still wait."""
@@ -112,6 +114,17 @@ class DeferredActions:
 def precision_after(unit: WeightUnit, move: Move) -> LayerPrecision:
     """Return the precision that an action gives a unit. Raises `ConfigError` for a variant that it does not have."""
     return unit.with_variant(move.variant if isinstance(move, Swap) else None, move.parts)
+
+
+def require_unwritten(units: Sequence[WeightUnit], version: int) -> None:
+    """Raise `StateError` if units of a layer were written since their bytes were copied, when they had this version."""
+    if version_of(units) != version:
+        raise StateError(f"the weights of {units[0].name} were written while they were on their way; try again")
+
+
+def version_of(units: Iterable[WeightUnit]) -> int:
+    """Return the number of writes to the parameters of units."""
+    return sum(unit.version() for unit in units)
 
 
 def require_no_gradients(unit: WeightUnit) -> None:
@@ -136,6 +149,12 @@ def retire(unit: WeightUnit, precision: LayerPrecision, broker: PageBroker) -> i
         return buffer.pages
     del unit.blocks[precision.key]
     return buffer.orphan(lambda pages: broker.give_to_cache(place, pages))
+
+
+def refit_stages(weights: ModelWeights, units: Iterable[WeightUnit], broker: PageBroker) -> None:
+    """Have as many stages as are needed at the places of units; the KV caches there gain the difference, or lose it."""
+    for place in by_place(units):
+        broker.give_to_cache(place, resize_stages(weights, place))
 
 
 def resize_stages(weights: ModelWeights, place: str) -> int:

@@ -45,10 +45,9 @@ class EventLog:
         for listener in self.listeners:
             listener()
 
-    def last(self, count: int = EVENTS_KEPT) -> tuple[Event, ...]:
+    def last(self) -> tuple[Event, ...]:
         """Return the last events, oldest first."""
-        events = tuple(self._events)
-        return events[-count:]
+        return tuple(self._events)
 
     def last_pause_ms(self, kind: type) -> float:
         """Return the pause of the last action of a kind that had one; 0 if there was none."""

@@ -83,7 +83,8 @@ class ActionExecutor:
     def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
         """Have actions done; the future has their results in order."""
         job = _Job(tuple(actions), why)
-        self._count(1)
+        with self._counting:
+            self._unfinished += 1
         self._jobs.put(job)
         return job.done
 
@@ -111,20 +112,19 @@ class ActionExecutor:
 
     def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
+            results: tuple[Result, ...] = ()
+            fault: BaseException | None = None
             try:
                 results = self._run(job)
             except BaseException as error:  # handed to whoever waits for the result
-                self._count(-1)
-                job.done.set_exception(error)
-            else:
-                self._count(-1)
+                fault = error
+            with self._counting:
+                self._unfinished -= 1
+            if fault is None:
                 job.done.set_result(results)
-                del results
-            del job
-
-    def _count(self, jobs: int) -> None:
-        with self._counting:
-            self._unfinished += jobs
+            else:
+                job.done.set_exception(fault)
+            del job, results, fault
 
     def _run(self, job: _Job) -> tuple[Result, ...]:
         """Run a job, then deferred actions for as long as pages that came free let one of them be done."""

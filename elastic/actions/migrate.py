@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.actions.base import ActionHandler
-from elastic.actions.deferred import DeferredActions, require_no_gradients, resize_stages
+from elastic.actions.deferred import (
+    DeferredActions,
+    require_no_gradients,
+    require_unwritten,
+    resize_stages,
+    version_of,
+)
 from elastic.actions.pages.allocation import WeightPageAllocator
 from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
@@ -39,22 +45,6 @@ class LayerMove:
     version: int
     """Number of writes to its parameters when their bytes were copied."""
     contents: Mapping[str, Content] = field(default_factory=dict)
-
-    @property
-    def leaving_pages(self) -> int:
-        """Pages that it needs no longer where it is."""
-        return sum(unit.held_pages - (rest.held_pages if rest else 0) for unit, rest in self.remains.items())
-
-    def require_unwritten(self) -> None:
-        """Raise `StateError` if a parameter was written since its bytes were copied."""
-        if sum(unit.version() for unit in self.before) != self.version:
-            name = self.arriving.name
-            raise StateError(f"the weights of {name} were written while they were on their way; try again")
-
-    def undo(self) -> None:
-        """Switch the slots back; the old bytes are still there."""
-        for unit in self.remains:
-            reinstate(unit, unit.precision, unit.absent)
 
 
 @dataclass
@@ -88,7 +78,8 @@ class MigrateHandler(ActionHandler):
         moves = self._check(action)
         pages = sum(move.arriving.held_pages for move in moves)
         self._allocator.require_room(action.place, pages)
-        gained = sum(move.leaving_pages for move in moves) - pages
+        losses = [pair for move in moves for pair in move.remains.items()]
+        gained = sum(unit.held_pages - (rest.held_pages if rest else 0) for unit, rest in losses) - pages
         moved = sum(move.arriving.precision.nbytes for move in moves)
         return PlanStep(action, "applied", moved, gained, pages, 0.0)
 
@@ -110,7 +101,7 @@ class MigrateHandler(ActionHandler):
     def commit(self, prepared: PreparedMigration) -> None:
         """Switch the parameters to their new pages."""
         for move in prepared.moves:
-            move.require_unwritten()
+            require_unwritten(move.before, move.version)
         prepared.committed = True
         for move in prepared.moves:
             self._weights.set_units(move.arriving.index, move.after)
@@ -121,7 +112,8 @@ class MigrateHandler(ActionHandler):
         """Switch back, and give the new pages back."""
         for move in reversed(prepared.moves):
             if prepared.committed:
-                move.undo()
+                for unit in move.remains:  # the old bytes are still there
+                    reinstate(unit, unit.precision, unit.absent)
                 self._weights.set_units(move.arriving.index, move.before)
                 self._router.update()
             move.contents = {}
@@ -163,8 +155,7 @@ class MigrateHandler(ActionHandler):
         arrived = all(unit.pool is pool and not unit.absent for unit in units if unit.slots.keys() & names)
         if arrived and (not whole or len(units) == 1):
             return None
-        self._require_movable(units, whole)
-        self._require_device(units, pool, whole)
+        self._require_movable(units, pool, whole)
         if whole:
             names = {name for unit in units for name in unit.slots}
         own = not units[0].slots.keys() - names
@@ -173,9 +164,10 @@ class MigrateHandler(ActionHandler):
         remains = {unit: remainder(unit, names) if unit.slots.keys() - names else None for unit in losing}
         staying = tuple(unit for unit in (remains.get(u, u) for u in units) if unit is not None)
         after = (arriving, *staying) if own else (*staying, arriving)
-        return LayerMove(units, after, arriving, remains, sum(unit.version() for unit in units))
+        return LayerMove(units, after, arriving, remains, version_of(units))
 
-    def _require_movable(self, units: tuple[WeightUnit, ...], whole: bool) -> None:
+    def _require_movable(self, units: tuple[WeightUnit, ...], pool: PagePool, whole: bool) -> None:
+        """Raise `StateError` or `ConfigError` for a layer that cannot go to a place, or not in part, as it is now."""
         name = units[0].name
         self._weights.require_alone(units[0].index)
         self._deferred.require_settled(units, "migrate")
@@ -183,13 +175,10 @@ class MigrateHandler(ActionHandler):
             raise StateError(f"{name} is in host memory; restore it before modules of it are migrated")
         for unit in units:
             require_no_gradients(unit)
-
-    def _require_device(self, units: tuple[WeightUnit, ...], pool: PagePool, whole: bool) -> None:
-        """Raise `ConfigError` for a layer with shared parameters or adapters that is to go to another device."""
         shared, device = units[0].layer.unpaged.parameters(), pool.backend.device
         if whole and shared and any(unit.pool.backend.device != device for unit in units):
             raise ConfigError(
-                f"{units[0].name} has parameters that are used elsewhere too, or adapters ({shared[0]}): it cannot go "
+                f"{name} has parameters that are used elsewhere too, or adapters ({shared[0]}): it cannot go "
                 f"to another device ({device})"
             )
 

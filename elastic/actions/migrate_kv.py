@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic.actions.base import ActionHandler
-from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.actions.pages.allocation import find_pool
+from elastic.errors import ConfigError, StateError
 from elastic.kvcache.layers.full import ElasticLayer
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
@@ -55,36 +56,36 @@ class MigrateKVHandler(ActionHandler):
             self._copiers.popitem()[1].close()
 
     def dry_run(self, action: MigrateKV) -> PlanStep:
-        """What the action would do now. Raises `CapacityError` if the place has no room for it."""
+        """Return what the action would do now. Raises `CapacityError` if the place has no room for it."""
         prepared = self._check(action)
-        moved = sum(held.nbytes for layer in self._leaving(prepared) if (held := layer.held()) is not None)
+        held = filter(None, (layer.held() for layer in self._leaving(prepared)))
+        moved = sum((tokens.length - tokens.first) * tokens.token_bytes for tokens in held)
         return PlanStep(action, "applied", moved, 0, self._pages(prepared), 0.0)
 
     def prepare(self, action: MigrateKV) -> PreparedKVMigration:
-        """Pages at the new place, and copies in them of what caches hold."""
+        """Take pages at the new place, and copy what caches hold into them."""
         prepared = self._check(action)
         try:
             for _ in range(ROUNDS):
                 for layer in self._leaving(prepared):
-                    self._transfer(prepared, layer).sync(
-                        layer, lambda source: self._copier(source, prepared.pool), self._copy_rate
-                    )
+                    transfer = prepared.transfers.setdefault(layer, KVTransfer(self._memory, prepared.pool))
+                    transfer.sync(layer, lambda source: self._copier(source, prepared.pool), self._copy_rate)
         except BaseException:
             self.rollback(prepared)
             raise
         return prepared
 
     def commit(self, prepared: PreparedKVMigration) -> None:
-        """New caches go to the new place from now on; those that live go on there."""
+        """Have new caches go to the new place from now on, and those that live go on there."""
         self._require_no_engine(prepared.layers)
         for index in prepared.layers:
             prepared.homes[index] = self._memory.homes[index]
             self._memory.homes[index] = prepared.pool
         for layer in self._leaving(prepared):
-            self._transfer(prepared, layer).cut_over(layer)
+            prepared.transfers.setdefault(layer, KVTransfer(self._memory, prepared.pool)).cut_over(layer)
 
     def rollback(self, prepared: PreparedKVMigration) -> None:
-        """Everything goes on where it was, and the new pages are given back."""
+        """Have everything go on where it was, and give the new pages back."""
         for index, pool in prepared.homes.items():
             self._memory.homes[index] = pool
         for layer, transfer in list(prepared.transfers.items()):
@@ -92,19 +93,14 @@ class MigrateKVHandler(ActionHandler):
         prepared.transfers.clear()
 
     def finish(self, prepared: PreparedKVMigration) -> Change:
-        """What caches have left is idle, for the next ones there, but for what tensors outside still show."""
+        """Have what caches have left be idle, for the next ones there, but for what tensors outside still show."""
         transfers = list(prepared.transfers.values())
         retained = sum(transfer.finish() for transfer in transfers)
         return Change("applied", prepared.layers, (), sum(p.moved_bytes for p in transfers), 0, retained)
 
     def _check(self, action: MigrateKV) -> PreparedKVMigration:
-        """What is to be moved. Raises if the place has no room for it."""
-        if action.place not in self._pools:
-            raise ConfigError(
-                f"place {action.place!r} is none of this model's, which are {sorted(self._pools)}; "
-                "wrap(model, places=…) opens them"
-            )
-        homes, pool = self._memory.homes, self._pools[action.place]
+        """Return what is to be moved. Raises `CapacityError` if the place has no room for it."""
+        homes, pool = self._memory.homes, find_pool(self._pools, action.place)
         unknown = [index for index in action.layers if not 0 <= index < len(homes)]
         if unknown:
             raise ConfigError(f"layer {unknown[0]} is no decoder layer of this model; use 0 to {len(homes) - 1}")
@@ -116,13 +112,12 @@ class MigrateKVHandler(ActionHandler):
         self._require_no_engine(prepared.layers)
         pages, room = self._pages(prepared), pool.available(growing=False)
         if pages > room:
-            size, status = pool.pool.page_bytes, pool.status()
-            raise CapacityError(
+            raise pool.pool.shortage(
                 f"place {action.place} has no room for the KV cache of layers {list(prepared.layers)}; migrate fewer, "
                 "let generations end, or raise its limit or its budget",
-                requested_bytes=pages * size,
-                free_bytes=room * size,
-                total_bytes=status.capacity_bytes,
+                pages,
+                room,
+                pool.status().capacity_bytes // pool.pool.page_bytes,
             )
         return prepared
 
@@ -134,7 +129,7 @@ class MigrateKVHandler(ActionHandler):
             )
 
     def _leaving(self, prepared: PreparedKVMigration) -> Iterator[ElasticLayer]:
-        """The cache layers that live and are not at the new place. It keeps none of them alive but the last given."""
+        """Yield the cache layers that live and are not at the new place; of these only the last given is kept alive."""
         living = [weakref.ref(layer) for layer in self._memory.layers_of(prepared.action.layers)]
         for known in living:
             layer = known()
@@ -143,12 +138,9 @@ class MigrateKVHandler(ActionHandler):
             del layer
 
     def _pages(self, prepared: PreparedKVMigration) -> int:
-        """That the caches which live now would take at the new place."""
+        """Count the pages that the caches which live now would take at the new place."""
         held = (layer.held() for layer in self._leaving(prepared))
         return sum(self._memory.pages_at(prepared.pool, tokens) for tokens in held if tokens is not None)
-
-    def _transfer(self, prepared: PreparedKVMigration, layer: ElasticLayer) -> KVTransfer:
-        return prepared.transfers.setdefault(layer, KVTransfer(self._memory, prepared.pool))
 
     def _copier(self, source: KVPool, target: KVPool) -> CopyEngine:
         devices = [pool.pool.backend.device for pool in (target, source)]

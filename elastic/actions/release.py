@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.actions.base import ActionHandler
@@ -11,6 +10,7 @@ from elastic.actions.deferred import (
     PreparedAction,
     SlotSwitch,
     by_place,
+    refit_stages,
     require_no_gradients,
     resize_stages,
     retire,
@@ -56,24 +56,20 @@ class ReleaseHandler(ActionHandler):
                 prepared.moved_bytes += unit.keep()
                 prepared.switches.append(SlotSwitch(unit, unit.full, absent_contents(unit), version))
         except BaseException:
-            self._resize_stages(units)
+            refit_stages(self._weights, units, self._broker)
             raise
         return prepared
 
     def commit(self, prepared: PreparedRelease) -> None:
         """Switch the slots to the host store."""
-        prepared.require_unwritten()
-        prepared.committed = True
+        prepared.begin_commit()
         for switch in prepared.switches:
             switch.unit.hide(switch.contents)
 
     def rollback(self, prepared: PreparedRelease) -> None:
         """Switch the slots back: the buffers still have everything."""
-        if prepared.committed:
-            for switch in prepared.switches:
-                switch.undo()
-        self._resize_stages(prepared.units)
-        prepared.drop_contents()
+        prepared.undo()
+        refit_stages(self._weights, prepared.units, self._broker)
 
     def finish(self, prepared: PreparedRelease) -> Change:
         """Retire the buffers: their pages are KV capacity, but for what stages need and what tensors outside show."""
@@ -105,7 +101,7 @@ class ReleaseHandler(ActionHandler):
                     "to one place before it is released"
                 )
             streamer = self._weights.streamer(unit)
-            if not streamer.stages and not self._broker.could_take(unit.pool.name, streamer.stage_pages):
+            if not streamer.stages and self._broker.shares[unit.pool.name].shortfall(streamer.stage_pages):
                 raise _no_stage(streamer)
             require_no_gradients(unit)
             self._weights.require_alone(unit.index)
@@ -128,10 +124,6 @@ class ReleaseHandler(ActionHandler):
             taken[place] = streamer.stage_pages
         return taken
 
-    def _resize_stages(self, units: Sequence[WeightUnit]) -> None:
-        for place in by_place(units):
-            self._broker.give_to_cache(place, resize_stages(self._weights, place))
-
     def _more_stage_pages(self, units: list[WeightUnit]) -> int:
         """Count the pages that further stages would take if these units were absent too."""
         pages = 0
@@ -144,9 +136,5 @@ class ReleaseHandler(ActionHandler):
 
 def _no_stage(streamer: WeightStreamer) -> CapacityError:
     pool = streamer.pool
-    return CapacityError(
-        f"place {pool.name} has no room for the stage that released layers are called in; give it a larger budget",
-        requested_bytes=streamer.stage_bytes,
-        free_bytes=pool.free_pages * pool.page_bytes,
-        total_bytes=pool.budget_pages * pool.page_bytes,
-    )
+    message = f"place {pool.name} has no room for the stage that released layers are called in; give it a larger budget"
+    return pool.shortage(message, streamer.stage_pages)

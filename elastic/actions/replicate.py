@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from elastic.actions.base import ActionHandler
-from elastic.actions.deferred import DeferredActions, require_no_gradients
+from elastic.actions.deferred import DeferredActions, require_no_gradients, require_unwritten, version_of
 from elastic.actions.pages.allocation import WeightPageAllocator
 from elastic.actions.pages.copy_plan import copy_plan
 from elastic.errors import ConfigError, StateError
@@ -110,9 +110,8 @@ class ReplicateHandler(ActionHandler):
     def commit(self, prepared: PreparedReplication) -> None:
         """Have batches shared out between the replicas that there are from now on."""
         for layer, replica in prepared.replicas.items():
-            if isinstance(prepared.action, Replicate) and self._version(layer) != replica.version:
-                name = self._weights.layers[layer].name
-                raise StateError(f"the weights of {name} were written while they were on their way; try again")
+            if isinstance(prepared.action, Replicate):
+                require_unwritten(self._weights.units(layer), replica.version)
         prepared.before, place = self._replicas, prepared.action.place
         after = {layer: dict(by_place) for layer, by_place in self._replicas.items()}
         for layer, replica in prepared.replicas.items():
@@ -202,20 +201,17 @@ class ReplicateHandler(ActionHandler):
 
     def _replicate(self, layer: int, prepared: PreparedReplication) -> CopyHandle:
         """Begin to copy; meanwhile the copy of the module is put over the pages."""
-        unit = self._copied_unit(layer, prepared.action.place)
+        units, unit = self._weights.units(layer), self._copied_unit(layer, prepared.action.place)
         module = self._modules[layer]()
         if module is None:
             raise StateError("the model is gone")
         copied = LayerCopy(module)
         self._on_copied(module, copied.module)
         self._allocator.take(unit, self._copy_rate)
-        prepared.replicas[layer] = Replica(
-            unit, copied, self._worker_at(unit.pool), dispatches(module), self._version(layer)
-        )
-        plan = copy_plan(unit, self._weights.units(layer))
-        copy = self._weights.streamer(unit).copier.copy_async(plan, self._copy_rate)
-        copied.put(unit.slots, resident_contents(unit, unit.precision))
-        copied.bring_buffers(unit.pool.backend.device)
+        worker = self._worker_at(unit.pool)
+        prepared.replicas[layer] = Replica(unit, copied, worker, dispatches(module), version_of(units))
+        copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, units), self._copy_rate)
+        copied.put(unit.slots, resident_contents(unit, unit.precision), unit.pool.backend.device)
         return copy
 
     def _set_replicas(self, replicas: Replicas) -> None:
@@ -245,6 +241,3 @@ class ReplicateHandler(ActionHandler):
         if pool.name not in self._workers:
             self._workers[pool.name] = ReplicaWorker(pool.name, pool.backend.device)
         return self._workers[pool.name]
-
-    def _version(self, layer: int) -> int:
-        return sum(unit.version() for unit in self._weights.units(layer))

@@ -31,7 +31,7 @@ class ResizeHandler(ActionHandler):
         self._pools = {pool.pool.name: pool for pool in memory.pools}
 
     def dry_run(self, action: ResizeKV) -> PlanStep:
-        """What the action would do now. Raises `ConfigError` or `CapacityError` if it cannot be done at all."""
+        """Return what the action would do now. Raises `ConfigError` or `CapacityError` if it cannot be done at all."""
         pool = self._pool(action)
         status, released, over = pool.dry_run_resize(action.limit_bytes, action.revision)
         size, moved = pool.pool.page_bytes, 0
@@ -47,14 +47,9 @@ class ResizeHandler(ActionHandler):
         _, _, over = pool.dry_run_resize(action.limit_bytes, action.revision)
         before = pool.limits
         at_maximum = before.limit == before.maximum
-        prepared = PreparedResize(action, None if at_maximum else before.limit * pool.pool.page_bytes)
-        if over and pool.host_offload:
-            for layer in self._memory.resting(pool):
-                copy = layer.copy_to_host() if over > 0 else None
-                if copy is not None:
-                    over -= layer.pages
-                    prepared.copies.append(copy)
-        return prepared
+        previous_bytes = None if at_maximum else before.limit * pool.pool.page_bytes
+        copies = self._memory.copy_resting(pool, over) if over and pool.host_offload else []
+        return PreparedResize(action, previous_bytes, copies)
 
     def commit(self, prepared: PreparedResize) -> None:
         """Move the limit, once. A cache that was used since it was copied stays where it is."""
@@ -71,7 +66,7 @@ class ResizeHandler(ActionHandler):
         prepared.result = None
 
     def finish(self, prepared: PreparedResize) -> Resize:
-        """The result."""
+        """Return the result."""
         assert prepared.result is not None
         return prepared.result
 

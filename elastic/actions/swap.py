@@ -20,6 +20,7 @@ from elastic.actions.deferred import (
     SlotSwitch,
     by_place,
     precision_after,
+    refit_stages,
     require_no_gradients,
     resize_stages,
     retire,
@@ -56,7 +57,7 @@ class SwapHandler(ActionHandler):
         """Return what the action would do if nothing changed until then."""
         after = {unit: precision_after(unit, action) for unit in self._check(action)}
         fits = all(
-            self._broker.could_take(place, self._most_needed([(unit, after[unit]) for unit in units]))
+            not self._broker.shares[place].shortfall(self._most_needed([(unit, after[unit]) for unit in units]))
             for place, units in by_place(after).items()
         )
         arriving = sum(unit.pages_in(precision) for unit, precision in after.items())
@@ -90,20 +91,15 @@ class SwapHandler(ActionHandler):
 
     def commit(self, prepared: PreparedSwap) -> None:
         """Switch the slots to their new buffers."""
-        prepared.require_unwritten()
-        prepared.committed = True
+        prepared.begin_commit()
         for switch in prepared.switches:
             switch.unit.show(switch.contents, switch.precision)
 
     def rollback(self, prepared: PreparedSwap) -> None:
         """Switch the slots back, and give the pages back."""
-        if prepared.committed:
-            for switch in prepared.switches:
-                switch.undo()
-        prepared.drop_contents()
+        prepared.undo()
         self._drop(prepared.switches)
-        for place in by_place(self._weights.units_of(prepared.action.layers)):
-            self._broker.give_to_cache(place, resize_stages(self._weights, place))
+        refit_stages(self._weights, self._weights.units_of(prepared.action.layers), self._broker)
         prepared.switches.clear()
 
     def finish(self, prepared: PreparedSwap) -> Change:
@@ -148,14 +144,13 @@ class SwapHandler(ActionHandler):
         returning = [unit for unit in units if unit.absent]
         saved = self._stages_after(place, returning, least=self._weights.streamers[place].least)[1]
         growth = arriving - sum(unit.held_pages for unit in units) - saved
-        room, pool = self._broker.claimable(place), units[0].pool
+        room = self._broker.shares[place].claimable()
         if growth > room:
-            raise CapacityError(
+            raise units[0].pool.shortage(
                 f"place {place} has no room for {len(units)} more layers beside its KV cache; restore fewer, lower "
                 "the KV limit, or give it a larger budget",
-                requested_bytes=growth * pool.page_bytes,
-                free_bytes=room * pool.page_bytes,
-                total_bytes=pool.budget_pages * pool.page_bytes,
+                growth,
+                room,
             )
 
     def _stages_after(self, place: str, returning: list[WeightUnit], least: int) -> tuple[int, int]:

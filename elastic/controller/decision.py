@@ -32,4 +32,3 @@ class ControllerPolicy(Protocol):
 
     def decide(self, snapshot: Snapshot, state: Any) -> Plan:
         """Return the plan: a pure function of what is given. `state` is that of the last plan, None at first."""
-        ...

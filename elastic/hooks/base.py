@@ -20,11 +20,9 @@ class CacheLayer(Protocol):
 
     def get_seq_length(self) -> int:
         """Return the tokens that it holds."""
-        ...
 
     def rewind(self, length: int) -> None:
         """Drop all tokens but the first `length`."""
-        ...
 
 
 class CacheProvider(Protocol):
@@ -32,23 +30,18 @@ class CacheProvider(Protocol):
 
     def make(self, config: Any) -> Any:
         """Make an elastic cache for a model config."""
-        ...
 
     def adopt(self, cache: Any) -> None:
         """Give an empty stock cache elastic layers; leave any other alone."""
-        ...
 
     def become_stock(self, cache: Any) -> None:
         """Give any cache stock layers in place of elastic ones, with the same contents."""
-        ...
 
     def begin_forward(self, cache: Any) -> None:
         """Mark a cache as used by a forward pass of this thread."""
-        ...
 
     def layers(self, cache: Any) -> Sequence[CacheLayer]:
         """Return the elastic layers of any cache."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,12 @@ class ForwardDispatcher(Protocol):
 
     def begin_forward(self, cache: Any, *, whole: bool) -> None:
         """Begin an outermost forward pass; with `whole`, its layers must return all rows."""
-        ...
 
     def end_forward(self) -> bool:
         """End it, well or not. Returns whether replicated layers were left half way."""
-        ...
 
     def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
         """Return the timings of the last passes, by place, oldest first."""
-        ...
 
 
 class ForwardState:

@@ -13,8 +13,6 @@ class LayerInterceptor(Protocol):
 
     def enter(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """Return what the layer is called with instead. None: with what it was given."""
-        ...
 
     def leave(self, output: Any) -> Any:
         """Return what the layer returns instead. None: `output`, which is None after a forward that failed."""
-        ...

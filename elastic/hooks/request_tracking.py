@@ -24,19 +24,15 @@ class RequestObserver(Protocol):
 
     def arrived(self, request: str, prompt_tokens: int, at_s: float | None = None, *, sequences: int = 1) -> None:
         """Count a request with so many tokens in all of its sequences."""
-        ...
 
     def scheduled(self, request: str, at_s: float | None = None) -> None:
         """Count its first forward pass."""
-        ...
 
     def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None:
         """Count tokens that it was given."""
-        ...
 
     def ended(self, request: str, outcome: Literal["completed", "failed"], at_s: float | None = None) -> None:
         """Count its end."""
-        ...
 
 
 class CacheRequestTracker:
@@ -55,7 +51,8 @@ class CacheRequestTracker:
         self._live[cache] = name, rows
         observer.arrived(name, rows * tokens.shape[1], now, sequences=rows)
         observer.scheduled(name, now)
-        weakref.finalize(cache, _report_death, observer, name).atexit = False
+        completed = partial(observer.ended, name, "completed")  # called by a finalizer, so maybe inside the observer
+        weakref.finalize(cache, lambda: janitor.submit(partial(completed, time.perf_counter()))).atexit = False
 
     def end(self, cache: Any, failed: bool) -> None:
         """Report the end of a forward pass over a cache: a token for each row, or a failure."""
@@ -68,8 +65,3 @@ class CacheRequestTracker:
             observer.ended(name, "failed")
         else:
             observer.produced(name, rows)
-
-
-def _report_death(observer: RequestObserver, name: str) -> None:
-    """Note the end of a request. Called by a finalizer, so from anywhere, also from inside the observer."""
-    janitor.submit(partial(observer.ended, name, "completed", time.perf_counter()))

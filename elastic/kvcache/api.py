@@ -73,7 +73,13 @@ class KV:
         Raises `CapacityError` above the maximum, `ConfigError` for what is no size. With `wait=False`, a future of a
         tuple of results.
         """
-        actions = self._share(parse_limit(size, option="kv size"), place, revision)
+        limit, shares = parse_limit(size, option="kv size"), self.memory.shares()
+        if place is not None:
+            actions = [ResizeKV(place, limit, revision)]
+        elif limit is None or limit == self.maximum_bytes:  # there, a limit follows the maximum of its place
+            actions = [ResizeKV(pool.pool.name, None, revision) for pool in shares]
+        else:
+            actions = [ResizeKV(pool.pool.name, int(limit * share), revision) for pool, share in shares.items()]
         done = self._require_runtime().apply(actions, wait=wait)
         return done if isinstance(done, Future) else self._total(done)
 
@@ -81,14 +87,6 @@ class KV:
         """Give every page that no living cache needs back to the system; returns bytes."""
         self._require_runtime()
         return sum(pool.trim() for pool in self.memory.pools)
-
-    def _share(self, limit: int | None, place: str | None, revision: int | None) -> list[ResizeKV]:
-        shares = self.memory.shares()
-        if place is not None:
-            return [ResizeKV(place, limit, revision)]
-        if limit is None or limit == self.maximum_bytes:  # there, a limit follows the maximum of its place
-            return [ResizeKV(pool.pool.name, None, revision) for pool in shares]
-        return [ResizeKV(pool.pool.name, int(limit * share), revision) for pool, share in shares.items()]
 
     def _least(self, size: Callable[[KVStatus], int]) -> int:
         return min(int(size(pool.status()) / share) for pool, share in self.memory.shares().items())

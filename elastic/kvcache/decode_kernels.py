@@ -66,9 +66,8 @@ def _weigh(
     if mask is None:
         return out
     allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
-    return out.masked_fill_(
-        ~allowed.any(-1, keepdim=True), 0
-    )  # of nothing: as in torch's kernel, and no NaN to be cached
+    # of nothing: 0, as in torch's kernel, and no NaN to be cached
+    return out.masked_fill_(~allowed.any(-1, keepdim=True), 0)
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "key_by_query": key_by_query, "query_by_key": query_by_key}

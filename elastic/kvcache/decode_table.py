@@ -48,7 +48,8 @@ class DecodeKernelTable:
         query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
         [batch or 1, 1, 1, k] or None; all of one dtype, on one device. Returns [batch, kv_heads, n, value_dim].
         """
-        if not (_batch_merges(key) and _batch_merges(value)):
+        merges = (s.shape[0] == 1 or s.stride(0) == s.shape[1] * s.stride(1) for s in (key, value))
+        if not all(merges):  # the kernels see [batch * kv_heads, k, dim]: that would be a copy
             return sdpa(query, key, value, mask, scaling)
         if self._forced is not None:
             return self._forced(query, key, value, mask, scaling)
@@ -136,11 +137,6 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
         shape = Shape(processor(device), dtype, heads // kv_heads, dim, dim, order)
         for tokens in (1, *(end + 1 for end in UP_TO if end < longest)):
             table.choose(shape, tokens, device, kv_heads)
-
-
-def _batch_merges(states: torch.Tensor) -> bool:
-    """Return whether [batch, heads, k, dim] can be seen as [batch * heads, k, dim] without a copy."""
-    return states.shape[0] == 1 or states.stride(0) == states.shape[1] * states.stride(1)
 
 
 def _from_row(row: dict[str, Any]) -> tuple[Shape, dict[int, str]]:

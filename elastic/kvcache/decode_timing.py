@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import platform
 import time
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
-from elastic.kvcache.decode_kernels import KERNELS, Kernel
+from elastic.kvcache.decode_kernels import KERNELS
+from elastic.memory.backends.device_time import seconds_of
 
 DEFAULT = "sdpa"
 MARGIN = 0.95
@@ -67,27 +68,13 @@ def _race(inputs: list[Inputs], scaling: float, device: torch.device) -> str:
     for round_ in range(ROUNDS + 1):  # the first one warms up
         leader = min(best.values())
         for name in [name for name, seconds in best.items() if round_ < 2 or seconds < 1.5 * leader]:
-            seconds = _seconds(KERNELS[name], inputs[turn % len(inputs)], scaling, device)
+            seconds = seconds_of(partial(KERNELS[name], *inputs[turn % len(inputs)], None, scaling), device)
             best[name] = min(best[name], seconds) if round_ else math.inf
             turn += 1
         if round_ and time.perf_counter() - start > SECONDS:
             break
     winner = min(best, key=lambda name: best[name])
     return winner if best[winner] < MARGIN * best[DEFAULT] else DEFAULT
-
-
-def _seconds(kernel: Kernel, inputs: Inputs, scaling: float, device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        kernel(*inputs, None, scaling)
-        return time.perf_counter() - start
-    with torch.cuda.device(device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        kernel(*inputs, None, scaling)
-        end.record()
-        end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _inputs(shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> list[Inputs]:

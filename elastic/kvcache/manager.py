@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 
 from elastic.errors import StateError
-from elastic.kvcache.layers.full import ElasticLayer, HeldTokens
+from elastic.kvcache.layers.full import ElasticLayer, HeldTokens, OffloadedTokens
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.kvcache.storage.layout import KVLayout, StoreGeometry
 from elastic.kvcache.storage.pool import KVPool, StoreLease
@@ -125,6 +125,16 @@ class KVMemory:
         resting = [cache for cache in list(self._caches) if id(cache) not in running]
         layers = [layer for cache in resting for layer in elastic_layers(cache) if layer.is_on(pool)]
         return sorted(layers, key=lambda layer: layer.last_used)
+
+    def copy_resting(self, pool: KVPool, pages: int) -> list[OffloadedTokens]:
+        """Copy caches that rest to host memory: so many that at least `pages` come free if they move there."""
+        copies = []
+        for layer in self.resting(pool):
+            copy = layer.copy_to_host() if pages > 0 else None
+            if copy is not None:
+                pages -= layer.pages
+                copies.append(copy)
+        return copies
 
     def let_go(self) -> None:
         """Turn every cache layer that lives into a stock one with a copy of its contents; make no more."""

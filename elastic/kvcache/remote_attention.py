@@ -27,11 +27,6 @@ def ship_query_bytes(query: torch.Tensor, value: torch.Tensor, mask: torch.Tenso
     return query.nbytes + result + (mask.nbytes if mask is not None else 0)
 
 
-def fetch_kv_bytes(key: torch.Tensor, value: torch.Tensor) -> int:
-    """Count the bytes that travel if keys [batch, kv_heads, k, dim] and values [batch, kv_heads, k, value_dim] come."""
-    return key.nbytes + value.nbytes
-
-
 def attend_on_cache_device(
     attention: Attention,
     module: nn.Module,
@@ -46,7 +41,7 @@ def attend_on_cache_device(
     query: [batch, heads, q, dim], key and value: [batch, kv_heads, k, dim], mask: [batch or 1, heads or 1, q, k].
     """
     query_device, cache_device = query.device, key.device
-    if fetch_kv_bytes(key, value) < ship_query_bytes(query, value, mask):
+    if key.nbytes + value.nbytes < ship_query_bytes(query, value, mask):
         key, value = to_device(key, query_device), to_device(value, query_device)
         return attention(module, query, key, value, mask, **kwargs)[0]
     shipped = {name: to_device(argument, cache_device) for name, argument in kwargs.items()}

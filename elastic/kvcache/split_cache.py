@@ -71,7 +71,7 @@ class RowSplitCaches:
         for pool, count in shape:
             held = list(cache.layers)
             for index, layer in split.items() if count else ():
-                held[index] = layer.part(pool)
+                held[index] = next(part.layer for part in layer.parts if part.layer.fixed_pool is pool)
             parts.append(Cache(layers=held) if count else None)
         return parts
 
@@ -95,7 +95,8 @@ def _whole(layer: RowSplitLayer) -> ElasticLayer | RowSplitLayer:
         layer.resplit([(None, sum(part.rows for part in layer.parts))])
     except CapacityError as error:
         logger.info("rows of a KV cache stay where a replica was: %s", str(error))
-    return layer.whole() or layer
+        return layer
+    return layer.parts[0].layer
 
 
 def _extend(cache: Any, layer: int) -> None:

@@ -8,7 +8,7 @@ from elastic.kvcache.layers.full import ElasticLayer, HeldTokens
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory import copy_engine
-from elastic.memory.backends.streams import finish_queued_work
+from elastic.memory.backends.streams import finish_queued_work, on_stream
 from elastic.memory.copy_engine import CopyEngine, Pair, StreamCopyEngine
 from elastic.memory.rate_limit import RateLimiter
 
@@ -58,7 +58,7 @@ class KVTransfer:
             if not held.length:
                 layer.give_up()
                 return
-            with held.lease.store.after_last_user():
+            with on_stream(held.lease.store.stream):
                 target = self._open(layer, held)
                 for pair in self._pairs(layer, self._copied, held.length):
                     copy_engine.copy(*pair)

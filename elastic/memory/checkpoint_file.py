@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import weakref
@@ -113,8 +114,6 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], dict
 def _check_entry(entry: dict[str, Any], size: int) -> None:
     first, last = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
-    count = 1
-    for dim in entry["shape"]:
-        count *= dim
-    if not 0 <= first <= last <= size or (dtype is not None and count * dtype.itemsize != last - first):
+    expected = last - first if dtype is None else math.prod(entry["shape"]) * dtype.itemsize
+    if not 0 <= first <= last <= size or expected != last - first:
         raise ValueError(f"an entry does not fit the file: {entry}")

@@ -17,9 +17,5 @@ def digest(tensor: torch.Tensor) -> int:
     whole = flat.numel() // (8 * _DIGEST_WORDS) * 8 * _DIGEST_WORDS
     sums = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS).sum(dim=1)
     rest = flat[whole:].to(torch.int64)
-    return int(_weighted(sums) * 31 + _weighted(rest) + 17 * flat.numel())
-
-
-def _weighted(values: torch.Tensor) -> torch.Tensor:
-    weights = torch.arange(values.numel(), device=values.device) * 2 + 1
-    return (values * weights).sum()
+    weighted = [(words * (torch.arange(len(words), device=words.device) * 2 + 1)).sum() for words in (sums, rest)]
+    return int(weighted[0] * 31 + weighted[1] + 17 * flat.numel())

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.errors import CapacityError
 from elastic.memory.checksum import digest
 from elastic.memory.copy_engine import copy, pieces
 from elastic.memory.pinned.page_lock import allocate, is_locked, page_lock
@@ -19,6 +18,10 @@ from elastic.types import HostStatus
 logger = logging.getLogger(__name__)
 _COMPARED_BYTES = 4 << 20
 """Brought to a device at once to be compared there."""
+_PURPOSE = (
+    "weights that leave their place; free some, or give wrap() the checkpoint that the model was loaded from "
+    "(checkpoint=PATH)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +50,17 @@ class HostStore:
         What is already held, by any model of this process, is not held twice. With `lock` a copy is page-locked; where
         the system refuses that, copies to a device are slower. Raises `CapacityError` if host memory is short.
         """
+        key = tuple(source.shape), source.dtype, fingerprint
         with self._lock:
-            same = self._tensors.get(_key(source, fingerprint))
+            same = self._tensors.get(key)
         if same is not None and _have_equal_bytes(same.tensor, source.detach()):
             return same
-        if file is not None and _key(file, digest(file)) == _key(source, fingerprint):
+        if file is not None and (tuple(file.shape), file.dtype, digest(file)) == key:
             kept = HostTensor(file, fingerprint, from_file=True)
         else:
             kept = HostTensor(self._copy(source, lock), fingerprint, from_file=False)
         with self._lock:
-            self._tensors[_key(source, fingerprint)] = kept
+            self._tensors[key] = kept
         return kept
 
     def status(self) -> HostStatus:
@@ -73,7 +77,7 @@ class HostStore:
 
     def _copy(self, source: torch.Tensor, lock: bool) -> torch.Tensor:
         with torch.inference_mode(False):
-            target = _allocate(source)
+            target = allocate(source.nbytes, _PURPOSE).view(source.dtype).view(source.shape)
             if lock and not page_lock(target) and not self._warned:
                 self._warned = True
                 logger.warning(
@@ -85,34 +89,10 @@ class HostStore:
             return target
 
 
-def _allocate(like: torch.Tensor) -> torch.Tensor:
-    """Allocate whole pages of the system for a tensor, so that they can be locked, and go back when it dies."""
-    try:
-        return allocate(like.nbytes).view(like.dtype).view(like.shape)
-    except (OSError, MemoryError) as error:
-        raise CapacityError(
-            "host memory is short for weights that leave their place; free some, or give wrap() the checkpoint that "
-            "the model was loaded from (checkpoint=PATH)",
-            requested_bytes=like.nbytes,
-            free_bytes=0,
-            total_bytes=0,
-        ) from error
-
-
 def _have_equal_bytes(kept: torch.Tensor, source: torch.Tensor) -> bool:
     """Return whether tensors of one shape and dtype have the same bytes, on the device of `source`, piece by piece."""
-    return all(
-        torch.equal(_bytes(piece.to(mine.device)), _bytes(mine))
-        for mine, piece in pieces(source, kept, _COMPARED_BYTES)
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _key(tensor: torch.Tensor, fingerprint: int) -> tuple[object, ...]:
-    return tuple(tensor.shape), tensor.dtype, fingerprint
+    pairs = ((mine, piece.to(mine.device)) for mine, piece in pieces(source, kept, _COMPARED_BYTES))
+    return all(torch.equal(*(piece.reshape(-1).view(torch.uint8) for piece in pair)) for pair in pairs)
 
 
 host = HostStore()

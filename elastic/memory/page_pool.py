@@ -287,11 +287,8 @@ class PagePool:
             mapped: Counter[int] = Counter(page for r in self.ranges for page in r.slots.values())
             mapped_twice = [page for page, count in mapped.items() if count > 1]
             created = [*self._owner, *self._reclaimable, *self._cached, *self._in_creation]
-            unowned, free, reserved = (
-                len(self._reclaimable) + len(self._cached),
-                self.free_pages,
-                self._reserved.total(),
-            )
+            unowned, free = len(self._reclaimable) + len(self._cached), self.free_pages
+            reserved = self._reserved.total()
             books: list[tuple[str, object, object]] = [
                 ("mapped pages and owned and reclaimable pages", set(mapped), {*self._owner, *self._reclaimable}),
                 ("owners recounted and owners", Counter(self._owner.values()), +self._owned),

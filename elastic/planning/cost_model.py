@@ -19,7 +19,6 @@ class CostModel(Protocol):
 
     def work(self, places: Places) -> float:
         """Return the cost of computing one layer at these places."""
-        ...
 
     def traffic(self, places: Places) -> float:
         """Return the cost of bringing a layer's rows to the places of its replicas; nothing, where none says more."""
@@ -34,7 +33,6 @@ class CostModel(Protocol):
 
     def total(self, work: float, traffic: float, crossings: float) -> float:
         """Return the cost of a placement, from the sums over its layers and transitions."""
-        ...
 
 
 def cost(model: CostModel, placement: Placement) -> float:

@@ -14,7 +14,7 @@ from itertools import accumulate, combinations, cycle, islice, pairwise, permuta
 
 from elastic.planning.cost_model import CostModel, speedup
 from elastic.planning.incremental_cost import CostChange, IncrementalCost, RangeCosts
-from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
+from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand, added_replicas, occupied
 from elastic.planning.scale_up import GAIN, add_replicas, eligible
 
 MOST_SWEEPS = 3
@@ -81,18 +81,11 @@ def plan_together(
     for parts in (len(instances), 1):
         for name in sorted(planned, key=lambda name: (speedup(instances[name].model, planned[name]), name)):
             instance = instances[name]
-            _take(rooms, instance, planned[name], -1)
-            offered = instance.offered(rooms.values(), parts)
-            planned[name] = plan_up(instance.placement, instance.needs, offered, instance.model, t_up)
-            _take(rooms, instance, planned[name], 1)
+            home, needs = instance.placement, instance.needs
+            rooms = occupied(rooms, added_replicas(home, planned[name]), needs, times=-1)
+            planned[name] = plan_up(home, needs, instance.offered(rooms.values(), parts), instance.model, t_up)
+            rooms = occupied(rooms, added_replicas(home, planned[name]), needs)
     return planned
-
-
-def _take(rooms: dict[str, PlaceCapacity], instance: PlannedModel, planned: Placement, times: int) -> None:
-    """Take from the rooms what was planned for an instance, or with -1 give it back."""
-    pairs = enumerate(zip(instance.placement.layers, planned.layers, strict=True))
-    for place, layer in [(place, i) for i, (old, new) in pairs for place in new if place not in old]:
-        rooms[place] = rooms[place].having(instance.needs[layer], times)
 
 
 class _Search:

@@ -98,6 +98,12 @@ def difference(before: Placement, after: Placement) -> tuple[Action, ...]:
     )
 
 
+def added_replicas(before: Placement, after: Placement) -> list[tuple[int, str]]:
+    """List (layer, place) of the replicas that are in one placement and not in the other."""
+    pairs = enumerate(zip(before.layers, after.layers, strict=True))
+    return [(i, place) for i, (old, new) in pairs for place in new[1:] if place not in old]
+
+
 def _by_place(pairs: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, ...]]]:
     grouped: dict[str, list[int]] = {}
     for layer, place in pairs:
@@ -166,3 +172,18 @@ class PlaceCapacity:
         """Return the same place with so much taken; below zero: given back."""
         used = times * taken.compute / self.compute if self.compute else 0.0
         return replace(self, free_bytes=self.free_bytes - times * taken.total_bytes, idle=self.idle - used)
+
+
+def occupied(
+    rooms: Mapping[str, PlaceCapacity],
+    replicas: Iterable[tuple[int, str]],
+    needs: Sequence[ResourceDemand],
+    *,
+    times: int = 1,
+) -> dict[str, PlaceCapacity]:
+    """Return the places with these (layer, place) in them, or with `times=-1` without them."""
+    after = dict(rooms)
+    for layer, place in replicas:
+        if place in after:
+            after[place] = after[place].having(needs[layer], times)
+    return after

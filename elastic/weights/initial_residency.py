@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.errors import CapacityError
 from elastic.memory.page_pool import PagePool
 from elastic.weights.layer import WeightUnit
 
@@ -48,9 +47,8 @@ def choose_absent(
         if kv_pages >= KV_SHARE * free_pages:
             return stages, absent
     pool = layers[0].pool
-    raise CapacityError(
+    raise pool.shortage(
         f"place {pool.name} is too small for this model, even with its layers in host memory: give it a larger budget",
-        requested_bytes=(min(2, len(layers)) * stage_pages + int(KV_SHARE * free_pages)) * pool.page_bytes,
-        free_bytes=free_pages * pool.page_bytes,
-        total_bytes=pool.budget_pages * pool.page_bytes,
+        min(2, len(layers)) * stage_pages + int(KV_SHARE * free_pages),
+        free_pages,
     )

@@ -39,10 +39,13 @@ class ParameterSlot:
 
     def put(self, content: Content) -> None:
         """Have a parameter or a proxy in the slot; what was there until now is let go of."""
-        if isinstance(content, WeightProxy):
-            self._put_proxy(content)
-        else:
+        if not isinstance(content, WeightProxy):
             self._put_plain(content)
+            return
+        self.address, before = None, self.parameter
+        self._exchange(content)
+        if self.parameter is not before and not isinstance(before, WeightProxy):
+            self._outside = weakref.ref(before)
 
     def intact(self) -> bool:
         """Return whether the modules have the parameter that Elastic put there, with its bytes."""
@@ -61,13 +64,6 @@ class ParameterSlot:
             self._exchange(plain)
         else:
             self.parameter.data = plain.data
-
-    def _put_proxy(self, proxy: WeightProxy) -> None:
-        self.address = None
-        before = self.parameter
-        self._exchange(proxy)
-        if self.parameter is not before and not isinstance(before, WeightProxy):
-            self._outside = weakref.ref(before)
 
     def _exchange(self, other: Content) -> None:
         """Put `other` in place of the parameter: under the same Python object, or else as another object."""

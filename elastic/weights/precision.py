@@ -23,7 +23,6 @@ class PackedParameter(Protocol):
     @property
     def parts(self) -> Mapping[str, torch.Tensor]:
         """Host tensors by name, any shape and dtype that the format needs. Not to be written."""
-        ...
 
     def content(
         self, like: torch.Tensor, parts: Mapping[str, torch.Tensor], full: WeightSource
@@ -33,18 +32,15 @@ class PackedParameter(Protocol):
         `like` and the result: the parameter's shape and dtype, such as [outputs, inputs]. `parts` are shaped as those
         of `self.parts`; `full` knows the full bytes.
         """
-        ...
 
     def for_device(self, device: torch.device) -> PackedParameter:
         """Return the very same codes, as the kernels of a device take them."""
-        ...
 
     def renewed(self, full: torch.Tensor, origin: int) -> PackedParameter:
         """Pack a parameter anew that was written: `full` has its shape, such as [outputs, inputs], and its dtype.
 
         `origin` is the digest of `full`. Raises `StateError` where that cannot be had.
         """
-        ...
 
 
 class LayerVariant(Protocol):
@@ -53,12 +49,10 @@ class LayerVariant(Protocol):
     @property
     def packings(self) -> MutableMapping[str, Any]:
         """`PackedParameter`s by parameter; one is replaced when its parameter was written."""
-        ...
 
     @property
     def together(self) -> bool:
         """True where its parameters only make sense together, such as norms that were rescaled for the matrices."""
-        ...
 
 
 class LayerPrecision:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import TypeVar
 
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError
@@ -11,6 +12,8 @@ from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.weights.layer import WeightUnit
+
+Pool = TypeVar("Pool")
 
 
 class WeightPageAllocator:
@@ -28,16 +31,11 @@ class WeightPageAllocator:
 
     def pool(self, place: str) -> PagePool:
         """Return the pool of a place. Raises `ConfigError` for what is no place of the model."""
-        if place not in self._pools:
-            raise ConfigError(
-                f"place {place!r} is none of this model's, which are {sorted(self._pools)}; "
-                "wrap(model, places=…) opens them"
-            )
-        return self._pools[place]
+        return find_pool(self._pools, place)
 
     def require_room(self, place: str, pages: int) -> None:
         """Raise `CapacityError` if the KV cache could not do without these pages."""
-        if not self._broker.could_take(place, pages):
+        if self._broker.shares[place].shortfall(pages):
             raise self._no_room(place, pages)
 
     def take(self, unit: WeightUnit, copy_rate: RateLimiter | None = None) -> None:
@@ -56,7 +54,7 @@ class WeightPageAllocator:
 
     def record_resident(self, place: str, pages: int) -> None:
         """Record that weights of so many pages have come to stay, or gone for good (below zero)."""
-        self._broker.record_resident(place, pages)
+        self._broker.shares[place].record_resident(pages)
 
     def shrink(self, unit: WeightUnit, rest: WeightUnit) -> int:
         """Leave of a unit's buffer what `rest` has of it; return the pages that are free now."""
@@ -82,13 +80,17 @@ class WeightPageAllocator:
         unit.pool.notify()
 
     def _no_room(self, place: str, pages: int) -> CapacityError:
-        pool = self._pools[place]
-        return CapacityError(
-            f"place {place} has no room for these weights beside its KV cache; choose fewer, or raise its budget",
-            requested_bytes=pages * pool.page_bytes,
-            free_bytes=pool.free_pages * pool.page_bytes,
-            total_bytes=pool.budget_pages * pool.page_bytes,
+        message = f"place {place} has no room for these weights beside its KV cache; choose fewer, or raise its budget"
+        return self._pools[place].shortage(message, pages)
+
+
+def find_pool(pools: Mapping[str, Pool], place: str) -> Pool:
+    """Return the pool of a place among a model's, by name. Raises `ConfigError` for what is no place of the model."""
+    if place not in pools:
+        raise ConfigError(
+            f"place {place!r} is none of this model's, which are {sorted(pools)}; wrap(model, places=…) opens them"
         )
+    return pools[place]
 
 
 def _key(unit: WeightUnit) -> object:

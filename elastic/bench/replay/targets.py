@@ -21,23 +21,18 @@ class LoadTarget(Protocol):
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
         """The forms of `Engine.weights`; empty where they are not known."""
-        ...
 
     def submit(self, request: Request, recorder: Recorder) -> None:
         """Hand a request in and return at once; its tokens and its end, a refusal too, go to the recorder."""
-        ...
 
     def cancel(self, request: str) -> None:
         """Stop a request that nobody waits for any more."""
-        ...
 
     def observe(self, t_s: float) -> EngineState | None:
         """Return the present state, if it can be known; `t_s` is the time of the replay."""
-        ...
 
     def actions(self) -> Mapping[int, FinishedAction]:
         """Return the last finished actions by their numbers; `t_s` in seconds since the epoch."""
-        ...
 
 
 class InProcessTarget:

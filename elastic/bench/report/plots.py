@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ FULL = frozenset({"float64", "float32", "float16", "bfloat16"})
 BINS = 72
 NEEDED = ("ttfts", "itls", "start_times", "output_lens")
 Style = dict[str, Any]
+Panel = Callable[[Any, Sequence[Result]], None]
+"""A function that draws results on axes."""
 
 
 def require_matplotlib() -> None:
@@ -38,7 +41,9 @@ def draw(results: Sequence[Result], path: Path) -> None:
     for result in results:
         if any(name not in result.summary for name in NEEDED):
             raise ConfigError(f"{result.name} has no arrays to draw; run it with --save-detailed")
-    panels = (_arrivals, _kv, _layers, _ttft_over_time, _ttft_cdf, _tpot_cdf)
+    ttft_cdf = partial(_latency_cdf, "TTFT", "s", lambda result: [ttft for _, ttft in ttfts(result)])
+    tpot_cdf = partial(_latency_cdf, "TPOT", "ms", tpots)
+    panels: list[Panel] = [_arrivals, _kv, _layers, _ttft_over_time, ttft_cdf, tpot_cdf]
     with png_figure(path, 3, 2, figsize=(13, 11)) as (figure, axes):
         for panel, panel_axes in zip(panels, axes.flat, strict=True):
             panel(panel_axes, results)
@@ -139,19 +144,13 @@ def _ttft_over_time(axes: Any, results: Sequence[Result]) -> None:
     _label_logarithms(axes.yaxis)
 
 
-def _ttft_cdf(axes: Any, results: Sequence[Result]) -> None:
+def _latency_cdf(
+    name: str, unit: str, sample: Callable[[Result], Sequence[float]], axes: Any, results: Sequence[Result]
+) -> None:
     for style, result in _styled(results):
-        axes.step(*cdf([ttft for _, ttft in ttfts(result)]), where="post", **style)
-    _draw_slo(axes.axvline, results, "ttft_s", 1)
-    axes.set(xlabel="TTFT (s)", ylabel="share of requests", title="TTFT", xscale="log", ylim=(0, 1))
-    _label_logarithms(axes.xaxis)
-
-
-def _tpot_cdf(axes: Any, results: Sequence[Result]) -> None:
-    for style, result in _styled(results):
-        axes.step(*cdf(tpots(result)), where="post", **style)
-    _draw_slo(axes.axvline, results, "tpot_s", 1000)
-    axes.set(xlabel="TPOT (ms)", ylabel="share of requests", title="TPOT", xscale="log", ylim=(0, 1))
+        axes.step(*cdf(sample(result)), where="post", **style)
+    _draw_slo(axes.axvline, results, f"{name.lower()}_s", {"s": 1, "ms": 1000}[unit])
+    axes.set(xlabel=f"{name} ({unit})", ylabel="share of requests", title=name, xscale="log", ylim=(0, 1))
     _label_logarithms(axes.xaxis)
 
 

@@ -23,7 +23,6 @@ class ArrivalProcess(Protocol):
 
     def times(self, rng: random.Random) -> Iterator[float]:
         """Yield arrival times in seconds, ascending, without end."""
-        ...
 
 
 class Lengths(Protocol):
@@ -31,7 +30,6 @@ class Lengths(Protocol):
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Draw the tokens of a prompt and of its output, each at least 1."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from elastic.types import Event, Evict, KVStatus, PlaceStatus, ResizeKV, Status,
 
 _KINDS = {"migratekv": "migrate KV of"}
 _OTHERS = "KV of others"
+TEXT_LINES = 12
+"""The last lines of the text that are shown."""
 
 
 def _in_words(action: Any) -> str:
@@ -35,12 +37,12 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
-def screen(text: str, status: Status, events: Sequence[Event], *, lines: int = 12) -> RenderableType:
+def screen(text: str, status: Status, events: Sequence[Event]) -> RenderableType:
     """Draw one frame: the text so far, the ledger of each place, the last actions."""
-    tail = "\n".join(text.splitlines()[-lines:])
+    tail = "\n".join(text.splitlines()[-TEXT_LINES:])
     pages = [pages_by_owner(place, kv) for place, kv in zip(status.places, status.kv, strict=True)]
     grid = [layers_at(*of_status(status))] if len(status.places) > 1 else []
-    return Group(Panel(Text(tail), title="text", height=lines + 2), *pages, *grid, actions(events))
+    return Group(Panel(Text(tail), title="text", height=TEXT_LINES + 2), *pages, *grid, actions(events))
 
 
 def bytes_by_owner(place: PlaceStatus, kv: KVStatus) -> dict[str, int]:

@@ -68,10 +68,9 @@ class Arbiter:
         sizes: Sequence[LayerSize],
         needs: Sequence[ResourceDemand],
         model: Callable[[int], CostModel],
-        weights: CostWeights | None = None,
     ) -> None:
         self.policies = tuple(policies)
-        self.weights = weights or CostWeights()
+        self.weights = CostWeights()
         self.tick_s = min(float(getattr(policy, "tick_s", 0.1)) for policy in policies)
         self._sizes, self._needs, self._model = tuple(sizes), tuple(needs), model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from elastic.controller.policies.shortage import PlaceLoad, describe
 from elastic.controller.snapshot import EvictionRequest, PeerState, Snapshot
 from elastic.planning.cost_model import CostModel, speedup
 from elastic.planning.local_search import PlannedModel, plan_together, plan_up
-from elastic.planning.placement import PlaceCapacity, Placement, ResourceDemand
+from elastic.planning.placement import PlaceCapacity, Placement, added_replicas, occupied
 from elastic.planning.scale_down import Deficit, OfLayers, joined, scale_down
 from elastic.types import Evict, Migrate, MigrateKV, Replicate, Restore
 
@@ -99,15 +99,15 @@ class SharedCapacity:
             return Offer(load.places)
         empty = rooms
         for model_load in (load, *(peer.load for peer in self._peers)):
-            replicas = _added(model_load.placement.alone_at_home, model_load.placement)
-            empty = _occupied(empty, replicas, model_load.replica_needs, times=-1)
+            replicas = added_replicas(model_load.placement.alone_at_home, model_load.placement)
+            empty = occupied(empty, replicas, model_load.replica_needs, times=-1)
         models = {peer.name: _planned(peer.load, peer.model) for peer in self._peers if math.floor(peer.rows + 0.5) > 1}
         models[self._snapshot.name] = _planned(load, model)
         targets = plan_together(models, list(empty.values()), self._settings.t_up)
         for peer in self._peers:
-            to_come = _added(peer.load.placement, targets.get(peer.name, peer.load.placement))
-            rooms = _occupied(rooms, to_come, peer.load.replica_needs)
-        wanted = _added(load.placement, targets[self._snapshot.name])
+            to_come = added_replicas(peer.load.placement, targets.get(peer.name, peer.load.placement))
+            rooms = occupied(rooms, to_come, peer.load.replica_needs)
+        wanted = added_replicas(load.placement, targets[self._snapshot.name])
         after = load.placement
         for layer, place in wanted:
             after = after.with_replicas([layer], place)
@@ -118,13 +118,13 @@ class SharedCapacity:
         self, wanted: Sequence[tuple[int, str]], targets: Mapping[str, Placement]
     ) -> tuple[EvictionRequest, ...]:
         """Return replicas of peers beyond their shares, where there is no room for what this model wants."""
-        rooms = _occupied({place.name: place for place in self.load.places}, wanted, self.load.replica_needs)
+        rooms = occupied({place.name: place for place in self.load.places}, wanted, self.load.replica_needs)
         crowded = {name for _, name in wanted if rooms[name].free_bytes < rooms[name].margin * rooms[name].total_bytes}
         asks: list[EvictionRequest] = []
         for peer in self._peers:
             target = targets.get(peer.name, peer.load.placement.alone_at_home)
             surplus: list[OfLayers] = [
-                Evict((i,), place) for i, place in _added(target, peer.load.placement) if place in crowded
+                Evict((i,), place) for i, place in added_replicas(target, peer.load.placement) if place in crowded
             ]
             asks += [EvictionRequest(peer.name, action) for action in joined(surplus) if isinstance(action, Evict)]
         return tuple(asks)
@@ -142,7 +142,7 @@ class SharedCapacity:
                 layers = tuple(i for i, places in enumerate(peer.load.placement.layers) if place in places[1:])
                 if not layers:
                     continue
-                freed = _occupied(rooms, [(i, place) for i in layers], peer.load.replica_needs, times=-1)
+                freed = occupied(rooms, [(i, place) for i in layers], peer.load.replica_needs, times=-1)
                 after = plan_up(load.placement, load.replica_needs, list(freed.values()), model, self._settings.t_up)
                 without = peer.load.placement.without_replicas(layers, place)
                 won = speedup(model, after) / speedup(model, load.placement)
@@ -186,24 +186,3 @@ def _pending_bytes(peer: PeerState) -> Counter[str]:
 def _planned(load: PlaceLoad, model: CostModel) -> PlannedModel:
     names = tuple(place.name for place in load.places)
     return PlannedModel(load.placement.alone_at_home, load.replica_needs, model, names)
-
-
-def _added(before: Placement, after: Placement) -> list[tuple[int, str]]:
-    """List (layer, place) of the replicas that are in one placement and not in the other."""
-    pairs = enumerate(zip(before.layers, after.layers, strict=True))
-    return [(i, place) for i, (old, new) in pairs for place in new[1:] if place not in old]
-
-
-def _occupied(
-    rooms: dict[str, PlaceCapacity],
-    replicas: Iterable[tuple[int, str]],
-    needs: Sequence[ResourceDemand],
-    *,
-    times: int = 1,
-) -> dict[str, PlaceCapacity]:
-    """Return the places with these (layer, place) in them, or with `times=-1` without them."""
-    rooms = dict(rooms)
-    for layer, place in replicas:
-        if place in rooms:
-            rooms[place] = rooms[place].having(needs[layer], times)
-    return rooms

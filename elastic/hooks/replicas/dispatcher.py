@@ -39,11 +39,9 @@ class SplitCaches(Protocol):
 
     def begin_forward(self, cache: Any, layers: Collection[int]) -> None:
         """Let layers of these indices be split by rows from now on; join all others again, if there is room."""
-        ...
 
     def rows(self, cache: Any, layer: int, places: Sequence[str]) -> tuple[int, ...] | None:
         """Return the rows that a layer holds at each place; None: it holds nothing, or others have some."""
-        ...
 
     def split(
         self, cache: Any, layers: Sequence[int], places: Sequence[str], counts: Sequence[int]
@@ -52,7 +50,6 @@ class SplitCaches(Protocol):
 
         None: this cache cannot be split, or a place has no room; it is good for all rows together, wherever they lie.
         """
-        ...
 
 
 class ReplicaInterceptor:

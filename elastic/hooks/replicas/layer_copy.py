@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from elastic.errors import ConfigError
@@ -50,25 +51,25 @@ class LayerCopy:
                 module.__dict__.pop(name, None)
         self._copies: dict[nn.Module, nn.Module] = dict(zip(original.modules(), self.module.modules(), strict=True))
 
-    def put(self, slots: Mapping[str, ParameterSlot], contents: Mapping[str, Content]) -> None:
-        """Have `contents` where the original has its slots of the same names, and forget the original."""
+    def put(self, slots: Mapping[str, ParameterSlot], contents: Mapping[str, Content], device: torch.device) -> None:
+        """Have `contents` where the original has its slots of the same names, and forget the original.
+
+        Buffers, or copies of them, are then on the device too.
+        """
         for name, slot in slots.items():
             for module, attribute in slot.homes:
                 self._copies[module]._parameters[attribute] = contents[name]  # type: ignore[assignment]
         self._copies.clear()
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
 
     def empty(self) -> None:
         """Hold no tensor any more."""
         for module in self.module.modules():
             module._parameters.clear()
             module._buffers.clear()
-
-    def bring_buffers(self, device: Any) -> None:
-        """Have the buffers, or copies of them, on a device."""
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
 
 
 def _require_own_forward(layer: nn.Module) -> None:

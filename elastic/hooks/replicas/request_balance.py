@@ -20,7 +20,11 @@ def share_requests(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[int
     token_s = [seconds[place] for place in chosen]
     ends = list(accumulate(tokens, initial=0))
     even, fast = _cut(ends, [1.0] * len(chosen)), _cut(ends, token_s)
-    cuts = fast if _slowest_s(ends, fast, token_s) < GAIN * _slowest_s(ends, even, token_s) else even
+    fast_s, even_s = (  # seconds until the last place is done
+        max((ends[b] - ends[a]) * each_s for (a, b), each_s in zip(pairwise(cuts), token_s, strict=True))
+        for cuts in (fast, even)
+    )
+    cuts = fast if fast_s < GAIN * even_s else even
     shares = [0] * len(seconds)
     for place, (start, stop) in zip(chosen, pairwise(cuts), strict=True):
         shares[place] = stop - start
@@ -37,8 +41,3 @@ def _cut(ends: Sequence[int], seconds: Sequence[float]) -> list[int]:
         cut = bisect_left(ends, wanted, first := cuts[-1] + 1, len(ends) - 1 - places_left)
         cuts.append(cut - 1 if cut > first and wanted - ends[cut - 1] < ends[cut] - wanted else cut)
     return [*cuts, len(ends) - 1]
-
-
-def _slowest_s(ends: Sequence[int], cuts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds until the last place is done."""
-    return max((ends[b] - ends[a]) * token_s for (a, b), token_s in zip(pairwise(cuts), seconds, strict=True))

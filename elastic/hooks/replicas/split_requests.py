@@ -21,11 +21,9 @@ class RequestCache(Protocol):
 
     def new_tokens(self) -> Sequence[int]:
         """Return the number of new tokens of each request of the batch, in order."""
-        ...
 
     def of_requests(self, start: int, stop: int) -> Any:
         """Make the cache for these requests of the batch, good for threads of their own, and for any device."""
-        ...
 
 
 def _span(axis: int) -> Take:

@@ -12,7 +12,7 @@ import torch
 
 from elastic.hooks.forward_state import ShardTiming
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
-from elastic.hooks.replicas.worker import Mark
+from elastic.hooks.replicas.worker import Mark, mark
 
 KEPT = 256
 """Passes."""
@@ -45,7 +45,10 @@ class PassTimings:
         """Add those of a batch that has gone through so many layers, by place."""
         with self._lock:
             self._pending.append((layers, timings))
-            while self._pending and all(_done(timing) for timing in self._pending[0][1]):
+            while self._pending:
+                stops = [stop for timing in self._pending[0][1] for _, stop in timing.marks]
+                if not all(isinstance(stop, float) or stop.query() for stop in stops):  # type: ignore[no-untyped-call]
+                    return
                 self._resolve(*self._pending.popleft())
 
     def passes(self) -> tuple[tuple[ShardTiming, ...], ...]:
@@ -67,19 +70,12 @@ class PassTimings:
             assert isinstance(stop, float)
             return start, stop
         assert isinstance(stop, torch.cuda.Event)
-        origin, origin_s = self._origins.get(device) or _origin(device)
+        if device not in self._origins:
+            now = mark(device)
+            assert isinstance(now, torch.cuda.Event)
+            now.synchronize()
+            self._origins[device] = now, time.perf_counter()
+        origin, origin_s = self._origins[device]
         start_s = origin_s + origin.elapsed_time(start) / 1e3
         self._origins[device] = start, start_s
         return start_s, start_s + start.elapsed_time(stop) / 1e3
-
-
-def _origin(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return an event that has just passed, and when, by `time.perf_counter`."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    event.synchronize()
-    return event, time.perf_counter()
-
-
-def _done(timing: PendingTiming) -> bool:
-    return all(isinstance(stop, float) or stop.query() for _, stop in timing.marks)  # type: ignore[no-untyped-call]

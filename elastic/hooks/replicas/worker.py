@@ -35,12 +35,8 @@ class TorchThreadState:
 
     def run(self, work: Callable[[], None]) -> None:
         """Do work as the captured thread would."""
-
-        def in_modes() -> None:
-            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), self._autocast():
-                work()
-
-        self._context.run(in_modes)
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), self._autocast():
+            self._context.run(work)
 
 
 class ReplicaWorker:
@@ -55,12 +51,7 @@ class ReplicaWorker:
 
     def put(self, work: Callable[[], None]) -> Future[None]:
         """Have work done on the thread, on its stream."""
-
-        def run() -> None:
-            with on_stream(self._stream):
-                work()
-
-        return self._thread.submit(run)
+        return self._thread.submit(on_stream(self._stream)(work))
 
     def finish_queued_work(self) -> None:
         """Wait until what the thread has queued on its stream is over; on a CPU nothing is queued."""

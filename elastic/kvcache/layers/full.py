@@ -15,6 +15,7 @@ from elastic.kvcache.layers.base import PagedLayer
 from elastic.kvcache.layers.synchronized import synchronized
 from elastic.kvcache.storage.pool import KVPool, StoreLease
 from elastic.memory.backends.peers import reachable
+from elastic.memory.backends.streams import on_stream
 from elastic.memory.copy_engine import to_device
 
 
@@ -45,11 +46,6 @@ class HeldTokens:
     def token_bytes(self) -> int:
         """Keys and values of one token in all rows."""
         return sum(g.batch * g.heads * g.dim * g.dtype.itemsize for g in self.lease.store.geometries)
-
-    @property
-    def nbytes(self) -> int:
-        """Keys and values of all tokens."""
-        return (self.length - self.first) * self.token_bytes
 
 
 @dataclass(frozen=True)
@@ -243,7 +239,7 @@ class ElasticLayer(PagedLayer):
             return None
         last_used = self.last_used
         pinned = self.device.type == "cuda"
-        with self._lease.store.after_last_user():
+        with on_stream(self._lease.store.stream):
             copies = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned).copy_(rows) for rows in self.views()]
         return OffloadedTokens(self, last_used, *copies)
 

@@ -69,14 +69,6 @@ class RowSplitLayer(PagedLayer):
         self._require_rows(sum(rows for _, rows in wanted))
         self._share_out(*self.views(), wanted)
 
-    def part(self, pool: KVPool | None) -> ElasticLayer:
-        """Return the part in a pool."""
-        return next(part.layer for part in self.parts if part.layer.fixed_pool is pool)
-
-    def whole(self) -> ElasticLayer | None:
-        """Return the part that follows the decoder layer if it has all rows, else None."""
-        return self.parts[0].layer if len(self.parts) == 1 and self.parts[0].layer.fixed_pool is None else None
-
     # -- what a cache layer of transformers does
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -25,7 +25,9 @@ class KVBuffer:
         self.first = self.stop = 0
         self._pool = pool
         self._on_dead = on_dead
-        self.range = VirtualRange(pool, geometry.rows * geometry.row_slots, readable_gaps=geometry.layout.has_gaps)
+        self.range = VirtualRange(
+            pool, geometry.rows * geometry.row_slots, readable_gaps=bool(geometry.layout.rows_over)
+        )
         self._storages: list[MappedStorage] = []  # the last one is current; earlier ones are shown by tensors outside
         self._flat: torch.Tensor | None = None  # [elements of the window, with the gaps between its rows]
         self._flat_offset = 0  # elements of a row before it

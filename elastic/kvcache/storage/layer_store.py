@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from elastic.kvcache.storage.buffer import KVBuffer
 from elastic.kvcache.storage.layout import StoreGeometry
-from elastic.memory.backends.streams import finish_queued_work, note_current_stream, on_stream
+from elastic.memory.backends.streams import finish_queued_work, note_current_stream
 from elastic.memory.page_pool import PagePool
 
 
@@ -48,7 +47,7 @@ class LayerStore:
         self.unwanted = False
         """Whether its pages are not to be kept for the next cache."""
         self.stream = torch.cuda.default_stream(pool.device) if pool.device.type == "cuda" else None
-        """The CUDA stream that used it last."""
+        """The CUDA stream that used it last: copies that are queued on it follow its kernels, and nobody waits."""
         self.reader: torch.cuda.Event | None = None
         """The end of the last copy of it beside its users: whoever overwrites what they hold waits for it."""
         self._left: tuple[torch.cuda.Event, int] | None = None
@@ -94,10 +93,6 @@ class LayerStore:
         if self.reader is not None:
             torch.cuda.current_stream(self.pool.device).wait_event(self.reader)
             self.reader = None
-
-    def after_last_user(self) -> AbstractContextManager[object]:
-        """Return a context that has copies follow the kernels that used it last, so that nobody waits for them."""
-        return on_stream(self.stream)
 
     def is_shown_outside(self) -> bool:
         """Drop the tensors that Elastic holds; return whether others still show this memory."""

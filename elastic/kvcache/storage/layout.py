@@ -17,14 +17,10 @@ class KVLayout:
 
     name: str
     rows_over: str
-    """The axes before the token axis, one row for each of their combinations: "bh", "b" or ""."""
+    """The axes before the token axis, one row for each of their combinations: "bh", "b" or "" (no gaps: else a view
+    spans unmapped memory between its rows)."""
     axes_inside: str
     """The axes of one token inside a row."""
-
-    @property
-    def has_gaps(self) -> bool:
-        """True if a view spans unmapped memory between its rows."""
-        return bool(self.rows_over)
 
 
 HEAD_MAJOR = KVLayout("head_major", "bh", "d")
@@ -44,7 +40,7 @@ def choose_layout(name: str | None, device: torch.device) -> KVLayout:
     """
     if name is None:
         return HEAD_MAJOR if device.type == "cpu" else TOKEN_MAJOR
-    allowed = [n for n, layout in LAYOUTS.items() if device.type == "cpu" or not layout.has_gaps]
+    allowed = [n for n, layout in LAYOUTS.items() if device.type == "cpu" or not layout.rows_over]
     if name not in allowed:
         raise ConfigError(f"kv_layout={name!r} is not offered on {device}; choose one of {allowed}")
     return LAYOUTS[name]

@@ -278,7 +278,9 @@ class KVPool:
         if not store.is_shown_outside():
             if store.state is StoreState.RETAINED:
                 self.pool.reassign(pages, OWNER)
-            self.usage.make_idle(store)
+            store.state = StoreState.IDLE
+            self.usage.stores.remove(store)
+            self.usage.stores.append(store)  # the last one that became idle
         elif store.state is StoreState.LIVE:
             store.state = StoreState.RETAINED
             self.pool.reassign(pages, RETAINED)

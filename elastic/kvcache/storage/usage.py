@@ -69,9 +69,3 @@ class PoolUsage:
         store = max(fitting, key=lambda store: store.pages)
         store.state = StoreState.LIVE
         return store
-
-    def make_idle(self, store: LayerStore) -> None:
-        """Have a store be idle, as the last one that became so."""
-        store.state = StoreState.IDLE
-        self.stores.remove(store)
-        self.stores.append(store)

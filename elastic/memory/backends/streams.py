@@ -15,13 +15,16 @@ _used: dict[int, set[torch.cuda.Stream]] = {}
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """Make a stream of a CUDA device on which pages will be used."""
-    return _note(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    _used.setdefault(stream.device.index, set()).add(stream)
+    return stream
 
 
 def note_current_stream(device: torch.device) -> None:
     """Note that this thread uses pages of a device on its current stream; on a CPU there is none."""
     if device.type == "cuda":
-        _note(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)
+        _used.setdefault(stream.device.index, set()).add(stream)
 
 
 @contextmanager
@@ -60,8 +63,3 @@ def capturing() -> bool:
     # the question alone would make a context, which takes some hundred MiB of a device that may not be used at all
     used: bool = torch._C._cuda_hasPrimaryContext(torch.cuda.current_device())  # type: ignore[attr-defined]
     return used and torch.cuda.is_current_stream_capturing()
-
-
-def _note(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    _used.setdefault(stream.device.index, set()).add(stream)
-    return stream

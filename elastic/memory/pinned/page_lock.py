@@ -14,14 +14,24 @@ from typing import Any
 
 import torch
 
+from elastic.errors import CapacityError
 
-def allocate(nbytes: int) -> torch.Tensor:
+
+def allocate(nbytes: int, purpose: str) -> torch.Tensor:
     """Allocate whole pages of the system, so that they can be locked, and go back when the tensor dies.
 
-    Returns uint8 [nbytes], zeros. Raises `OSError` or `MemoryError`.
+    Returns uint8 [nbytes], zeros. Raises `CapacityError`, which says for what purpose memory is short, and the remedy.
     """
     size = max(1, nbytes)
-    memory = (ctypes.c_ubyte * size).from_buffer(mmap.mmap(-1, size))
+    try:
+        memory = (ctypes.c_ubyte * size).from_buffer(mmap.mmap(-1, size))
+    except (OSError, MemoryError) as error:
+        import psutil
+
+        host, message = psutil.virtual_memory(), f"host memory is short for {purpose}"
+        raise CapacityError(
+            message, requested_bytes=nbytes, free_bytes=host.available, total_bytes=host.total
+        ) from error
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 

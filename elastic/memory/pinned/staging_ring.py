@@ -8,7 +8,6 @@ import weakref
 
 import torch
 
-from elastic.errors import CapacityError
 from elastic.memory.pinned.page_lock import allocate, page_lock
 
 logger = logging.getLogger(__name__)
@@ -52,20 +51,9 @@ class StagingRing:
             _in_use.discard(self)
 
     def _open(self) -> None:
-        nbytes = self.SLOTS * self.SLOT_BYTES
-        try:
-            memory = allocate(nbytes)
-        except (OSError, MemoryError) as error:
-            import psutil
-
-            host = psutil.virtual_memory()
-            raise CapacityError(
-                "host memory is short for what passes through it from a checkpoint to a GPU; free some, or restore the "
-                "layers that are streamed",
-                requested_bytes=nbytes,
-                free_bytes=host.available,
-                total_bytes=host.total,
-            ) from error
+        remedy = "free some, or restore the layers that are streamed"
+        purpose = f"what passes through it from a checkpoint to a GPU; {remedy}"
+        memory = allocate(self.SLOTS * self.SLOT_BYTES, purpose)
         if not page_lock(memory):
             logger.warning("the system refuses to page-lock memory to read checkpoints into: copies are slower")
         self._slots = list(torch.split(memory, self.SLOT_BYTES))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import cycle
 
 import torch
 
+from elastic.memory.backends.device_time import seconds_of
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.kernel_table import BUCKETS, KernelTable, MatmulSpec
 
@@ -63,35 +63,21 @@ def _fastest(
     copies = cycle([parts, *({name: part.clone() for name, part in parts.items()} for _ in range(count - 1))])
     seconds = dict.fromkeys(paths, 0.0)
     chosen = {}
+
+    def time_path(name: str, x: torch.Tensor) -> float:
+        """Time a product of x: [tokens, inputs], each with another copy of the matrix."""
+        return seconds_of(lambda: paths[name](x, next(copies)), x.device, IN_A_ROW)
+
     for bucket in buckets:
         x = torch.randn(bucket, matrix.inputs, device=parts["packed"].device).to(dtype)
         best = math.inf
         for name in sorted(paths, key=lambda name: seconds[name]):
             if seconds[name] * 0.8 < best:
-                seconds[name] = min(_seconds(paths[name], x, copies) for _ in range(2))
+                seconds[name] = min(time_path(name, x) for _ in range(2))
                 best = min(best, seconds[name])
         close = [name for name in paths if seconds[name] < 1.5 * best]
         for _ in range(rounds if len(close) > 1 else 0):
             for name in close:
-                seconds[name] = min(seconds[name], _seconds(paths[name], x, copies))
+                seconds[name] = min(seconds[name], time_path(name, x))
         chosen[bucket] = min(close, key=lambda name: seconds[name])
     return chosen
-
-
-def _seconds(path: Kernel, x: torch.Tensor, copies: Iterator[PackedTensors]) -> float:
-    """Time one product: on a CPU by the host's clock, on CUDA several in a row by the device's own.
-
-    One alone would be timed with the way from the host to the device, which in a model hides behind earlier kernels.
-    """
-    if not x.is_cuda:
-        start = time.perf_counter()
-        path(x, next(copies))
-        return time.perf_counter() - start
-    with torch.cuda.device(x.device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(IN_A_ROW):
-            path(x, next(copies))
-        end.record()
-        end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / IN_A_ROW

@@ -54,7 +54,6 @@ class Format(Protocol):
 
     def supports(self, config: Any, matrix: MatrixShape) -> str | None:
         """Return None, or in words why a matrix of this shape cannot be packed."""
-        ...
 
     def quantize(
         self, config: Any, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
@@ -64,11 +63,9 @@ class Format(Protocol):
         weight: [outputs, inputs], any float dtype. inputs: [tokens, inputs], any float dtype: samples of what the
         matrix is multiplied with, if they are known. Raises `ConfigError` for a shape that is not supported.
         """
-        ...
 
     def value(self, config: Any, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:
         """Expand parts to the matrix that they stand for, float32 [outputs, inputs]: the reference of every path."""
-        ...
 
     def paths(
         self, config: Any, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
@@ -78,13 +75,11 @@ class Format(Protocol):
         They may depend on which parts there are, not on their contents. "reference" (`value`, then a plain product) is
         always one of them.
         """
-        ...
 
     def repack(
         self, config: Any, parts: PackedTensors, matrix: MatrixShape, packed_for: KernelTarget, target: KernelTarget
     ) -> PackedTensors:
         """Return the parts of the same [outputs, inputs] matrix for another target, with the very same codes."""
-        ...
 
 
 def bind(path: Kernel, parts: PackedTensors) -> BoundKernel:

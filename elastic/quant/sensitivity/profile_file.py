@@ -156,12 +156,11 @@ def _parse(content: Any) -> Profile:
     if content["format"] != FILE_FORMAT:
         raise ValueError(f"format {content['format']!r}, where {FILE_FORMAT} is known")
     setting = ProfileSettings(**{**content["setting"], "layers": tuple(content["setting"]["layers"])})
-    rounds = tuple(SearchRound(int(r["chosen"]), _scores(r["mds"]), _scores(r["lis"])) for r in content["rounds"])
-    return Profile(setting, tuple(map(_score, content["lts"])), tuple(map(_score, content["lrs"])), rounds)
-
-
-def _scores(scores: Mapping[str, float]) -> dict[int, float]:
-    return {int(layer): _score(score) for layer, score in scores.items()}
+    rounds = []
+    for row in content["rounds"]:
+        mds, lis = ({int(layer): _score(score) for layer, score in row[name].items()} for name in ("mds", "lis"))
+        rounds.append(SearchRound(int(row["chosen"]), mds, lis))
+    return Profile(setting, tuple(map(_score, content["lts"])), tuple(map(_score, content["lrs"])), tuple(rounds))
 
 
 def _score(score: float) -> float:

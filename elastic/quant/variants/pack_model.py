@@ -27,15 +27,15 @@ def build(
     layers: Sequence[LayerParameters],
     variant: Variant,
     pack: Callable[[LayerParameters], Mapping[str, Packing]],
-    progress: bool = True,
 ) -> list[PackedLayer]:
     """Pack all layers, several at a time, each into one block of the host store."""
     from tqdm.auto import tqdm
 
-    hidden = None if progress else True  # None hides the bar where there is no terminal
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="elastic-pack") as pool:
         packed = pool.map(lambda layer: in_one_block(pack(layer), layer.device), layers)
-        return list(tqdm(packed, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=hidden))
+        return list(
+            tqdm(packed, total=len(layers), desc=f"Packing {variant.name}", delay=1, disable=None)
+        )  # None: without a terminal
 
 
 def obtain(

@@ -93,10 +93,6 @@ class PackedMatrix:
         parts = packed[0] if self.experts is None else stack_parts(packed)
         return replace(self, parts=parts, target=target, cache=KernelCache())
 
-    def with_axes_swapped(self) -> PackedMatrix:
-        """Return the same matrices as a parameter with inputs and outputs exchanged."""
-        return replace(self, transposed=not self.transposed)
-
     def spec(self, dtype: torch.dtype) -> MatmulSpec:
         """Return the key in the kernel table of its products with activations of a dtype."""
         return MatmulSpec.of(self.config, self.parts, self.matrix, self.target, dtype)
@@ -172,17 +168,12 @@ def _linear(function: Function, args: Any, kwargs: Any) -> Any:
     return _product(x, weight, bias) if _usable(x, weight, False) else on_values(function, args, kwargs)
 
 
-def _addmm(function: Function, args: Any, kwargs: Any) -> Any:
-    """Compute torch.addmm(bias, x, weight), as Conv1D calls it."""
-    if len(args) == 3 and not kwargs and _usable(args[1], args[2], True):
-        return _product(args[1], args[2], args[0])
-    return on_values(function, args, kwargs)
-
-
 def _matmul(function: Function, args: Any, kwargs: Any) -> Any:
-    """Compute x @ weight."""
-    if len(args) == 2 and not kwargs and _usable(args[0], args[1], True):
-        return _product(args[0], args[1], None)
+    """Compute x @ weight, or torch.addmm(bias, x, weight), as Conv1D calls it."""
+    addends = args[:1] if function is torch.addmm else ()
+    factors = args[len(addends) :]
+    if len(factors) == 2 and not kwargs and _usable(factors[0], factors[1], True):
+        return _product(factors[0], factors[1], addends[0] if addends else None)
     return on_values(function, args, kwargs)
 
 
@@ -201,19 +192,12 @@ def _getitem(function: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _transpose(function: Function, args: Any, kwargs: Any) -> Any:
-    """Compute weight.transpose(-2, -1)."""
+    """Compute weight.T, weight.transpose(-2, -1) and the like."""
     weight, packed = args[0], _packed(args[0])
-    if packed is None or kwargs or len(args) != 3:
+    dims = {dim % weight.ndim for dim in args[1:]} if len(args) == 3 and not kwargs else set()
+    if packed is None or (function not in _SWAPS and dims != {weight.ndim - 2, weight.ndim - 1}):
         return on_values(function, args, kwargs)
-    if {dim % weight.ndim for dim in args[1:]} != {weight.ndim - 2, weight.ndim - 1}:
-        return on_values(function, args, kwargs)
-    return _view(weight, packed.with_axes_swapped())
-
-
-def _swap_axes(function: Function, args: Any, kwargs: Any) -> Any:
-    """Compute weight.T and the like."""
-    packed = _packed(args[0])
-    return _view(args[0], packed.with_axes_swapped()) if packed is not None else on_values(function, args, kwargs)
+    return _view(weight, replace(packed, transposed=not packed.transposed))
 
 
 def _grouped(function: Function, args: Any, kwargs: Any) -> Any:
@@ -265,9 +249,7 @@ _GROUPED = tuple(f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_gr
 for _kind in (PackedSource, PackedView, PlainSource):  # a product may meet either first
     register(_kind, FORWARD_FUNCTIONS, on_values)
     register(_kind, (F.linear,), _linear)
-    register(_kind, (torch.addmm,), _addmm)
-    register(_kind, (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
+    register(_kind, (torch.addmm, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
     register(_kind, (torch.Tensor.__getitem__,), _getitem)
-    register(_kind, (torch.Tensor.transpose, torch.transpose), _transpose)
-    register(_kind, _SWAPS, _swap_axes)
+    register(_kind, (torch.Tensor.transpose, torch.transpose, *_SWAPS), _transpose)
     register(_kind, _GROUPED, _grouped)

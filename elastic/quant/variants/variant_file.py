@@ -57,7 +57,7 @@ def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
             temporary = Path(file.name)
         try:
-            save_file(blocks, temporary, {"about": text, "sha256": _sha256(text)})
+            save_file(blocks, temporary, {"about": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def _read_description(file: CheckpointFile) -> dict[str, Any]:
     text = file.metadata.get("about")
     if not isinstance(text, str):
         raise _foreign(file.path, "Elastic did not write it")
-    if _sha256(text) != file.metadata.get("sha256"):
+    if hashlib.sha256(text.encode()).hexdigest() != file.metadata.get("sha256"):
         raise _damaged(file.path, "the checksum of its description does not fit")
     description: dict[str, Any] = json.loads(text)
     if description.get("version") != VERSION:
@@ -190,10 +190,6 @@ def _read_description(file: CheckpointFile) -> dict[str, Any]:
 def _describe_config(config: Any) -> dict[str, Any]:
     format_of(config)  # refuses what could not be read again
     return {"type": type(config).__name__, "fields": asdict(config)}
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _damaged(path: Path, why: str) -> ConfigError:

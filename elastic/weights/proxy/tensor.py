@@ -26,23 +26,18 @@ class WeightSource(Protocol):
 
     def value(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor on its device: right now, for reading only."""
-        ...
 
     def copy(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor that nobody else has; it may lie in host memory."""
-        ...
 
     def stored(self) -> torch.Tensor:
         """Return the weight, any shape, as a plain tensor that lives on, to be read; it may lie in host memory."""
-        ...
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the weight by `value`, of any shape that broadcasts to it. Raises `StateError` where it cannot."""
-        ...
 
     def describe(self) -> str:
         """Say for an error message which weight it is, and where."""
-        ...
 
 
 _kernels: dict[tuple[type, Function], Function] = {}

@@ -38,4 +38,3 @@ class WeightHome(Protocol):
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Replace a parameter while absent: `value`, any shape, is broadcast and cast to it."""
-        ...

@@ -38,11 +38,11 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def pretend(**seconds: float) -> list[str]:
         calls: list[str] = []
 
-        def take(kernel: Any, *_: Any) -> float:
-            calls.append(kernel.__name__)
-            return seconds[kernel.__name__]
+        def take(work: Any, *_: Any) -> float:
+            calls.append(work.func.__name__)
+            return seconds[work.func.__name__]
 
-        monkeypatch.setattr(decode_timing, "_seconds", take)
+        monkeypatch.setattr(decode_timing, "seconds_of", take)
         monkeypatch.setattr(decode_table, "table", DecodeKernelTable())
         return calls
 

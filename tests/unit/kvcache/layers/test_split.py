@@ -176,6 +176,6 @@ def test_what_is_no_longer_held_goes_back() -> None:
     assert all(shared)
     layer.resplit([(None, 4)])
     assert [pool.status().used_bytes for pool in places.pools] == used
-    assert layer.whole() is not None
+    assert [part.layer.fixed_pool for part in layer.parts] == [None]
     del layer
     places.close()

@@ -54,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_memory_is_locked_for_all_devices_until_it_dies(driver: Any) -> None:
-    calls, memory = driver().calls, allocate(100)
+    calls, memory = driver().calls, allocate(100, "this test")
     address = memory.data_ptr()
     assert page_lock(memory)
     view = memory[:10]
@@ -67,7 +67,7 @@ def test_memory_is_locked_for_all_devices_until_it_dies(driver: Any) -> None:
 
 
 def test_a_refusal_is_no_error_and_nothing_is_unlocked(driver: Any) -> None:
-    calls, memory = driver(code=2).calls, allocate(0)
+    calls, memory = driver(code=2).calls, allocate(0, "this test")
     assert not page_lock(memory)
     del memory
     gc.collect()
@@ -75,7 +75,7 @@ def test_a_refusal_is_no_error_and_nothing_is_unlocked(driver: Any) -> None:
 
 
 def test_a_thread_without_a_context_borrows_one_of_a_device_in_use(driver: Any) -> None:
-    calls, memory = driver(context=0).calls, allocate(8)
+    calls, memory = driver(context=0).calls, allocate(8, "this test")
     assert page_lock(memory)
     assert [name for name, *_ in calls] == [
         "DevicePrimaryCtxRetain",
