@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -103,8 +103,7 @@ class TokenLogprobs:
     """The likeliest tokens and their log-probabilities, in order, as many as were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):  # which is made in a third of the time of a frozen dataclass
     """The next token of a sequence."""
 
     token: int

@@ -21,13 +21,13 @@ from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory, next_token
 
-SECTORS = 12
+SECTORS = 16
 PAGE = 3 * 4096  # a sector; it holds 2, 3 or 4 blocks
 MAX_REQUESTS = 6
 MAX_BATCH_TOKENS = 16
 LAYOUTS: dict[str, tuple[tuple[int | None, ...], tuple[int, ...]]] = {  # windows and blocks in a sector, by group
     "full": ((None,), (3,)),
-    "mixed": ((8, None), (4, 2)),
+    "sliding": ((8, None), (4, 2)),
     "two shapes": ((None, None), (2, 3)),
 }
 
@@ -94,11 +94,14 @@ class PagedMemory(BlockMemory):
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go, fail and move between engines, while weights take memory and limits change."""
 
-    @initialize(layout=st.sampled_from(sorted(LAYOUTS)), share=st.booleans(), cohorts=st.integers(1, 3))
-    def begin(self, layout: str, share: bool, cohorts: int) -> None:
-        windows, sizes = LAYOUTS[layout]
+    layout = "full"
+    share = True
+
+    @initialize(cohorts=st.integers(1, 3))
+    def begin(self, cohorts: int) -> None:
+        windows, sizes = LAYOUTS[self.layout]
         self.now = 0.0
-        self.blocks = BlockManager(functools.partial(self.open_memory, sizes), windows, 4, share)
+        self.blocks = BlockManager(functools.partial(self.open_memory, sizes), windows, 4, self.share)
         self.memory: Any = self.blocks.memory
         self.scheduler = Scheduler(
             self.blocks,
@@ -125,16 +128,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     # -- what happens
 
     @rule(
-        prompt=st.integers(1, 24),
+        prompts=st.lists(st.sampled_from([1, 3, 4, 8, 9, 13, 17, 24]), min_size=1, max_size=4),
         tokens=st.integers(1, 14),
-        alphabet=st.integers(1, 3),
+        alphabet=st.integers(1, 2),
         n=st.sampled_from([1, 1, 1, 2, 4]),
         stops=st.booleans(),
     )
-    def arrive(self, prompt: int, tokens: int, alphabet: int, n: int, stops: bool) -> None:
-        ids = tuple(i % alphabet for i in range(prompt))  # few different prompts, so that beginnings are shared
-        request = Request(ids, tokens, n=n, stop_tokens=(0,) if stops else (), id=f"r{next(self.names)}")
-        self.add(tuple(SequenceState(f"{request.id}/{i}", request, i, i) for i in range(n)))
+    def arrive(self, prompts: list[int], tokens: int, alphabet: int, n: int, stops: bool) -> None:
+        for prompt in prompts:
+            ids = tuple(i % alphabet for i in range(prompt))  # few different prompts, so that beginnings are shared
+            request = Request(ids, tokens, n=n, stop_tokens=(0,) if stops else (), id=f"r{next(self.names)}")
+            self.add(tuple(SequenceState(f"{request.id}/{i}", request, i, i) for i in range(n)))
 
     def add(self, states: tuple[SequenceState, ...]) -> None:
         request = states[0].request
@@ -155,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.waiting.add(state.id)
                 self.arrived = [name for name in self.arrived if name != state.id] + [state.id]
 
-    @rule(count=st.integers(1, 8))
+    @rule(count=st.sampled_from([1, 3, 10, 30]))
     def run(self, count: int) -> None:
         for _ in range(count):
             self.begin_step()
@@ -238,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def come_back(self) -> None:
         self.add(self.away.pop(0))
 
-    @rule(sectors=st.integers(1, 5))
+    @rule(sectors=st.integers(1, 3))
     def weights_come(self, sectors: int) -> None:
         if self.memory.take(sectors):
             self.taken.append(sectors)
@@ -248,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def weights_leave(self) -> None:
         self.memory.give(self.taken.pop())
 
-    @rule(limit=st.integers(0, SECTORS))
+    @rule(limit=st.sampled_from([0, 4, 8, SECTORS, SECTORS, SECTORS]))
     def resize(self, limit: int) -> None:
         self.memory.limit = limit
 
@@ -289,7 +293,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.memory.close()
 
 
-class PagedSchedulerMachine(SchedulerMachine):
+class UnsharedMachine(SchedulerMachine):
+    """The same where every sequence computes all of its prompt."""
+
+    share = False
+
+
+class SlidingMachine(SchedulerMachine):
+    """The same with layers that see a window beside others."""
+
+    layout = "sliding"
+
+
+class TwoShapesMachine(SchedulerMachine):
+    """The same with two groups of layers whose blocks are of different sizes."""
+
+    layout = "two shapes"
+
+
+class PagedMachine(SchedulerMachine):
     """The same over pages: `BlockMemory` beside weights that take and give memory."""
 
     def open_memory(self, blocks_per_sector: tuple[int, ...], **asks: Any) -> Any:

@@ -28,7 +28,7 @@ class LoopListener(Protocol):
     def stalled(self, sequences: int) -> None:
         """Count live sequences that were left out of a step: no block was to be had."""
 
-    def produced(self, tokens: Iterable[Produced]) -> None:
+    def produced(self, tokens: list[Produced]) -> None:
         """Hand on the tokens of a step."""
 
     def failed(self, sequence: Sequence, error: Exception) -> None:

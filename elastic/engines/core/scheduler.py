@@ -201,7 +201,8 @@ class Scheduler:
             if not budget:
                 break
             start, tokens = sequence.computed, sequence.tokens
-            stop = min(start + budget, len(tokens))
+            total = len(tokens)
+            stop = total if total - start <= budget else start + budget
             blocks = no_blocks
             if stop > sequence.table.capacity:
                 more = self.blocks.grow(sequence.table, stop)
@@ -210,7 +211,7 @@ class Scheduler:
                     self.stalled += 1
                     continue
                 blocks = more
-            chunks.append(Chunk(sequence.id, start, tuple(tokens[start:stop]), stop == len(tokens), blocks))
+            chunks.append(Chunk(sequence.id, start, tuple(tokens[start:stop]), stop == total, blocks))
             sequences.append(sequence)
             sequence.computed = stop
             budget -= stop - start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from elastic.engines.base import Request, SampledToken, TokenLogprobs
 
@@ -24,8 +24,7 @@ class SequenceState:
     """Tokens so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):  # which is made in a third of the time of a frozen dataclass, for each sequence and step
     """The new tokens of one sequence in a step."""
 
     sequence: str

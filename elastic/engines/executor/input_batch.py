@@ -106,7 +106,7 @@ class InputBatch:
         if row is not None:
             self._free.append(row)
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> tuple[BatchTokens, list[int]]:
+    def begin_step(self, chunks: Sequence[Chunk]) -> tuple[BatchTokens, Ints]:
         """Return the tokens of a step: whose they are, and their ids [tokens]. Blocks are added by the caller."""
         rows = self.rows
         batch = BatchTokens(
@@ -114,4 +114,4 @@ class InputBatch:
             np.array([chunk.start for chunk in chunks], np.int64),
             np.array([len(chunk.tokens) for chunk in chunks], np.int64),
         )
-        return batch, list(chain.from_iterable([chunk.tokens for chunk in chunks]))
+        return batch, np.array(list(chain.from_iterable([chunk.tokens for chunk in chunks])), np.int64)

@@ -13,7 +13,7 @@ import torch
 from elastic.engines.base import GrammarCompiler, SampledToken
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
 from elastic.engines.executor.block_layout import BlockLayout
-from elastic.engines.executor.input_batch import BatchTokens, InputBatch
+from elastic.engines.executor.input_batch import BatchTokens, InputBatch, Ints
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.engines.executor.prompt_scores import PromptScores
@@ -75,7 +75,8 @@ class ModelRunner:
     @torch.no_grad()
     def _run(self, step: Step) -> StepResult:
         note_current_stream(self._device)
-        self.remove(step.removed)
+        if step.removed:
+            self.remove(step.removed)
         for state in step.added:
             self._add(state)
         self._extend_tables(step.chunks)
@@ -131,13 +132,12 @@ class ModelRunner:
                 sampled.append(len(kept) - 1)
         return kept, sampled
 
-    def _forward(self, batch: BatchTokens, ids: list[int], kept: list[int]) -> torch.Tensor:
+    def _forward(self, batch: BatchTokens, ids: Ints, kept: list[int]) -> torch.Tensor:
         """Run the model; return logits [kept, vocabulary], float32."""
         device = self._model.device
-        positions = torch.from_numpy(batch.positions())
         inputs = {
-            "input_ids": torch.tensor([ids], device=device),
-            "position_ids": positions[None].to(device),
+            "input_ids": torch.from_numpy(ids)[None].to(device),
+            "position_ids": torch.from_numpy(batch.positions())[None].to(device),
             "attention_mask": self._mask,
             "cache": RequestSlice(self.cache, batch),
             "use_cache": False,

@@ -77,6 +77,11 @@ class RequestSlice:
             self._parts[start, stop] = RequestSlice(self._cache, self._batch.part(start, stop))
         return self._parts[start, stop]
 
+    def metadata(self, group: int) -> AttentionMetadata:
+        """Make what the layers of a group need of the batch."""
+        made = self._metadata[group] = self._cache.builders[group].build(self._batch)
+        return made
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
@@ -86,9 +91,7 @@ class RequestSlice:
         """
         cache = self._cache
         group, elements = cache.layers[layer]
-        batch = self._metadata.get(group)
-        if batch is None:
-            batch = self._metadata[group] = cache.builders[group].build(self._batch)
+        batch = self._metadata.get(group) or self.metadata(group)
         if query.device == cache.device:
             return attend(query[0], key[0], value[0], elements, cache.layout, batch, scaling)[None]
         q, k, v = (to_device(states[0], cache.device) for states in (query, key, value))
