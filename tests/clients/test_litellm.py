@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from support.serving.live_server import NAME
 from support.serving.tool_calls import CALLED, CLOCK, WEATHER, obedient, serving
 
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it looks for a newer one far away
 litellm = pytest.importorskip("litellm")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
