@@ -52,6 +52,8 @@ class RequestStats:
     ttft_s: Quantiles = Quantiles()
     tpot_s: Quantiles = Quantiles()
     itl_s: Quantiles = Quantiles()
+    moved: int = 0
+    """Requests that another engine has adopted, or may."""
 
     @property
     def kv_waits(self) -> int:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -103,6 +103,16 @@ class TokenLogprobs:
     """The likeliest tokens and their log-probabilities, in order, as many as were asked for."""
 
 
+class SampledToken(NamedTuple):  # which is made in a third of the time of a frozen dataclass
+    """The next token of a sequence."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """If its request asks for them."""
+    error: str | None = None
+    """Why there is none: the sequence has failed, `token` means nothing."""
+
+
 @dataclass(frozen=True)
 class Output:
     """New tokens of one answer of a request, and how it ended, if it did."""
@@ -140,18 +150,22 @@ class TokenMatcher(Protocol):
     def fill_mask(self, mask: torch.Tensor) -> None:
         """Write which tokens may come next.
 
-        mask: int32 [ceil(vocabulary / 32)] on the CPU; bit i % 32 of element i // 32 stands for token i.
+        mask: int32 [ceil(vocabulary / 32)] on the CPU; bit i % 32 of element i // 32 stands for token i. Raises
+        `ConfigError` when the grammar cannot be followed any further.
         """
 
     def accept(self, token: int) -> None:
-        """Go on by a token that `fill_mask` allowed."""
+        """Go on by a token that `fill_mask` allowed. After any other `fill_mask` raises."""
 
 
 class GrammarCompiler(Protocol):
     """Makes matchers of grammars over one tokenizer's vocabulary. Thread-safe."""
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
-        """Return a new matcher at the beginning of an answer. Raises `ConfigError` for a grammar that makes none."""
+        """Return a new matcher at the beginning of an answer.
+
+        Raises `ConfigError` for a grammar that makes none, `BackendUnavailable` without the package that it needs.
+        """
 
 
 class Engine(Protocol):

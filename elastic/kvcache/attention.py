@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from elastic.errors import ConfigError
 from elastic.kvcache.decode_table import table
 from elastic.kvcache.remote_attention import attend_on_cache_device
 
@@ -45,8 +46,12 @@ def elastic_sdpa(
             elastic_sdpa, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         ), None
     attend = getattr(kwargs.get("cache"), "attend", None)
-    if attend is not None and not dropout and not any(kwargs.get(name) is not None for name in _UNUSUAL):
-        return attend(module.layer_idx, query, key, value, scaling, kwargs["write_index"]), None
+    if attend is not None:
+        if dropout or any(kwargs.get(name) is not None for name in _UNUSUAL):
+            raise ConfigError(
+                "this model's attention adds to its scores (softcap, sinks, biases); use generate instead"
+            )
+        return attend(module.layer_idx, query, key, value, scaling), None
     one_token = query.shape[2] == 1 and not dropout and (attention_mask is None or attention_mask.shape[1] == 1)
     one_dtype = query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type)
     if not (one_token and one_dtype) or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None:

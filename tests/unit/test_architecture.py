@@ -36,7 +36,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "quant": (("formats",), ("kernels", "checkpoints"), ("variants",), ("sensitivity",)),
     "controller": (("",), ("sensors",), ("policies",)),
     "actions": (("pages",), ("",)),
-    "engines": (("",), ("continuous",)),
+    "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous",)),
     "server": (("protocol", "tools"), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
     "cli": (("inputs", "views"), ("",)),

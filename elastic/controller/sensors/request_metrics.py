@@ -6,13 +6,14 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, SlidingWindow, WindowSum
 from elastic.controller.snapshot import RequestStats
 
-Outcome = Literal["completed", "cancelled", "failed", "rejected"]
+Outcome = Literal["completed", "cancelled", "failed", "rejected", "moved"]
 Time = Literal["queued_s", "ttft_s", "tpot_s", "itl_s"]
 TIMES: tuple[Time, ...] = ("queued_s", "ttft_s", "tpot_s", "itl_s")
 
@@ -27,7 +28,7 @@ class _Request:
 
 
 class RequestMetrics:
-    """Thread-safe; every call costs O(1). Times are seconds of `time.perf_counter`; None: now.
+    """Thread-safe; every call costs O(1) for each request. Times are seconds of `time.perf_counter`; None: now.
 
     Definitions are vLLM's. TTFT: first token - arrival. TPOT: (last token - first) / (tokens - 1), of completed
     requests with two or more. ITL: each gap between the tokens of a request; tokens that come together are one gap.
@@ -67,22 +68,35 @@ class RequestMetrics:
 
     def produced(self, request: str, tokens: int = 1, at_s: float | None = None) -> None:
         """Note that tokens were generated, counted over a request's sequences."""
+        self.produced_together({request: tokens}, at_s)
+
+    def produced_together(self, tokens: Mapping[str, int], at_s: float | None = None) -> None:
+        """Note the tokens of one step, by request."""
         with self._lock:
             at_s = self._clock(at_s)
-            if request in self._waiting and tokens > 0:
-                self._schedule(request, at_s)
-            timing = self._running.get(request)
-            if timing is None or tokens <= 0:
-                return
-            if timing.first_s is None:
-                timing.first_s = at_s
-                self._windows["ttft_s"].add(at_s - timing.arrived_s, self._now_s)
-            else:
-                self._windows["itl_s"].add(at_s - timing.last_s, self._now_s)
-            timing.last_s = max(at_s, timing.last_s)
-            timing.tokens += tokens
-            self._totals["generated_tokens"] += tokens
-            self._tokens.add(tokens, self._now_s)
+            gaps: Counter[float] = Counter()
+            total = 0
+            for request, count in tokens.items():
+                if count <= 0:
+                    continue
+                timing = self._running.get(request)
+                if timing is None:
+                    if request not in self._waiting:
+                        continue
+                    timing = self._schedule(request, at_s)
+                if timing.first_s is None:
+                    timing.first_s = at_s
+                    self._windows["ttft_s"].add(at_s - timing.arrived_s, self._now_s)
+                else:
+                    gaps[at_s - timing.last_s] += 1
+                timing.last_s = max(at_s, timing.last_s)
+                timing.tokens += count
+                total += count
+            for gap, times in gaps.items():  # few: requests of one batch have had their tokens together before
+                self._windows["itl_s"].add(gap, self._now_s, times)
+            if total:
+                self._totals["generated_tokens"] += total
+                self._tokens.add(total, self._now_s)
 
     def ended(self, request: str, outcome: Outcome, at_s: float | None = None) -> None:
         """Note that a request is over."""
@@ -126,9 +140,10 @@ class RequestMetrics:
                 **figures,
             )
 
-    def _schedule(self, request: str, at_s: float) -> None:
+    def _schedule(self, request: str, at_s: float) -> _Request:
         timing = self._running[request] = self._waiting.pop(request)
         self._windows["queued_s"].add(at_s - timing.arrived_s, self._now_s)
+        return timing
 
     def _clock(self, at_s: float | None) -> float:
         """Return the time that is meant; windows go by the latest one ever told."""

@@ -72,17 +72,17 @@ class SlidingWindow:
         self._ema: float | None = None
         self._quantiles: Quantiles | None = Quantiles()  # None: something has changed since they were read
 
-    def add(self, seconds: float, at_s: float) -> None:
-        """Observe a duration, below zero as 0, at a time in seconds."""
+    def add(self, seconds: float, at_s: float, times: int = 1) -> None:
+        """Observe a duration, below zero as 0, at a time in seconds, so many times."""
         self._advance(at_s)
         seconds, index = max(0.0, seconds), 0
         if seconds > SMALLEST_S:
             index = min(_BINS, 1 + int(math.log(seconds / SMALLEST_S) / math.log(RATIO)))
-        self._bins[-1][index] += 1
-        self._totals[index] += 1
-        self._sums[-1] += seconds
+        self._bins[-1][index] += times
+        self._totals[index] += times
+        self._sums[-1] += seconds * times
         self._quantiles = None
-        self._ema = seconds if self._ema is None else moving_average(self._ema, seconds, EMA_WEIGHT)
+        self._ema = seconds if self._ema is None else moving_average(self._ema, seconds, 1 - (1 - EMA_WEIGHT) ** times)
 
     def read(self, at_s: float) -> Quantiles:
         """Return the quantiles, by nearest rank, as of a time in seconds."""

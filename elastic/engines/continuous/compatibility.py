@@ -1,54 +1,61 @@
-"""The models and versions that continuous batching can serve: models are tried with one token, not by name."""
+"""The models that continuous batching can serve: they are tried with one token, not by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+from torch.nn.functional import scaled_dot_product_attention
 
-from elastic.errors import BackendUnavailable, ConfigError
+from elastic.errors import ConfigError
 from elastic.kvcache.attention import attends
 
 
+class _Probe:
+    """Stands for the cache in one forward pass of one token: notes what the layers give it."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        """Layer -> heads and dim of its keys, and of its values."""
+
+    def new_tokens(self) -> list[int]:
+        return [1]
+
+    def of_requests(self, start: int, stop: int) -> _Probe:
+        return self
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attend to nothing but the token itself. Shapes as those of `RequestSlice.attend`."""
+        self.shapes[layer] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
+        gqa = key.shape[1] != query.shape[1]
+        return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=gqa).transpose(1, 2)
+
+
 @torch.no_grad()
-def require_servable(model: Any) -> None:
-    """Raise `ConfigError` for a wrapped model whose caches do not come in equal blocks."""
+def kv_shape(model: Any) -> tuple[int, int]:
+    """Return the heads and the dim of keys and values in every layer of a wrapped model.
+
+    Raises `ConfigError` for one whose caches do not come in equal blocks, or that attends in another way than `sdpa`.
+    """
     config = model.config.get_text_config(decoder=True)
     if not attends(model, config):
         raise ConfigError(
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
             "with 'sdpa', and calls it through transformers' attention interface"
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ConfigError(f"its layers are of kinds {sorted(kinds)}; continuous batching knows full and sliding ones")
-    cache = Cache(layer_class_to_replicate=DynamicLayer)  # a stock one: the pages may all be taken
-    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    shapes = {(tuple(layer.keys.shape[1::2]), tuple(layer.values.shape[1::2])) for layer in cache.layers}
-    wanted = find_num_key_value_heads(config), find_head_dim(config)
-    if len(cache.layers) != config.num_hidden_layers or shapes != {(wanted, wanted)}:
-        actual = ", ".join(f"keys of {k}, values of {v}" for k, v in sorted(shapes))
+    probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+    try:
+        model(input_ids=zero, position_ids=zero, attention_mask=mask, cache=probe, use_cache=False)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"continuous batching cannot call this model: {error}; use generate instead") from error
+    shapes = {shape for both in probe.shapes.values() for shape in both}
+    if len(probe.shapes) != config.num_hidden_layers or len(shapes) != 1:
         raise ConfigError(
-            f"continuous batching needs keys and values of (heads, dim) {wanted} in all {config.num_hidden_layers} "
-            f"layers; {len(cache.layers)} layers have {actual}"
+            f"continuous batching needs keys and values of one (heads, dim) in all {config.num_hidden_layers} layers; "
+            f"{len(probe.shapes)} layers have {', '.join(map(str, sorted(shapes)))}"
         )
-
-
-SUPPORTED = (5, 23)
-"""It is rewritten about monthly, and what we build on is not public; the latest rewrite came with 5.23."""
-
-
-def require_supported(version: str | None = None) -> None:
-    """Raise `BackendUnavailable` where transformers is another version (None: the installed one)."""
-    if version is None:
-        import transformers
-
-        version = transformers.__version__
-    major, minor = SUPPORTED
-    if version.split(".")[:2] != [str(major), str(minor)]:
-        raise BackendUnavailable(
-            f"continuous batching on elastic pages needs transformers {major}.{minor}.x, this is {version}; "
-            f"pip install 'transformers>={major}.{minor},<{major}.{minor + 1}', or use generate"
-        )
+    heads, dim = shapes.pop()
+    return heads, dim

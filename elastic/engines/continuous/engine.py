@@ -5,63 +5,46 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from functools import partial
+from typing import Any
 
 from elastic.config import require
-from elastic.controller.sensors.request_metrics import Outcome
-from elastic.engines.base import FinishReason, Listener, Output, Request, Sampling
-from elastic.engines.continuous.compatibility import require_servable, require_supported
-from elastic.engines.sampling import choose, random_source
+from elastic.engines.base import GrammarCompiler, Listener, Request
+from elastic.engines.continuous.active_requests import ActiveRequests
+from elastic.engines.continuous.compatibility import kv_shape
+from elastic.engines.continuous.step_loop import StepLoop
+from elastic.engines.continuous.variant_recorder import VariantRecorder
+from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.scheduler import Scheduler
+from elastic.engines.core.step import SequenceState
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.layer_groups import layer_groups
+from elastic.engines.executor.model_runner import ModelRunner
+from elastic.engines.sampling import answer_seed, require_vocabulary
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
-from elastic.hooks.base import Hook
+from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.runtime.runtime import Runtime, runtime
 
-if TYPE_CHECKING:
-    from transformers.generation.continuous_batching.requests import GenerationOutput
-
-    from elastic.engines.continuous.manager import ElasticManager
-
 logger = logging.getLogger(__name__)
-GREEDY = Sampling()
-OUTCOMES: dict[FinishReason, Outcome] = {
-    "stop": "completed",
-    "length": "completed",
-    "cancelled": "cancelled",
-    "failed": "failed",
-}
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
-@dataclass
-class _ActiveRequest:
-    """A request that has not ended."""
-
-    request: Request
-    listener: Listener
-    generator: torch.Generator | None
-    short_of_kv_s: float
-    """On the scheduler's clock, when it came; once it is scheduled, how long it has waited for blocks."""
-    sent: int = 0
-    scheduled_s: float | None = None
-
-
 class ContinuousEngine:
-    """The embedded engine: transformers' continuous batching, its cache in blocks on the pages of the wrapped model.
+    """The embedded engine: its cache is in blocks on the pages of the wrapped model.
 
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
     A request that does not fit now waits; none is evicted, restarted or computed twice. `max_queue` bounds how many
-    may wait (None: any number). `max_batch_tokens` bounds the tokens of one forward pass: a longer prompt is computed
-    in parts. `block_tokens` is the size of a block, `share_prefixes` has requests share the blocks of a common
-    beginning. Raises `BackendUnavailable` for a version of transformers that it does not know, `StateError` for a model
-    that is not wrapped, `ConfigError` for one that it cannot serve.
+    may wait (None: any number), `max_requests` how many answers are computed at a time. `max_batch_tokens` bounds the
+    tokens of one forward pass: a longer prompt is computed in parts. `block_tokens` is the size of a block,
+    `block_layout` the order in it (a name of `LAYOUTS`); `share_prefixes` has requests share the blocks of a common
+    beginning; `cohorts` is how many batches may be in flight; `grammars` serves structured output. Raises `StateError`
+    for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
     def __init__(
@@ -72,49 +55,51 @@ class ContinuousEngine:
         max_requests: int = 256,
         max_batch_tokens: int = 512,
         block_tokens: int = 32,
+        block_layout: str = "head_centric",
         share_prefixes: bool = True,
+        cohorts: int = 1,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        require_supported()
         counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "block_tokens": block_tokens}
-        for name, count in counts.items():
+        for name, count in {**counts, "cohorts": cohorts}.items():
             require(count >= 1, name, count, "at least 1")
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
+        require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
         self._model = model
         self._config = model.config.get_text_config(decoder=True)
         self._max_queue = max_queue
-        self._live: dict[str, _ActiveRequest] = {}
+        self._grammars = grammars
         self._lock = threading.Lock()
         self._stack = ExitStack()
         self._state = "new"
+        self._thread: threading.Thread | None = None
         with ExitStack() as stack:
-            from elastic.engines.continuous.cache import ElasticPagedCache
-            from elastic.engines.continuous.manager import ElasticManager
-
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
             self.runtime.observe(False)  # it counts its requests itself
             stack.callback(self.runtime.observe, True)
             kv = _one_pool(model)
-            window = getattr(self._config, "sliding_window", None)  # a longer part of a prompt would overwrite itself
-            self._cache = ElasticPagedCache(
-                self._config,
-                kv,
-                device=model.device,
-                dtype=model.dtype,
-                block_tokens=block_tokens,
-                max_batch_tokens=min(max_batch_tokens, window or max_batch_tokens),
-                share_prefixes=share_prefixes,
-            )
-            stack.callback(self._cache.close)
-            self._manager = ElasticManager(model, self._cache, self, self._deliver, self._choose, max_requests)
-            self._variants = _VariantRecorder(self.runtime, self._manager)
+            groups = layer_groups(self._config)
+            shape = BlockShape(block_tokens, *kv_shape(model))
+            sizes = [BlockGroup(group.layers, shape.elements * model.dtype.itemsize) for group in groups]
+            windows = [group.window for group in groups]
+            self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, block_tokens, share_prefixes)
+            memory = self._blocks.memory
+            assert isinstance(memory, BlockMemory)
+            stack.callback(memory.close)
+            self._runner = ModelRunner(model, memory, groups, LAYOUTS[block_layout](shape), grammars)
+            stack.callback(self._runner.close)
+            self._variants = VariantRecorder(self.runtime, lambda: self._thread)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
-            kv.pool.listeners.append(self._manager.wake)
-            stack.callback(kv.pool.listeners.remove, self._manager.wake)
+            self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
+            scheduler = Scheduler(
+                self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
+            )
+            self._loop = StepLoop(scheduler, self._runner, self._requests, cohorts)
+            kv.pool.listeners.append(self._loop.wake)
+            stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()
-
-    # -- what its users do
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:
@@ -129,63 +114,85 @@ class ContinuousEngine:
     @property
     def serving(self) -> bool:
         """True while requests are taken: after `start`, until it is stopped or its thread has failed."""
-        return self._state == "serving" and self._manager.background_thread_status.fatal_error is None
+        return self._state == "serving" and not self._loop.ended
 
     def start(self) -> None:
         """Begin to serve. Raises `StateError` if it was started before."""
-        if self._state != "new":
-            raise StateError(f"the engine is {self._state}; make a new one")
-        self._state = "serving"
-        _engines.add(self)
-        self._manager.start()
+        with self._lock:
+            if self._state != "new":
+                raise StateError(f"the engine is {self._state}; make a new one")
+            self._state = "serving"
+            _engines.add(self)
+            self._thread = threading.Thread(target=self._loop.run, name="elastic-engine", daemon=True)
+            self._thread.start()
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; see `Engine`."""
         self._check(request)
-        if not self.serving:
-            raise StateError("the engine is not serving; start it, or make a new one")
         request = with_ends(request, self.end_tokens)
-        generator = random_source(request.sampling, self._model.device)
-        with self._lock:
-            if request.id in self._live:
-                raise ConfigError(f"request id {request.id!r} is in use; choose another")
-            self.counters.arrived(request.id, len(request.prompt), request.arrived_s)
-            try:
-                self._require_place_in_queue()
-                self._cache.expect(request.id, len(request.prompt) + request.max_tokens)
-            except (Overloaded, CapacityError):
-                self.counters.ended(request.id, "rejected")
-                raise
-            self._live[request.id] = _ActiveRequest(request, listener, generator, self._manager.scheduler.short_of_kv_s)
-        accepted = self._manager.add_request(
-            list(request.prompt),
-            request_id=request.id,
-            max_new_tokens=request.max_tokens,
-            streaming=True,
-            eos_token_id=list(request.stop_tokens),
-        )
-        if accepted is None:
-            self._forget(request.id, "failed")
-            self._cache.free_blocks(request.id)
-            raise StateError("the engine has stopped")
-        if not self._manager.is_running():  # it ended meanwhile, without this one
-            self.cancelled(request.id)
+        names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
+        states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
+        self._add(states, listener)
 
-    def cancel(self, request: str) -> None:
-        """End a request and free what it holds; its listener gets `cancelled`. Unknown or ended: nothing happens."""
-        if request in self._live:
-            self._manager.cancel_request(request)
+    def adopt(self, states: Sequence[SequenceState], listener: Listener) -> None:
+        """Go on with the answers of one request that another engine has exported; raises as `submit` does.
+
+        Their keys and values are computed anew from their tokens; the listener gets the tokens from here on.
+        """
+        if not states or len({state.request.id for state in states}) > 1:
+            raise ConfigError(f"adopt: {len(states)} sequences; give those of one request, at least one")
+        request = states[0].request
+        self._check(request)
+        for state in states:
+            if len(state.generated) >= request.max_tokens:
+                raise ConfigError(f"adopt: {state.id!r} has all of its {request.max_tokens} tokens; it has ended")
+        self._add(states, listener)
+
+    def export(self, request: str) -> tuple[SequenceState, ...]:
+        """End a request here between two steps, for another engine to adopt; its listener gets no further word.
+
+        Returns the states of its answers that have not ended; none if it is unknown or has ended. Raises `StateError`
+        if the engine is not serving.
+        """
+        found: Future[tuple[SequenceState, ...]] = Future()
+
+        def leave() -> None:
+            exported = map(self._loop.scheduler.export, self._requests.sequences(request))
+            found.set_result(tuple(state for state in exported if state is not None))
+            self._requests.forget(request, "moved")
+
+        if threading.current_thread() is self._thread:
+            leave()
+        else:
+            self._loop.post(leave)
+        return found.result()
+
+    def cancel(self, request: str, index: int | None = None) -> None:
+        """End a request, or one of its answers, and free what it holds; its listener gets `cancelled` for each.
+
+        Unknown or ended: nothing happens.
+        """
+
+        def leave() -> None:
+            for sequence in self._requests.sequences(request, index):
+                self._loop.cancel(sequence)
+
+        if request in self._requests and self.serving:
+            self._loop.post(leave)
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them."""
+        thread = self._thread
+        if threading.current_thread() is thread:
+            raise StateError("the engine cannot be stopped by a listener, on its own thread; use another one")
         with self._lock:
             was, self._state = self._state, "stopped"
-        if was == "serving":
-            self._manager.stop(timeout=timeout_s, hard_stop=not drain)
-            if self._manager.is_running():
-                self._manager.stop(hard_stop=True)
-            for name in list(self._live):
-                self.cancelled(name)
+        if thread is not None:
+            self._loop.stop(drain=drain)
+            thread.join(timeout_s)
+            if thread.is_alive():
+                self._loop.stop(drain=False)
+                thread.join()
         if was != "stopped":
             self._stack.close()
 
@@ -196,110 +203,58 @@ class ContinuousEngine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # -- what its thread calls
-
-    def scheduled(self, request: str) -> None:
-        """Note when a request goes into a batch for the first time."""
-        live = self._live.get(request)
-        if live is not None and live.scheduled_s is None:
-            live.scheduled_s = time.perf_counter()
-            live.short_of_kv_s = self._manager.scheduler.short_of_kv_s - live.short_of_kv_s
-            self.counters.scheduled(request, live.scheduled_s)
-
-    def stalled(self, requests: int) -> None:
-        """Count live requests that were left out of a batch for want of blocks."""
-        self.counters.stalled(requests)
-
-    def cancelled(self, request: str) -> None:
-        """Tell the listener of a request that it was cancelled."""
-        live = self._forget(request, "cancelled")
-        if live is not None:
-            self._tell(live, Output(request, (), "cancelled", at_s=time.perf_counter(), weights=self._variants.current))
-
-    def _deliver(self, output: GenerationOutput) -> None:
-        """Tell the listener of a request its new tokens, or its end."""
-        live = self._live.get(output.request_id)
-        if live is None:
-            return
-        tokens = tuple(output.generated_tokens[live.sent :])
-        first = live.scheduled_s is not None and not live.sent
-        live.sent += len(tokens)
-        self.counters.produced(output.request_id, len(tokens))
-        finish = self._finish(live.request, output, tokens)
-        if finish is not None:
-            self._forget(output.request_id, OUTCOMES[finish])
-        error = output.error if finish == "failed" else None
-        news = Output(output.request_id, tokens, finish, error, time.perf_counter(), self._variants.current)
-        if first:
-            news = replace(news, scheduled_s=live.scheduled_s, waited_for_kv_s=live.short_of_kv_s)
-        self._tell(live, news)
-
-    def _finish(self, request: Request, output: GenerationOutput, tokens: tuple[int, ...]) -> FinishReason | None:
-        if not output.is_finished():
-            return None
-        if output.error is not None:
-            return "failed" if self._state == "serving" else "cancelled"
-        return "stop" if tokens and tokens[-1] in request.stop_tokens else "length"
-
-    def _choose(self, names: list[str], logits: torch.Tensor) -> torch.Tensor:
-        """Choose the next tokens [requests] from logits [requests, vocabulary], each by the rule of its request."""
-        live = [self._live.get(name) for name in names]
-        rules = [request.request.sampling if request else GREEDY for request in live]
-        return choose(logits, rules, [request.generator if request else None for request in live])
-
     # -- inside
+
+    def _add(self, states: Sequence[SequenceState], listener: Listener) -> None:
+        request = states[0].request
+        tokens = len(request.prompt) + request.max_tokens
+        with self._lock:
+            if not self.serving:
+                raise StateError("the engine is not serving; start it, or make a new one")
+            waiting = self._requests.waiting if self._max_queue is not None else 0
+            self._requests.add(states, listener)
+            try:
+                self._require_place_in_queue(waiting)
+                self._blocks.expect([state.id for state in states], tokens)
+            except (Overloaded, CapacityError):
+                self._requests.forget(request.id, "rejected")
+                raise
+            try:
+                self._loop.post(partial(self._loop.scheduler.add, states))
+            except StateError:
+                for state in states:
+                    self._blocks.forget(state.id)
+                self._requests.forget(request.id, "failed")
+                raise
 
     def _check(self, request: Request) -> None:
         vocabulary, longest = self._config.vocab_size, getattr(self._config, "max_position_embeddings", None)
         total = len(request.prompt) + request.max_tokens
         if not request.prompt:
             raise ConfigError("prompt: it has no token; give at least one")
-        if request.max_tokens < 1:
-            raise ConfigError(f"max_tokens={request.max_tokens} must be at least 1")
+        for name, count in (("max_tokens", request.max_tokens), ("n", request.n)):
+            if count < 1:
+                raise ConfigError(f"{name}={count} must be at least 1")
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            raise ConfigError(f"min_tokens={request.min_tokens} must be from 0 to max_tokens={request.max_tokens}")
         wrong = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
+        require_vocabulary(request, vocabulary)
         if longest and total > longest:
             raise ConfigError(
                 f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
                 f"the {longest} that the model was made for"
             )
+        if request.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")
+            self._grammars.matcher(request.grammar)  # which is kept: the executor's is made at once
 
-    def _require_place_in_queue(self) -> None:
-        if self._max_queue is None:
-            return
-        waiting = sum(live.scheduled_s is None for live in list(self._live.values()))
-        if waiting >= self._max_queue:
+    def _require_place_in_queue(self, waiting: int) -> None:
+        if self._max_queue is not None and waiting >= self._max_queue:
             wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
             raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
-
-    def _forget(self, request: str, outcome: Outcome) -> _ActiveRequest | None:
-        live = self._live.pop(request, None)
-        if live is not None:
-            self.counters.ended(request, outcome)
-        return live
-
-    def _tell(self, live: _ActiveRequest, output: Output) -> None:
-        try:
-            live.listener(output)
-        except Exception:  # a listener's fault is not its engine's: the others are served on
-            logger.exception("the listener of request %s failed", output.request)
-
-
-class _VariantRecorder(Hook):
-    """A pre-hook of the model, behind those of `wrap`: notes the variants of the layers at each forward pass."""
-
-    def __init__(self, runtime: Runtime, manager: ElasticManager) -> None:
-        self.forms: dict[tuple[str, ...], int] = {}
-        """The layers' variants -> a number, in the order in which they came."""
-        self.current = 0
-        self._runtime = runtime
-        self._manager = manager
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        # the pass is behind the gate: no layer changes until it has ended
-        if threading.current_thread() is self._manager.thread:
-            self.current = self.forms.setdefault(self._runtime.form(), len(self.forms))
 
 
 def _one_pool(model: Any) -> KVPool:
@@ -307,7 +262,6 @@ def _one_pool(model: Any) -> KVPool:
     pools = list(runtime(model).kv.memory.shares())
     if len(pools) != 1:
         raise ConfigError(f"its KV cache is at {len(pools)} places; continuous batching needs all of it at one")
-    require_servable(model)
     return pools[0]
 
 

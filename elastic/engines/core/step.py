@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from elastic.engines.base import Request, TokenLogprobs
+from elastic.engines.base import Request, SampledToken, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class SequenceState:
     """Tokens so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):  # which is made in a third of the time of a frozen dataclass, for each sequence and step
     """The new tokens of one sequence in a step."""
 
     sequence: str
@@ -50,14 +49,6 @@ class Step:
     """Sequences of `chunks` that the executor does not know yet."""
     removed: tuple[str, ...] = ()
     """Sequences that the executor can forget, before anything else."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token chosen behind a chunk."""
-
-    token: int
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,6 @@ import torch
 from elastic.hooks.replicas.split_rows import HIDDEN, LayerInputs, NotSplittable, SplitSpec, Take
 
 CACHES = ("cache",)
-FOR_THE_CACHE = {
-    *("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-}
-"""Arguments of the whole batch that only the KV cache reads: passed to every part unchanged."""
 
 
 @runtime_checkable
@@ -59,7 +54,6 @@ BY_REQUESTS = SplitSpec(
         "position_embeddings_local": _span(-2),
     },
     caches=CACHES,
-    whole=FOR_THE_CACHE,
 )
 
 

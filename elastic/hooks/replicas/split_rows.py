@@ -66,8 +66,6 @@ class SplitSpec:
     table: Mapping[str, Take]
     caches: Collection[str]
     """Names of KV caches: each part has its own."""
-    whole: Collection[str] = ()
-    """Names of what goes to every part as it is."""
 
 
 BY_ROWS = SplitSpec(0, TABLE, CACHES)
@@ -107,7 +105,7 @@ class BatchSlice(BatchShare):
 
     def take_input(self, name: str, value: Any) -> Any:
         """Return the rows of any input but a cache; hidden states as they are. Raises `NotSplittable`."""
-        if isinstance(value, PLAIN) or name == HIDDEN or name in self.spec.whole:
+        if isinstance(value, PLAIN) or name == HIDDEN:
             return value
         if isinstance(value, tuple):
             return tuple(self.take_input(name, item) for item in value)

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.errors import IntegrityError
+from elastic.errors import IntegrityError, Overloaded
 from elastic.kvcache.storage.pool import OWNER, KVPool
 from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
+
+RETRY_AFTER_S = 5.0
+"""For a request that the limit has no room for: somebody lowered it, and may raise it again."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class BlockMemory:
         *,
         promised: Callable[[], int] = lambda: 0,
         reusable: Callable[[], int] = lambda: 0,
-        give_up_reusable: Callable[[], object] = lambda: None,
+        give_up_reusable: Callable[[int], object] = lambda sectors: None,
     ) -> None:
         self.kv = kv
         self.lock = kv.lock
@@ -102,10 +105,15 @@ class BlockMemory:
         kv.join(self)
 
     @property
+    def used_sectors(self) -> int:
+        """Sectors that live requests need."""
+        mapped = sum(len(group.mapped) for group in self.groups)
+        return mapped - self.idle_pages // self.sector_pages
+
+    @property
     def used_pages(self) -> int:
         """Pages in sectors that live requests need."""
-        mapped = sum(len(group.mapped) for group in self.groups)
-        return mapped * self.sector_pages - self.idle_pages
+        return self.used_sectors * self.sector_pages
 
     @property
     def idle_pages(self) -> int:
@@ -117,6 +125,11 @@ class BlockMemory:
         """Pages that must remain to be had beside those in use."""
         return self.promised() * self.sector_pages
 
+    @property
+    def reusable_limit(self) -> int:
+        """Sectors that may stay mapped for reuse alone while memory is free: those of the pool's watermark."""
+        return int(self.kv.limits.open * self.kv.reclaimer.idle_share) // self.sector_pages
+
     def blocks_per_sector(self, group: int) -> int:
         """Count the blocks that a sector has in each layer of a group."""
         ranges = self.groups[group]
@@ -125,6 +138,23 @@ class BlockMemory:
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
         return self.kv.available(growing=growing) // self.sector_pages
+
+    def require_possible(self, sectors: int, what: str) -> None:
+        """Raise `CapacityError` if so many are never to be had, `Overloaded` if not while the limit is as it is.
+
+        `what` needs them, for the message.
+        """
+        pool, limits, needed = self.kv.pool, self.kv.limits, sectors * self.sector_pages
+        if needed > limits.maximum:
+            message = f"{what} never fits the KV cache on {pool.name}; shorten it, or give the place a larger budget"
+            raise pool.shortage(message, needed, free=limits.maximum, total=limits.maximum)
+        if needed > limits.limit:
+            size = pool.page_bytes
+            raise Overloaded(
+                f"{what} needs {needed * size:,} bytes of KV cache on {pool.name}, where the limit is "
+                f'{limits.limit * size:,} now: raise it, kv.resize("max") to all there is, or shorten the request',
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def allocate(self, group: int) -> int:
         """Map a sector in all layers of a group. Raises `CapacityError`, and nothing has changed."""
@@ -150,7 +180,7 @@ class BlockMemory:
     def trim(self, pages: int) -> int:
         """Give idle sectors back until `pages` pages came free; return how many did."""
         with self.lock:
-            self._give_up_reusable()
+            self._give_up_reusable(-(-pages // self.sector_pages) - sum(map(len, self._idle)))
             finish_queued_work(self.kv.device)  # no kernel may still read what is unmapped (law 6)
             freed = 0
             for group, idle in zip(self.groups, self._idle, strict=True):

@@ -16,7 +16,8 @@ import torch
 import elastic
 from elastic import CapacityError
 from elastic.engines.base import Request
-from elastic.engines.continuous import ContinuousEngine, request_slice
+from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.executor import paged_cache
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from support import architectures
 from support.lossless_variant import HALF, exact
@@ -121,15 +122,16 @@ def test_places_attend_at_the_same_time(engines: Any, monkeypatch: Any) -> None:
     expected = [continuation(model, p, 12) for p in asked]
     engine = engines(model)
     engine.runtime.replicate(range(3), "cpu#b")
-    both, real, met = threading.Barrier(2), request_slice.attend, []
+    both, real, met, sizes = threading.Barrier(2), paged_cache.attend, [], [0]
+    model.register_forward_pre_hook(lambda m, a, k: sizes.append(len(k["cache"].new_tokens())), with_kwargs=True)
 
     def attend(*args: Any) -> torch.Tensor:
-        if len(engine._cache.new_tokens()) == 2:
+        if sizes[-1] == 2:
             both.wait(timeout=60)  # breaks, and fails the requests, if one place waits for the other
             met.append(threading.get_ident())
         return real(*args)
 
-    monkeypatch.setattr(request_slice, "attend", attend)
+    monkeypatch.setattr(paged_cache, "attend", attend)
     requests = [Request(p, 12) for p in asked]
     heard = serve(engine, requests)
     assert all(right(model, r, heard.tokens[r.id], e) for r, e in zip(requests, expected, strict=True))

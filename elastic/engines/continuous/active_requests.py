@@ -1,0 +1,152 @@
+"""The requests that an engine has taken and that have not ended: who listens to them, and what was told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
+from elastic.engines.base import FinishReason, Listener, Output, Request
+from elastic.engines.core.scheduler import Produced
+from elastic.engines.core.sequence import Sequence as LiveSequence
+from elastic.engines.core.step import SequenceState
+from elastic.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+OUTCOMES: dict[FinishReason, Outcome] = {
+    "stop": "completed",
+    "length": "completed",
+    "cancelled": "cancelled",
+    "failed": "failed",
+}
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """A request of which an answer has not ended."""
+
+    request: Request
+    listener: Listener
+    names: tuple[str, ...]
+    """Its sequences."""
+    live: dict[int, str]
+    """The answers that have not ended: index -> sequence."""
+    told: set[int] = field(default_factory=set)
+    """Answers of which tokens were told."""
+    scheduled: bool = False
+
+
+class ActiveRequests:
+    """Tells listeners and counters what becomes of requests. Its `LoopListener` methods are for the loop's thread.
+
+    `weights` says which weights computed the present step.
+    """
+
+    def __init__(self, counters: RequestMetrics, weights: Callable[[], int]) -> None:
+        self._counters = counters
+        self._weights = weights
+        self._requests: dict[str, ActiveRequest] = {}
+        self._names: set[str] = set()  # of their sequences
+        self._lock = threading.Lock()
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._requests
+
+    @property
+    def waiting(self) -> int:
+        """Count those that were not in a step yet."""
+        with self._lock:
+            return sum(not active.scheduled for active in self._requests.values())
+
+    def add(self, states: Sequence[SequenceState], listener: Listener) -> None:
+        """Take a request. Raises `ConfigError` if its id is in use."""
+        request = states[0].request
+        live = {state.index: state.id for state in states}
+        with self._lock:
+            if request.id in self._requests or not self._names.isdisjoint(live.values()):
+                raise ConfigError(f"request id {request.id!r} is in use; choose another")
+            self._names.update(live.values())
+            self._requests[request.id] = ActiveRequest(request, listener, tuple(live.values()), live)
+        self._counters.arrived(request.id, len(request.prompt), request.arrived_s, sequences=len(states))
+
+    def forget(self, request: str, outcome: Outcome) -> None:
+        """End a request without a word to its listener; unknown: nothing happens."""
+        with self._lock:
+            known = self._requests.pop(request, None)
+            self._names.difference_update(known.names if known is not None else ())
+        if known is not None:
+            self._counters.ended(request, outcome)
+
+    def sequences(self, request: str, index: int | None = None) -> list[str]:
+        """List the sequences of a request's answers, or of one, that have not ended."""
+        active = self._requests.get(request)
+        live = dict(active.live) if active is not None else {}
+        return list(live.values()) if index is None else [name for i, name in live.items() if i == index]
+
+    # -- what becomes of sequences
+
+    def scheduled(self, sequences: Iterable[LiveSequence]) -> None:
+        """Note sequences that are in a step for the first time."""
+        for sequence in sequences:
+            active = self._requests.get(sequence.request.id)
+            if active is not None and not active.scheduled:
+                active.scheduled = True
+                self._counters.scheduled(sequence.request.id, sequence.scheduled_s)
+
+    def stalled(self, sequences: int) -> None:
+        """Count live sequences that were left out of a step for want of blocks."""
+        self._counters.stalled(sequences)
+
+    def produced(self, tokens: list[Produced]) -> None:
+        """Tell the tokens of a step, and the ends."""
+        now, weights = time.perf_counter(), self._weights()
+        counts: dict[str, int] = {}
+        for sequence, _, _ in tokens:
+            counts[sequence.request.id] = counts.get(sequence.request.id, 0) + 1
+        self._counters.produced_together(counts, now)
+        for sequence, sampled, finish in tokens:
+            active = self._requests.get(sequence.request.id)
+            if active is None:
+                continue
+            logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+            if sequence.index in active.told:
+                output = Output(
+                    active.request.id, (sampled.token,), finish, None, now, weights,
+                    index=sequence.index, logprobs=logprobs,
+                )  # fmt: skip
+            else:
+                active.told.add(sequence.index)
+                prompt = sequence.prompt_logprobs
+                output = Output(
+                    active.request.id, (sampled.token,), finish, None, now, weights,
+                    sequence.scheduled_s, sequence.waited_for_kv_s, sequence.index, logprobs,
+                    None if prompt is None else tuple(prompt), sequence.cached_tokens,
+                )  # fmt: skip
+            self._tell(active, output)
+
+    def failed(self, sequence: LiveSequence, error: Exception) -> None:
+        """Tell that a sequence ended with the step that it was in."""
+        self._end(sequence, "failed", str(error))
+
+    def cancelled(self, sequence: LiveSequence) -> None:
+        """Tell that a sequence was cancelled."""
+        self._end(sequence, "cancelled")
+
+    def _end(self, sequence: LiveSequence, finish: FinishReason, error: str | None = None) -> None:
+        active = self._requests.get(sequence.request.id)
+        if active is not None:
+            now, weights = time.perf_counter(), self._weights()
+            self._tell(active, Output(active.request.id, (), finish, error, now, weights, index=sequence.index))
+
+    def _tell(self, active: ActiveRequest, output: Output) -> None:
+        if output.finish is not None:
+            del active.live[output.index]
+            if not active.live:
+                self.forget(output.request, OUTCOMES[output.finish])
+        try:
+            active.listener(output)
+        except Exception:  # a listener's fault is not its engine's: the others are served on
+            logger.exception("the listener of request %s failed", output.request)

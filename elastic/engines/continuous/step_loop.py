@@ -1,0 +1,134 @@
+"""The loop of an engine: it has steps chosen and computed, and hands on what came of them. It knows no model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Protocol
+
+from elastic.engines.core.scheduler import Produced, Scheduler
+from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.step import Executor, Step, StepResult
+from elastic.errors import StateError
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.1
+"""How often it is looked whether sequences that wait for blocks can go on: nobody tells when a limit was raised."""
+
+
+class LoopListener(Protocol):
+    """The receiver of what becomes of sequences, on the loop's thread."""
+
+    def scheduled(self, sequences: Iterable[Sequence]) -> None:
+        """Note sequences that are in a step for the first time."""
+
+    def stalled(self, sequences: int) -> None:
+        """Count live sequences that were left out of a step: no block was to be had."""
+
+    def produced(self, tokens: list[Produced]) -> None:
+        """Hand on the tokens of a step."""
+
+    def failed(self, sequence: Sequence, error: Exception) -> None:
+        """Note a sequence that ended with the step that it was in."""
+
+    def cancelled(self, sequence: Sequence) -> None:
+        """Note a sequence that ended because somebody wished it."""
+
+
+class StepLoop:
+    """Runs on one thread; `post`, `wake` and `stop` may be called from any."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, listener: LoopListener, cohorts: int = 1) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._listener = listener
+        self._cohorts = cohorts
+        self._in_flight: deque[tuple[Step, Future[StepResult]]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()  # of the three above
+        self._news = threading.Event()
+        self._draining = self._halting = self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing is taken any more."""
+        return self._ended
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Have the loop's thread call something between two steps, in order. Raises `StateError` if it has ended."""
+        with self._lock:
+            if self._ended:
+                raise StateError("the engine has stopped; make a new one")
+            self._commands.append(command)
+        self._news.set()
+
+    def wake(self) -> None:
+        """Look again whether a sequence can go on."""
+        self._news.set()
+
+    def stop(self, *, drain: bool) -> None:
+        """End when all sequences have (`drain`), or after the steps in flight; what is left is cancelled."""
+        self._draining = True
+        self._halting = self._halting or not drain
+        self._news.set()
+
+    def run(self) -> None:
+        """Run until it is stopped. Whatever ends it, all sequences have ended then, and later commands are refused."""
+        try:
+            while not self._halting:
+                self._news.clear()  # before looking: what comes later is seen the next time
+                self._obey()
+                if self._halting or (self._draining and not self.scheduler.has_work):
+                    break
+                if not self.advance():
+                    self._news.wait(POLL_S if self.scheduler.has_work else None)
+            while self._in_flight:
+                self._finish_step()
+        finally:
+            with self._lock:
+                self._ended = True
+            self._obey()
+            for name in list(self.scheduler.sequences):
+                self.cancel(name)
+            self._executor.remove(self.scheduler.take_removed())
+
+    def advance(self) -> bool:
+        """Begin what steps can be, and finish the oldest; return whether there was one."""
+        while len(self._in_flight) < self._cohorts:
+            step = self.scheduler.schedule()
+            if self.scheduler.stalled:
+                self._listener.stalled(self.scheduler.stalled)
+            if step is None:
+                break
+            if step.added:
+                self._listener.scheduled([self.scheduler.sequences[state.id] for state in step.added])
+            self._in_flight.append((step, self._executor.execute(step)))
+        if not self._in_flight:
+            self._executor.remove(self.scheduler.take_removed())
+            return False
+        self._finish_step()
+        return True
+
+    def cancel(self, sequence: str) -> None:
+        """End a sequence; unknown: nothing happens. On the loop's thread."""
+        found = self.scheduler.cancel(sequence)
+        if found is not None:
+            self._listener.cancelled(found)
+
+    def _finish_step(self) -> None:
+        step, future = self._in_flight.popleft()
+        try:
+            result = future.result()
+        except Exception as error:  # whatever the model raises ends its batch, and each sequence in it; others go on
+            logger.exception("a forward pass of continuous batching failed; the requests in it end")
+            for sequence in self.scheduler.fail(step):
+                self._listener.failed(sequence, error)
+        else:
+            self._listener.produced(self.scheduler.update(step, result))
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._commands.popleft()()

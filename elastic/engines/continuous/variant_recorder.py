@@ -1,0 +1,29 @@
+"""The forms that a model's layers have had at the forward passes of an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic.hooks.base import Hook
+from elastic.runtime.runtime import Runtime
+
+
+class VariantRecorder(Hook):
+    """A pre-hook of the model, behind those of `wrap`: notes the variants of the layers at each forward pass."""
+
+    def __init__(self, runtime: Runtime, thread: Callable[[], threading.Thread | None]) -> None:
+        """`thread` returns the one whose forward passes count."""
+        self.forms: dict[tuple[str, ...], int] = {}
+        """The layers' variants -> a number, in the order in which they came."""
+        self.current = 0
+        self._runtime = runtime
+        self._thread = thread
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        # the pass is behind the gate: no layer changes until it has ended
+        if threading.current_thread() is self._thread():
+            self.current = self.forms.setdefault(self._runtime.form(), len(self.forms))

@@ -1,0 +1,89 @@
+"""Which blocks may be given so that all live sequences can still end, one after another, and none is evicted.
+
+The banker's algorithm (Dijkstra, 1965): sequences say beforehand how many blocks they will need at the most, and one is
+given only if afterwards there is still an order in which each can have all it needs, if those before it have ended and
+given theirs back. With one resource, the order by what is still needed finds one if there is any.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter, sub
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """The blocks of one live sequence, by group of layers."""
+
+    needed: list[int]
+    """Those that it may still ask for."""
+    held: list[int]
+    """Those that it alone has: they come free when it ends."""
+    weight: int = field(default=0, init=False)
+    """What it needs, in parts of sectors: the order in which sequences could end."""
+
+
+Sharers = frozenset[Demand]
+
+
+class AdmissionLedger:
+    """Demands of all live sequences, in the order of what they need. Not thread-safe."""
+
+    def __init__(self, blocks_per_sector: Sequence[int]) -> None:
+        self._sizes = tuple(blocks_per_sector)
+        whole = math.lcm(*self._sizes)
+        self._weights = tuple(whole // size for size in self._sizes)
+        self._order: list[Demand] = []
+        self._shared: list[Counter[Sharers]] = [Counter() for _ in self._sizes]  # blocks by who has them together
+
+    def add(self, demand: Demand) -> None:
+        """Note a sequence that begins."""
+        demand.weight = sum(count * weight for count, weight in zip(demand.needed, self._weights, strict=True))
+        insort(self._order, demand, key=attrgetter("weight"))
+
+    def remove(self, demand: Demand) -> None:
+        """Forget a sequence."""
+        self._order.remove(demand)
+
+    def give(self, demand: Demand, blocks: Sequence[int], *, alone: bool = True) -> None:
+        """Note that a sequence has so many blocks more of each group (below zero: fewer), which it has `alone`."""
+        self._order.remove(demand)
+        for group, count in enumerate(blocks):
+            demand.needed[group] -= count
+            demand.held[group] += count * alone
+        self.add(demand)
+
+    def share(self, group: int, before: Sharers, after: Sharers) -> None:
+        """Note that one block has other users than before; none: it is in use no more, or was not."""
+        for users, change in ((before, -1), (after, 1)):
+            if len(users) == 1:
+                (demand,) = users
+                demand.held[group] += change
+            elif users:
+                self._shared[group][users] += change
+                if not self._shared[group][users]:
+                    del self._shared[group][users]
+
+    def reserved_sectors(self, free_blocks: Sequence[int]) -> int:
+        """Count the sectors that must be to be had so that all can end.
+
+        `free_blocks` are those of each group in allocated sectors that live sequences need; below zero, so many are
+        wanted besides. A group keeps the sectors that it got, so the sum over groups is more than enough where there
+        are several.
+        """
+        total = 0
+        for group, (free, size) in enumerate(zip(free_blocks, self._sizes, strict=True)):
+            returned = [demand.held[group] for demand in self._order]
+            if self._shared[group]:
+                place = {demand: i for i, demand in enumerate(self._order)}
+                for users, count in self._shared[group].items():
+                    returned[max(place[demand] for demand in users)] += count  # they come free with the last of these
+            needed = [demand.needed[group] for demand in self._order]
+            most = max(map(sub, needed, accumulate(returned, initial=0)), default=0)
+            total += -(-max(0, most - free) // size)
+        return total

@@ -1,0 +1,316 @@
+"""Logical blocks of sequences: which ones each has, which are shared, and whether it may have more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers
+from elastic.engines.core.block_pool import BlockPool, SectorMemory
+from elastic.engines.core.prefix_cache import PrefixCache, block_hash
+from elastic.errors import CapacityError, IntegrityError
+
+NOBODY: Sharers = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks of one sequence, by group of layers: block i holds its tokens from i * block_tokens on.
+
+    In a group with a sliding window the token at position p is in slot p modulo the window.
+    """
+
+    most_tokens: int
+    """The most that it will ever hold."""
+    blocks: tuple[list[int], ...]
+    demand: Demand
+    """What it still needs; of the ledger while it has a block."""
+    capacity: int = 0
+    """Tokens for which it has blocks."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as they are known."""
+    shared: int = 0
+    """How many of its blocks others may share."""
+    refused: tuple[int, int, int] = (-1, 0, 0)
+    """When it was last refused blocks: `BlockManager._version`, the room that there was, the blocks that it wanted."""
+
+
+class BlockManager:
+    """The tables of all sequences that have not ended, over one engine's memory.
+
+    A sequence is admitted, and a block given, only while all that live can still end one after another; the others
+    wait. Guarded by the lock of the memory: used by the engine's thread, asked by the runtime's worker. `windows` has
+    the sliding window of each group of layers, None for those that see every token; where there is one, no blocks are
+    shared. `open_memory` opens the memory; it is given the answers to what the memory asks: `promised`, `reusable`
+    and `give_up_reusable` (see `BlockMemory`).
+    """
+
+    def __init__(
+        self,
+        open_memory: Callable[..., SectorMemory],
+        windows: Sequence[int | None],
+        block_tokens: int,
+        share_prefixes: bool = True,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.shares = share_prefixes and all(window is None for window in windows)
+        """Whether sequences share the blocks of a common beginning."""
+        self.no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(windows)
+        self._windows = tuple(windows)
+        self._tables: dict[str, BlockTable] = {}
+        self._live: dict[BlockTable, None] = {}  # those with blocks, as a set in order
+        self._waiting: dict[str, int] = {}  # the most tokens of those that have no block yet
+        self._pools: list[BlockPool] = []
+        self._promised: int | None = 0  # sectors; None: to be counted again
+        self._version = 0  # of what could let a sequence have the blocks that it was refused, besides more room
+        self._ledger = AdmissionLedger(())
+        self.memory = open_memory(
+            promised=self.promised_sectors,
+            reusable=self.reusable_sectors,
+            give_up_reusable=self.give_up_reusable,
+        )
+        self._prefixes = [PrefixCache() for _ in windows]
+        self._users: list[dict[int, Sharers]] = [{} for _ in windows]  # of blocks in use that may be shared
+        self._pools = [
+            BlockPool(group, self.memory, prefixes.__contains__, prefixes.forget)
+            for group, prefixes in enumerate(self._prefixes)
+        ]
+        self._ledger = AdmissionLedger([pool.size for pool in self._pools])
+
+    # -- what any thread may call
+
+    def expect(self, sequences: Sequence[str], tokens: int) -> None:
+        """Announce sequences of so many tokens at the most each: weights leave the room that one needs alone.
+
+        Raises `CapacityError` where one never fits, `Overloaded` where it does not while the limit is as it is.
+        """
+        with self.memory.lock:
+            new = [sequence for sequence in sequences if sequence not in self._tables]
+            if not new:
+                return
+            self.memory.require_possible(self._sectors_for(tokens), f"a request of {tokens} tokens")
+            for sequence in new:
+                groups = len(self._windows)
+                demand = Demand(self._blocks_for(tokens), [0] * groups)
+                self._tables[sequence] = BlockTable(tokens, tuple([] for _ in range(groups)), demand)
+                self._waiting[sequence] = tokens
+            self._promised = None
+
+    def forget(self, sequence: str) -> None:
+        """End a sequence: its blocks are free, or kept for reuse. Unknown: nothing happens."""
+        with self.memory.lock:
+            table = self.detach(sequence)
+            if table is not None:
+                self.release(table)
+
+    def promised_sectors(self) -> int:
+        """Count the sectors that live sequences must still get, or the largest waiting one, alone."""
+        if self._promised is None:
+            live = self._ledger.reserved_sectors([pool.free_blocks for pool in self._pools])
+            largest = self._sectors_for(max(self._waiting.values(), default=0))
+            self._promised = max(live, largest - self.memory.used_sectors)
+        return self._promised
+
+    def reusable_sectors(self) -> int:
+        """Count the allocated sectors that hold only blocks kept for reuse."""
+        return sum(pool.reusable_sectors for pool in self._pools)
+
+    def give_up_reusable(self, sectors: int) -> None:
+        """Give up about so many of these."""
+        for pool in self._pools:
+            before = pool.reusable_sectors
+            pool.give_up_reusable(sectors)
+            sectors -= before - pool.reusable_sectors
+        self._promised = None
+
+    # -- what the scheduler calls
+
+    def table(self, sequence: str) -> BlockTable:
+        """Return the blocks of a sequence that was announced."""
+        return self._tables[sequence]
+
+    def detach(self, sequence: str) -> BlockTable | None:
+        """Forget a sequence, but have its blocks be in use until `release`."""
+        with self.memory.lock:
+            self._waiting.pop(sequence, None)
+            self._promised = None
+            return self._tables.pop(sequence, None)
+
+    def release(self, table: BlockTable) -> None:
+        """Have the blocks of a sequence that was detached be free, or kept for reuse. Can be called twice."""
+        with self.memory.lock:
+            if table in self._live:
+                self._release(table)
+
+    def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool) -> int | None:
+        """Give a sequence without blocks those for its first tokens.
+
+        They are those of `tokens` that others have computed (`share`), and up to `most` after these. Returns how many
+        there are of the former; None if there is no room for it now.
+        """
+        with self.memory.lock:
+            table = self._tables[sequence]
+            room = self.memory.room(growing=False)
+            version, room_before, _ = table.refused
+            if version == self._version and room <= room_before:
+                return None
+            self._live[table] = None
+            self._ledger.add(table.demand)
+            cached = self._share_prefix(table, tokens) if share and self.shares else 0
+            if self._extend(table, min(len(tokens), cached + most), growing=False):
+                del self._waiting[sequence]
+                return cached
+            self._release(table)
+            table.refused = self._version, room, 0
+            return None
+
+    def grow(self, table: BlockTable, tokens: int) -> tuple[tuple[int, ...], ...] | None:
+        """Give a live sequence the blocks for `tokens` tokens; return the new ones, None if it has to wait."""
+        with self.memory.lock:
+            before = [len(blocks) for blocks in table.blocks]
+            if not self._extend(table, tokens, growing=True):
+                return None
+            return tuple(tuple(blocks[n:]) for blocks, n in zip(table.blocks, before, strict=True))
+
+    def share_computed(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+        """Let others share the blocks of a sequence that its first `computed` tokens have filled."""
+        with self.memory.lock:
+            for i in range(table.shared, computed // self.block_tokens):
+                name = self._hash(table, tokens, i)
+                for prefixes, users, blocks in zip(self._prefixes, self._users, table.blocks, strict=True):
+                    prefixes.register(name, blocks[i])
+                    if blocks[i] in prefixes:
+                        users[blocks[i]] = frozenset((table.demand,))
+            table.shared = computed // self.block_tokens
+
+    def check(self) -> None:
+        """Recount; raises `IntegrityError`."""
+        with self.memory.lock:
+            for group, pool in enumerate(self._pools):
+                pool.check()
+                tables = [(t.demand, b) for t in self._live for b in t.blocks[group]]
+                users: dict[int, set[Demand]] = {}
+                for demand, block in tables:
+                    users.setdefault(block, set()).add(demand)
+                if len(users) != pool.in_use:
+                    raise IntegrityError(f"{pool.in_use} blocks are in use, tables have {len(users)}")
+                wrong = {b for b, n in self._users[group].items() if users.get(b, set()) != n}
+                wrong |= {b for b, n in users.items() if len(n) > 1 and b not in self._users[group]}
+                if wrong:
+                    raise IntegrityError(f"the users of blocks {sorted(wrong)} are not those whose tables have them")
+                for table in self._live:
+                    alone = sum(len(users[block]) == 1 for block in table.blocks[group])
+                    if table.demand.held[group] != alone:
+                        raise IntegrityError(f"a sequence alone has {alone} blocks, counted {table.demand.held[group]}")
+
+    # -- inside, under the lock
+
+    def _blocks_for(self, tokens: int) -> list[int]:
+        size = self.block_tokens
+        return [-(-(tokens if window is None else min(tokens, window)) // size) for window in self._windows]
+
+    def _sectors_for(self, tokens: int) -> int:
+        return sum(-(-n // pool.size) for n, pool in zip(self._blocks_for(tokens), self._pools, strict=True))
+
+    def _share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
+        """Have a sequence share the blocks that hold its first tokens, but not its last; return how many tokens."""
+        joined: dict[Sharers, Sharers] = {}  # so that blocks of the same users stay so
+        for i in range((len(tokens) - 1) // self.block_tokens):
+            name = self._hash(table, tokens, i)
+            found = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
+            if len(found) < len(self._pools):
+                break
+            for group, block in enumerate(found):
+                before = self._users[group].get(block, NOBODY)
+                if not before:
+                    self._pools[group].reuse(block)
+                after = joined.setdefault(before, before | {table.demand})
+                self._users[group][block] = after
+                self._ledger.share(group, before, after)
+                table.blocks[group].append(block)
+            table.shared += 1
+        self._ledger.give(table.demand, [table.shared] * len(self._pools), alone=False)
+        table.capacity = table.shared * self.block_tokens
+        return table.capacity
+
+    def _hash(self, table: BlockTable, tokens: Sequence[int], block: int) -> bytes:
+        """Return the hash of a full block of a sequence, of which those before it are known."""
+        if block == len(table.hashes):
+            parent = table.hashes[-1] if table.hashes else b""
+            size = self.block_tokens
+            table.hashes.append(block_hash(parent, tokens[block * size : (block + 1) * size]))
+        return table.hashes[block]
+
+    def _extend(self, table: BlockTable, tokens: int, *, growing: bool) -> bool:
+        """Give a sequence the blocks for `tokens` tokens if it may have them; return whether it has them."""
+        wanted = [n - len(blocks) for n, blocks in zip(self._blocks_for(tokens), table.blocks, strict=True)]
+        count = sum(wanted)
+        if not count:
+            table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
+            return True
+        room = self.memory.room(growing=growing)
+        version, room_before, count_before = table.refused
+        if version == self._version and room <= room_before and count >= count_before:
+            return False
+        self._ledger.give(table.demand, wanted)
+        free = [pool.free_blocks - more for pool, more in zip(self._pools, wanted, strict=True)]
+        if self._ledger.reserved_sectors(free) > room or not self._take(table, wanted):
+            self._ledger.give(table.demand, [-more for more in wanted])
+            table.refused = self._version, room, count
+            return False
+        table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
+        self._promised = None
+        self._version += len(self._pools) > 1  # with one kind of layers, what one gets is never of use to another
+        return True
+
+    def _take(self, table: BlockTable, wanted: Sequence[int]) -> bool:
+        """Append so many blocks of each group to a table, or none; return whether there were so many."""
+        taken: list[tuple[int, int]] = []
+        try:
+            for group, count in enumerate(wanted):
+                for _ in range(count):
+                    taken.append((group, self._take_block(self._pools[group])))
+        except CapacityError:  # others were faster: the sequence waits
+            for group, block in taken:
+                self._pools[group].release(block)
+            return False
+        for group, block in taken:
+            table.blocks[group].append(block)
+        return True
+
+    def _take_block(self, pool: BlockPool) -> int:
+        """Take a block: of a reusable sector, what is kept in it is then given up, once enough is kept for reuse."""
+        if pool.free_blocks:
+            return pool.take()
+        reusable = self.reusable_sectors()
+        if pool.reusable_sectors and reusable >= min(self.memory.reusable_limit, self.memory.room(growing=True)):
+            return pool.take_reusable()
+        return pool.take_new()
+
+    def _release(self, table: BlockTable) -> None:
+        """Have none of the blocks of a table be its own; the last ones are the first that are given up."""
+        demand = table.demand
+        left: dict[Sharers, Sharers] = {}
+        for group, (pool, users, blocks) in enumerate(zip(self._pools, self._users, table.blocks, strict=True)):
+            for block in reversed(blocks):
+                before = users.get(block)
+                if before is None:
+                    demand.held[group] -= 1
+                    pool.release(block)
+                    continue
+                after = left.get(before)
+                if after is None:
+                    after = left[before] = before - {demand}
+                self._ledger.share(group, before, after)
+                if after:
+                    users[block] = after
+                else:
+                    del users[block]
+                    pool.release(block)
+            demand.needed[group] += len(blocks)
+            blocks.clear()
+        self._ledger.remove(demand)
+        del self._live[table]
+        table.shared = table.capacity = 0
+        self._promised = None
+        self._version += 1

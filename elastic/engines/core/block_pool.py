@@ -1,0 +1,180 @@
+"""The blocks of one group of layers, in the sectors of memory that it has: free, in use, or kept for reuse."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from elastic.errors import IntegrityError
+
+
+class SectorMemory(Protocol):
+    """Memory in sectors, as `kvcache.storage.paged.BlockMemory` has it."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Re-entrant; held by whoever asks for more than one thing at once."""
+
+    @property
+    def used_sectors(self) -> int:
+        """Sectors that live sequences need."""
+
+    @property
+    def reusable_limit(self) -> int:
+        """Sectors that may stay allocated for reuse alone while there is room for others."""
+
+    def blocks_per_sector(self, group: int) -> int:
+        """Count the blocks that a sector has in each layer of a group."""
+
+    def room(self, *, growing: bool) -> int:
+        """Count the sectors that could be allocated now: for sequences that live (`growing`), or for new ones."""
+
+    def require_possible(self, sectors: int, what: str) -> None:
+        """Raise `CapacityError` if so many are never to be had, `Overloaded` if not while the limit is as it is."""
+
+    def allocate(self, group: int) -> int:
+        """Return the number of one more sector. Raises `CapacityError`, and nothing has changed."""
+
+    def free(self, group: int, sector: int) -> None:
+        """Take a sector back."""
+
+
+class _Sector:
+    """A sector that the group has."""
+
+    __slots__ = ("free", "in_use", "kept", "listed")
+
+    def __init__(self, blocks: range) -> None:
+        self.free = list(reversed(blocks))
+        self.kept: dict[int, None] = {}  # blocks, as a set in order
+        self.in_use = 0
+        self.listed = False  # among those with free blocks
+
+
+class BlockPool:
+    """Guarded by the lock of the memory.
+
+    A sector without a block in use is reusable: live sequences do not need it. Blocks are taken so that there are many
+    such: first what is free or kept in sectors that are needed anyway.
+    """
+
+    def __init__(
+        self, group: int, memory: SectorMemory, kept_for_reuse: Callable[[int], bool], forget: Callable[[int], object]
+    ) -> None:
+        """Hold nothing yet. `kept_for_reuse` says it of a block that comes free; `forget` hears when it is no more."""
+        self.size = memory.blocks_per_sector(group)
+        self._group, self._memory = group, memory
+        self._kept_for_reuse, self._forget = kept_for_reuse, forget
+        self._sectors: dict[int, _Sector] = {}
+        self._open: list[int] = []  # heap of sectors in use with free blocks, low ones first; some may have none left
+        self._kept: dict[int, None] = {}  # blocks kept in sectors in use, the longest unused first
+        self._reusable: dict[int, None] = {}  # sectors, the longest unused first
+        self.in_use = 0
+
+    @property
+    def reusable_sectors(self) -> int:
+        """Count the sectors in which every block is free or kept for reuse."""
+        return len(self._reusable)
+
+    @property
+    def free_blocks(self) -> int:
+        """Count the blocks to be had, kept ones included, in sectors that live sequences need."""
+        return (len(self._sectors) - len(self._reusable)) * self.size - self.in_use
+
+    def take(self) -> int:
+        """Return one of the `free_blocks`, of which there are some; the last, those that are kept, the oldest first."""
+        while self._open:
+            number = self._open[0]
+            sector = self._sectors.get(number)
+            if sector is not None and sector.free and sector.in_use:
+                return self._use(number, sector.free.pop())
+            if sector is not None:
+                sector.listed = False
+            heapq.heappop(self._open)
+        block = next(iter(self._kept))
+        self._forget(block)
+        self.reuse(block)
+        return block
+
+    def take_reusable(self) -> int:
+        """Return a block of the reusable sector that has been one for longest."""
+        number = next(iter(self._reusable))
+        sector = self._sectors[number]
+        if not sector.free:
+            block = next(iter(sector.kept))
+            self._forget(block)
+            del sector.kept[block]
+            sector.free.append(block)
+        return self._use(number, sector.free.pop())
+
+    def take_new(self) -> int:
+        """Return a block of a new sector. Raises `CapacityError`, and nothing has changed."""
+        number = self._memory.allocate(self._group)
+        sector = self._sectors[number] = _Sector(range(number * self.size, (number + 1) * self.size))
+        return self._use(number, sector.free.pop())
+
+    def reuse(self, block: int) -> None:
+        """Have a block that was kept be in use."""
+        number = block // self.size
+        self._kept.pop(block, None)
+        del self._sectors[number].kept[block]
+        self._use(number, block)
+
+    def release(self, block: int) -> None:
+        """Have a block that was in use be kept for reuse, or free."""
+        number = block // self.size
+        sector = self._sectors[number]
+        self.in_use -= 1
+        sector.in_use -= 1
+        if self._kept_for_reuse(block):
+            sector.kept[block] = self._kept[block] = None
+        else:
+            sector.free.append(block)
+            self._list(number, sector)
+        if not sector.in_use:
+            for kept in sector.kept:
+                del self._kept[kept]
+            self._reusable[number] = None
+            if not sector.kept:
+                self._give_back(number)
+
+    def give_up_reusable(self, count: int) -> None:
+        """Forget what so many reusable sectors hold, the longest unused first, and give them back."""
+        for number in list(self._reusable)[: max(0, count)]:
+            self._give_back(number)
+
+    def check(self) -> None:
+        """Recount; raises `IntegrityError`."""
+        for number, sector in self._sectors.items():
+            found = len(sector.free) + len(sector.kept) + sector.in_use
+            if found != self.size:
+                raise IntegrityError(f"sector {number} has {self.size} blocks, {found} of them are accounted for")
+            if (number in self._reusable) is not (sector.in_use == 0):
+                raise IntegrityError(f"sector {number} has {sector.in_use} blocks in use; is it reusable?")
+        in_use = sum(sector.in_use for sector in self._sectors.values())
+        kept = {b for s in self._sectors.values() if s.in_use for b in s.kept}
+        if in_use != self.in_use or kept != self._kept.keys():
+            raise IntegrityError(f"{in_use} blocks are in use, counted {self.in_use}; kept {kept}, {set(self._kept)}")
+
+    def _use(self, number: int, block: int) -> int:
+        sector = self._sectors[number]
+        self.in_use += 1
+        sector.in_use += 1
+        if sector.in_use == 1:  # what is kept in it counts among the blocks to be had now
+            self._reusable.pop(number, None)
+            self._kept.update(sector.kept)
+            self._list(number, sector)
+        return block
+
+    def _list(self, number: int, sector: _Sector) -> None:
+        if sector.free and not sector.listed:
+            sector.listed = True
+            heapq.heappush(self._open, number)
+
+    def _give_back(self, number: int) -> None:
+        for block in self._sectors.pop(number).kept:
+            self._forget(block)
+        del self._reusable[number]
+        self._memory.free(self._group, number)

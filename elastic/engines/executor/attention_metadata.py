@@ -1,0 +1,140 @@
+"""Index tensors of one batch for attention: which tokens are whose, and where their keys and values are.
+
+Sequences with one new token are computed together: their block tables are padded to the length of the longest, in
+groups whose lengths differ by less than two. The others, prompts or parts of them, are computed one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.input_batch import BatchTokens, BlockTable, Ints
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one new token each."""
+
+    count: int
+    at: torch.Tensor | None
+    """[count]: their tokens in the batch; None: all of it, in order."""
+    read: torch.Tensor
+    """The layout's index of their blocks, each table padded with its first block."""
+    mask: torch.Tensor
+    """[count, 1, 1, blocks * tokens per block]: 0 for tokens that are seen, else minus infinity."""
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """A sequence with several new tokens."""
+
+    at: slice
+    """Its tokens in the batch."""
+    read: torch.Tensor | None
+    """The layout's index of its blocks; None: it holds no token yet."""
+    past: torch.Tensor | slice
+    """The slots of those tokens before that the new ones see, in the order of the text."""
+    mask: torch.Tensor | None
+    """[new, past + new]: whether each is seen; None: every token before it, with no past."""
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One batch, as the layers of one group see it."""
+
+    decodes: tuple[DecodeGroup, ...]
+    prompts: tuple[PromptChunk, ...]
+    write: torch.Tensor
+    """The layout's index of the new tokens."""
+    written: torch.Tensor | None
+    """[tokens]: those of the batch that are written; None: all."""
+
+
+class MetadataBuilder:
+    """Makes the metadata of a group of layers; what did not change since the step before is used again."""
+
+    def __init__(self, layout: BlockLayout, table: BlockTable, device: torch.device, dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._table = table
+        self._device = device
+        self._dtype = dtype
+        self._reads: dict[tuple[bytes, int], torch.Tensor] = {}  # of decode groups: rows, blocks -> index
+        self._version = -1  # of the table, when these were made
+        self._slots = torch.arange(0)
+
+    def build(self, batch: BatchTokens) -> AttentionMetadata:
+        """Return the metadata of a batch. Its parts may be made in several threads at a time."""
+        single = batch.counts == 1
+        first = batch.first
+        write, written = self._write_index(batch)
+        prompts = tuple(self._prompt(batch, i, int(first[i])) for i in np.flatnonzero(~single).tolist())
+        return AttentionMetadata(self._decode_groups(batch, single, first), prompts, write, written)
+
+    def _decode_groups(self, batch: BatchTokens, single: np.ndarray, first: Ints) -> tuple[DecodeGroup, ...]:
+        sizes = np.frexp(self._table.counts[batch.rows])[1]  # the length of a count in bits
+        alike = [np.flatnonzero(single & (sizes == size)) for size in np.unique(sizes[single])]
+        if len(alike) == 1 and len(alike[0]) == len(batch.rows):
+            return (self._decode(batch.rows, batch.starts, None),)
+        return tuple(self._decode(batch.rows[i], batch.starts[i], self._to_device(first[i])) for i in alike)
+
+    def _decode(self, rows: Ints, starts: Ints, at: torch.Tensor | None) -> DecodeGroup:
+        table = self._table
+        longest = int(table.counts[rows].max())
+        seen = starts + 1 if table.window is None else np.minimum(starts + 1, table.window)
+        slots = longest * table.block_tokens
+        if len(self._slots) < slots:
+            self._slots = torch.arange(2 * slots, device=self._device)
+        mask = torch.zeros(len(rows), slots, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._slots[:slots] >= self._to_device(seen)[:, None], -torch.inf)
+        return DecodeGroup(len(rows), at, self._read_index(rows, longest), mask[:, None, None])
+
+    def _read_index(self, rows: Ints, blocks: int) -> torch.Tensor:
+        """Return the index that reads so many blocks of each row, [rows * blocks * …]."""
+        table = self._table
+        if table.version != self._version:
+            self._reads, self._version = {}, table.version
+        key = rows.tobytes(), blocks
+        index = self._reads.get(key)
+        if index is None:
+            tables = table.blocks[rows, :blocks]
+            if (table.counts[rows] < blocks).any():
+                tables = np.where(np.arange(blocks) < table.counts[rows, None], tables, tables[:, :1])
+            index = self._reads[key] = self._layout.read_index(self._to_device(tables))
+        return index
+
+    def _prompt(self, batch: BatchTokens, i: int, first: int) -> PromptChunk:
+        table, row = self._table, int(batch.rows[i])
+        start, count = int(batch.starts[i]), int(batch.counts[i])
+        window = table.window
+        at = slice(first, first + count)
+        seen = start if window is None else min(start, window - 1)
+        if not seen and (window is None or count <= window):
+            return PromptChunk(at, None, slice(0, 0), None)
+        read = past = None
+        if seen:
+            used = int(table.counts[row]) if window is not None else -(-start // table.block_tokens)
+            read = self._layout.read_index(self._to_device(table.blocks[row : row + 1, :used]))
+            past = None if window is None else self._to_device(table.slots(np.arange(start - seen, start)))
+        ago = seen + torch.arange(count)[:, None] - torch.arange(seen + count)
+        visible = ago >= 0 if window is None else (ago >= 0) & (ago < window)
+        return PromptChunk(at, read, slice(0, seen) if past is None else past, visible.to(self._device))
+
+    def _write_index(self, batch: BatchTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Make the index of the tokens that are written; of more than a window, those that are seen afterwards."""
+        table, counts = self._table, batch.counts
+        positions = batch.positions()
+        rows = batch.rows if batch.only_single else np.repeat(batch.rows, counts)
+        written = None
+        if table.window is not None and (counts > table.window).any():
+            kept = np.flatnonzero(positions >= np.repeat(batch.starts + counts - table.window, counts))
+            positions, rows, written = positions[kept], rows[kept], self._to_device(kept)
+        blocks, offsets = np.divmod(table.slots(positions), table.block_tokens)
+        physical = self._to_device(table.blocks[rows, blocks])
+        return self._layout.write_index(physical, self._to_device(offsets)), written
+
+    def _to_device(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)

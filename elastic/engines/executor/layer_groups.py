@@ -1,0 +1,32 @@
+"""Layers whose caches grow together: those of one kind of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import ConfigError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one kind."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    """How many tokens they see; None: all. The token at position p is in slot p modulo the window."""
+
+
+def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
+    """Group the layers of a model by its text config, in the order of their first layers. Raises `ConfigError`."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise ConfigError(f"its layers are of kinds {unknown}; continuous batching knows full and sliding ones")
+    layers: dict[str, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        layers.setdefault(kind, []).append(layer)
+    return tuple(LayerGroup(tuple(members), window if kind == SLIDING else None) for kind, members in layers.items())

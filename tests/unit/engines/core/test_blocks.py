@@ -1,0 +1,200 @@
+"""Tables over sectors: what is free is taken first where it costs no memory, what is shared lies there once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.prefix_cache import block_hash
+from elastic.errors import CapacityError, Overloaded
+from support.serving.simulated_executor import SimulatedMemory
+
+
+def blocks_of(
+    *windows: int | None, sectors: int = 8, size: int = 4, share: bool = True
+) -> tuple[BlockManager, SimulatedMemory]:
+    """A manager of blocks of 4 tokens, and its memory."""
+    memory = functools.partial(SimulatedMemory, sectors, (size,) * len(windows))
+    manager = BlockManager(memory, windows, 4, share)
+    made: Any = manager.memory
+    return manager, made
+
+
+def admit(manager: BlockManager, name: str, tokens: list[int], most: int = 100) -> int | None:
+    """Announce a sequence that comes to hold 4 tokens more, and give it blocks; return how many were there."""
+    manager.expect([name], len(tokens) + 4)
+    cached = manager.admit(name, tokens, most, share=True)
+    manager.check()
+    return cached
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    manager, _ = blocks_of(None)
+    tokens = list(range(12))
+    assert admit(manager, "a", tokens) == 0
+    manager.share_computed(manager.table("a"), tokens, 12)
+    assert admit(manager, "b", tokens) == 8
+    assert admit(manager, "c", [*tokens, 99]) == 12
+    assert admit(manager, "d", [*tokens[:6], 99, 99, 99]) == 4
+
+
+def test_shared_blocks_lie_there_once_and_until_the_last_user_ends() -> None:
+    manager, memory = blocks_of(None, size=1)
+    tokens = list(range(9))
+    admit(manager, "a", tokens)
+    manager.share_computed(manager.table("a"), tokens, 9)
+    before = memory.used_sectors
+    admit(manager, "b", tokens)
+    assert memory.used_sectors == before + 1, "the two blocks of the beginning are the same"
+    assert manager.table("a").blocks[0][:2] == manager.table("b").blocks[0][:2]
+    manager.forget("a")
+    manager.check()
+    assert memory.used_sectors == before
+    manager.forget("b")
+    assert memory.used_sectors == 0
+    assert manager.reusable_sectors() == 2, "kept for the next"
+
+
+def test_blocks_kept_for_reuse_are_given_up_the_end_of_a_beginning_first() -> None:
+    manager, memory = blocks_of(None, sectors=4, size=1)
+    tokens = list(range(12))
+    admit(manager, "a", tokens)
+    manager.share_computed(manager.table("a"), tokens, 12)
+    manager.forget("a")
+    assert manager.reusable_sectors() == 3
+    assert admit(manager, "other", [77] * 4) == 0
+    assert manager.reusable_sectors() == 2
+    manager.forget("other")
+    assert admit(manager, "again", tokens) == 8
+    assert memory.used_sectors == 3
+
+
+def test_what_sectors_in_use_have_is_taken_before_more_memory() -> None:
+    manager, memory = blocks_of(None, size=4)
+    tokens = list(range(8))
+    admit(manager, "stays", [5])
+    admit(manager, "goes", tokens)
+    manager.share_computed(manager.table("goes"), tokens, 8)
+    manager.forget("goes")
+    assert admit(manager, "next", [6] * 12) == 0
+    assert memory.used_sectors == 1
+    assert manager.reusable_sectors() == 0
+
+
+def test_what_is_kept_for_reuse_grows_to_its_limit_and_no_further() -> None:
+    manager, memory = blocks_of(None, sectors=8, size=1)
+    for name in range(6):
+        tokens = [name] * 5
+        admit(manager, str(name), tokens)
+        manager.share_computed(manager.table(str(name)), tokens, 4)
+        manager.forget(str(name))
+    assert manager.reusable_sectors() == memory.reusable_limit == 4
+    assert sum(map(len, memory.allocated)) == 4
+    assert admit(manager, "last", [5] * 5) == 4
+    assert admit(manager, "first", [0] * 5) == 0
+
+
+def test_memory_gets_back_so_many_reusable_sectors_as_it_asks_for_the_oldest_first() -> None:
+    manager, memory = blocks_of(None, size=1)
+    for name in ("old", "new"):
+        tokens = [ord(letter) for letter in name * 3]
+        admit(manager, name, tokens)
+        manager.share_computed(manager.table(name), tokens, 9)
+        manager.forget(name)
+    manager.give_up_reusable(2)
+    manager.check()
+    assert sum(map(len, memory.allocated)) == 2
+    assert admit(manager, "new", [ord(letter) for letter in "new" * 3]) == 8
+    assert admit(manager, "old", [ord(letter) for letter in "old" * 3]) == 0
+
+
+def test_a_sliding_window_is_a_ring_of_blocks_and_shares_none() -> None:
+    manager, _ = blocks_of(6, None)
+    tokens = list(range(20))
+    admit(manager, "a", tokens)
+    assert [len(blocks) for blocks in manager.table("a").blocks] == [2, 5]
+    manager.share_computed(manager.table("a"), tokens, 0)
+    assert not manager.shares
+    assert manager.grow(manager.table("a"), 24) == ((), (manager.table("a").blocks[1][-1],))
+    assert admit(manager, "b", tokens) == 0
+
+
+def test_a_prompt_shares_nothing_where_sharing_is_off() -> None:
+    manager, _ = blocks_of(None, share=False)
+    assert not manager.shares
+    admit(manager, "a", list(range(9)))
+    assert admit(manager, "b", list(range(9))) == 0
+
+
+def test_who_would_keep_others_from_ending_waits_until_something_has_come_free() -> None:
+    manager, _ = blocks_of(None, sectors=4, size=1)
+    assert admit(manager, "a", [1] * 8) == 0
+    assert admit(manager, "b", [2] * 8, most=4) == 0
+    assert manager.grow(manager.table("b"), 8) is None, "neither could end then: each lacks one more"
+    assert manager.promised_sectors() == 1
+    assert admit(manager, "c", [3]) is None
+    assert manager.grow(manager.table("a"), 12) is not None
+    assert manager.grow(manager.table("b"), 8) is None
+    manager.forget("a")
+    assert manager.grow(manager.table("b"), 8) is not None
+    assert manager.admit("c", [3], 1, share=True) == 0
+    manager.check()
+
+
+def test_a_larger_limit_lets_in_who_was_refused() -> None:
+    manager, memory = blocks_of(None, sectors=4, size=1)
+    manager.expect(["a", "b"], 8)
+    memory.limit = 2
+    assert manager.admit("a", [1] * 8, 8, share=True) == 0
+    assert manager.admit("b", [2] * 8, 8, share=True) is None
+    memory.limit = 4
+    assert manager.admit("b", [2] * 8, 8, share=True) == 0
+
+
+def test_sequences_that_cannot_fit_are_refused_at_once_and_not_noted() -> None:
+    manager, memory = blocks_of(None, sectors=4, size=1)
+    with pytest.raises(CapacityError, match="a request of 17 tokens never fits"):
+        manager.expect(["a"], 17)
+    memory.limit = 2
+    with pytest.raises(Overloaded):
+        manager.expect(["a"], 16)
+    assert manager.promised_sectors() == 0
+    memory.limit = 4
+    manager.expect(["a", "b"], 16)
+    assert manager.promised_sectors() == 4, "the room that the larger one needs alone"
+    manager.forget("a")
+    manager.forget("b")
+    assert manager.promised_sectors() == 0
+
+
+def test_memory_that_is_gone_when_it_is_asked_for_leaves_the_tables_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, memory = blocks_of(None, size=1)
+    admit(manager, "a", [1] * 4)
+    allocate, left = memory.allocate, [2]
+
+    def fail_after_two(group: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise CapacityError("others were faster", requested_bytes=1, free_bytes=0, total_bytes=8)
+        return allocate(group)
+
+    manager.expect(["b"], 20)
+    monkeypatch.setattr(memory, "allocate", fail_after_two)
+    assert manager.admit("b", [2] * 16, 16, share=True) is None
+    manager.check()
+    assert memory.used_sectors == 1
+    monkeypatch.undo()
+    manager.forget("a")
+    assert manager.admit("b", [2] * 16, 16, share=True) == 0
+
+
+def test_a_block_is_named_by_all_tokens_up_to_its_end() -> None:
+    first, other = block_hash(b"", [1, 2]), block_hash(b"", [2, 1])
+    assert first != other
+    assert block_hash(first, [3, 4]) != block_hash(other, [3, 4])
+    assert block_hash(first, [3, 4]) == block_hash(first, (3, 4))

@@ -1,0 +1,115 @@
+"""Steps made by hand: whatever the cut of a text into chunks, the tokens are those of the plain model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from elastic.engines.base import Request
+from elastic.engines.core.step import Chunk, SequenceState, Step
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.layer_groups import layer_groups
+from elastic.engines.executor.model_runner import ModelRunner
+from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from support import architectures
+from support.serving.generations import SERVED, continuation, prompts, same_unless_close
+from support.wrapped_model import small
+
+
+class HandMadeSteps:
+    """A runner, and blocks that are dealt out one after another and never come back."""
+
+    def __init__(self, model: Any, layout: str = "head_centric", block_tokens: int = 8) -> None:
+        config = model.config.get_text_config(decoder=True)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        shape = BlockShape(block_tokens, heads, dim)
+        self.groups = layer_groups(config)
+        (kv,) = model.elastic.kv.memory.shares()
+        sizes = [BlockGroup(group.layers, shape.elements * model.dtype.itemsize) for group in self.groups]
+        self.memory = BlockMemory(kv, sizes)
+        self.runner = ModelRunner(model, self.memory, self.groups, LAYOUTS[layout](shape))
+        self.block_tokens = block_tokens
+        self.free: list[list[int]] = [[] for _ in self.groups]
+        self.held: dict[str, list[int]] = {}
+        self.number = 0
+
+    def close(self) -> None:
+        self.runner.close()
+        self.memory.close()
+
+    def take(self, group: int, count: int) -> tuple[int, ...]:
+        while len(self.free[group]) < count:
+            size = self.memory.blocks_per_sector(group)
+            sector = self.memory.allocate(group)
+            self.free[group] += range(sector * size, (sector + 1) * size)
+        return tuple(self.free[group].pop() for _ in range(count))
+
+    def chunk(self, sequence: str, start: int, tokens: Sequence[int], samples: bool) -> Chunk:
+        held = self.held.setdefault(sequence, [0] * len(self.groups))
+        blocks = []
+        for group, (layers, have) in enumerate(zip(self.groups, held, strict=True)):
+            needed = -(-min(start + len(tokens), layers.window or 10**9) // self.block_tokens)
+            blocks.append(self.take(group, max(0, needed - have)))
+            held[group] = max(needed, have)
+        return Chunk(sequence, start, tuple(tokens), samples, tuple(blocks))
+
+    def run(self, chunks: Sequence[Chunk], added: Sequence[SequenceState] = ()) -> Any:
+        self.number += 1
+        return self.runner.execute(Step(self.number, 0, tuple(chunks), tuple(added))).result()
+
+
+@pytest.fixture
+def steps(wrapped: Any) -> Iterator[Any]:
+    """steps(model, …): a runner over a wrapped model; it gives its memory back when the test ends."""
+    made: list[HandMadeSteps] = []
+
+    def make(model: Any, **options: Any) -> HandMadeSteps:
+        wrapped(model, small(16 << 20))
+        made.append(HandMadeSteps(model, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def decode(steps: HandMadeSteps, requests: Sequence[Request], most: int, choose: random.Random) -> list[list[int]]:
+    """Compute all of them in steps of random chunks, in random company."""
+    texts = [list(request.prompt) for request in requests]
+    computed, known = [0] * len(requests), [False] * len(requests)
+    while any(len(t) < len(r.prompt) + r.max_tokens for t, r in zip(texts, requests, strict=True)):
+        chunks, added, sampling = [], [], []
+        for i, request in enumerate(requests):
+            left = len(texts[i]) - computed[i]
+            if len(texts[i]) == len(request.prompt) + request.max_tokens or choose.random() < 0.2:
+                continue
+            count = choose.randint(1, min(left, most))
+            if not known[i]:
+                added.append(SequenceState(request.id, request, 0, 0))
+                known[i] = True
+            new = texts[i][computed[i] : computed[i] + count]
+            chunks.append(steps.chunk(request.id, computed[i], new, samples=count == left))
+            computed[i] += count
+            if count == left:
+                sampling.append(i)
+        if chunks:
+            result = steps.run(chunks, added)
+            for i, sampled in zip(sampling, result.sampled, strict=True):
+                texts[i].append(sampled.token)
+    return [text[len(request.prompt) :] for text, request in zip(texts, requests, strict=True)]
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_any_chunks_in_any_company_give_the_tokens_of_the_plain_model(name: str, layout: str, steps: Any) -> None:
+    model = architectures.build(name)
+    asked = prompts([1, 8, 9, 40, 70], architectures.VOCAB)
+    expected = [continuation(model, prompt, 12) for prompt in asked]
+    made = steps(model, layout=layout, block_tokens=12 if layout == "token_major" else 8)
+    got = decode(made, [Request(prompt, 12) for prompt in asked], 30, random.Random(name + layout))
+    for prompt, tokens, plain in zip(asked, got, expected, strict=True):
+        assert tokens == plain or same_unless_close(model, prompt, tokens)

@@ -1,0 +1,130 @@
+"""Draws: of the distribution that a rule leaves, told here by sorting, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.engines.base import Request, Sampling
+from elastic.engines.sampling.draw import draw
+from elastic.engines.sampling.random_numbers import uniforms
+from elastic.engines.sampling.state import SamplingState
+
+RULES = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([None, 1, 2, 7, 40, 10_000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+)
+SIZES = st.sampled_from([2, 33, 500, 3000])
+SEEDS = st.integers(0, 2**32)
+
+
+def state(rule: Sampling, seed: int = 0, position: int = 0) -> SamplingState:
+    return SamplingState(Request((1,), 9, rule), seed, [0] * position)
+
+
+def scores(rows: int, vocabulary: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def distribution(logits: torch.Tensor, rule: Sampling) -> np.ndarray:
+    """Temperature, min_p, top_k, top_p, one after another, in float64."""
+    scaled = logits.double().numpy() / rule.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights)
+    kept = order[weights[order] >= rule.min_p][: rule.top_k]
+    total = weights[kept].sum()
+    before = np.cumsum(weights[kept]) - weights[kept]
+    kept = kept[before < rule.top_p * total] if rule.top_p < 1 else kept
+    left = np.zeros_like(weights)
+    left[kept] = weights[kept]
+    return left / left.sum()
+
+
+@given(RULES, SIZES, SEEDS, st.integers(0, 40))
+def test_a_token_is_the_inverse_of_the_cumulative_distribution(
+    rule: Sampling, vocabulary: int, seed: int, position: int
+) -> None:
+    logits, drawn = scores(1, vocabulary, seed), state(rule, seed, position)
+    sums = np.cumsum(distribution(logits[0], rule))
+    number = uniforms([drawn.key], [position])[0]
+    (token,) = draw(logits, [drawn])
+    near = 1e-5  # of float32 against float64
+    assert (sums[token - 1] if token else 0) - near <= number <= sums[token] + near
+
+
+@given(st.lists(st.tuples(RULES, SEEDS, st.integers(0, 9)), min_size=2, max_size=6), SIZES, SEEDS)
+def test_a_token_does_not_depend_on_the_batch(
+    rows: list[tuple[Sampling, int, int]], vocabulary: int, seed: int
+) -> None:
+    logits, states = scores(len(rows), vocabulary, seed), [state(*row) for row in rows]
+    alone = [draw(logits[row : row + 1], [states[row]])[0] for row in range(len(rows))]
+    assert draw(logits, states) == alone
+    assert draw(logits.flip(0), states[::-1]) == alone[::-1]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Sampling(1.0),
+        Sampling(0.6),
+        Sampling(1.0, top_k=5),
+        Sampling(1.3, top_p=0.8),
+        Sampling(1.0, min_p=0.1),
+        Sampling(0.9, top_k=12, top_p=0.95, min_p=0.02),
+    ],
+    ids=str,
+)
+def test_draws_have_the_distribution_of_the_rule(rule: Sampling) -> None:
+    draws, logits = 20_000, scores(1, 24, 5, 1.5)
+    probabilities = distribution(logits[0], rule)
+    tokens = draw(logits.expand(draws, -1), [state(rule, seed) for seed in range(draws)])
+    counts, possible = np.bincount(tokens, minlength=24), probabilities > 0
+    assert counts[~possible].sum() == 0
+    expected = probabilities[possible] * draws
+    chi_square = ((counts[possible] - expected) ** 2 / expected).sum()
+    freedom = possible.sum() - 1
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 10
+
+
+@given(SIZES, SEEDS)
+def test_the_coldest_is_the_likeliest_and_the_hottest_is_any(vocabulary: int, seed: int) -> None:
+    logits = scores(1, vocabulary, seed)
+    logits[0, 0] = -math.inf
+    logits[0, 1] += 40
+    assert draw(logits, [state(Sampling(1e-300), seed)]) == [1]
+    (token,) = draw(logits, [state(Sampling(1e300), seed)])
+    assert token != 0
+    assert token == 1 + int(uniforms([state(Sampling(), seed).key], [0])[0] * (vocabulary - 1))
+
+
+def test_tokens_as_likely_as_the_last_stay() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 3.0]])
+    for rule in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.1), Sampling(1.0, min_p=1.0)):
+        drawn = {draw(logits, [state(rule, seed)])[0] for seed in range(100)}
+        assert drawn == {1, 3, 4}
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.25, 2), (1 - 2**-53, 2)])
+def test_a_number_on_a_bound_takes_the_token_behind_it(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.engines.sampling.draw.uniforms", lambda keys, _: np.full(len(keys), number))
+    logits = torch.tensor([[0.0, 0.25, 0.75, 0.0]]).log()
+    assert draw(logits, [state(Sampling(1.0))]) == [token]
+
+
+def test_a_row_without_a_distribution_is_told_apart() -> None:
+    logits = torch.zeros(3, 4)
+    logits[0, 2], logits[1] = math.nan, -math.inf
+    states = [state(Sampling(1.0, top_p=0.5, top_k=3)), state(Sampling(0.5)), state(Sampling(1.0))]
+    tokens = draw(logits, states)
+    assert tokens[:2] == [4, 4]
+    assert tokens[2] < 4
