@@ -5,23 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from support.serving.live_server import NAME
-from support.serving.tool_calls import CALLED, CHATTING, obedient, serving
+from support.serving.tool_calls import CALLED, CHATTING, CLOCK, WEATHER, obedient, serving
 
 langchain_openai = pytest.importorskip("langchain_openai")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-class weather(BaseModel):  # noqa: N801: the name of the tool
-    """Tells the weather."""
-
-    city: str = Field(description="where")
-
-
-class clock(BaseModel):  # noqa: N801
-    """Tells the time."""
 
 
 class Place(BaseModel):
@@ -47,7 +37,7 @@ def test_an_answer_whole_and_in_a_stream() -> None:
 def test_bound_tools_are_called() -> None:
     expected = [("weather", {"city": "Oslo"}), ("clock", {})]
     with serving(obedient(CALLED)) as (_, server):
-        model = chat(server.url).bind_tools([weather, clock])
+        model = chat(server.url).bind_tools([WEATHER, CLOCK])
         answer = model.invoke("How is the weather?")
         assert [(call["name"], call["args"]) for call in answer.tool_calls] == expected
         summed = None
@@ -64,7 +54,7 @@ def test_the_answer_of_a_tool_goes_back() -> None:
     call = {"name": "weather", "args": {"city": "Oslo"}, "id": "call_1"}
     messages = [HumanMessage("Weather?"), AIMessage("", tool_calls=[call]), ToolMessage("3", tool_call_id="call_1")]
     with serving(engine) as (_, server):
-        assert chat(server.url).bind_tools([weather]).invoke(messages).content == "Cold."
+        assert chat(server.url).bind_tools([WEATHER]).invoke(messages).content == "Cold."
     assert "<tool>3(call_1)</tool>" in CHATTING.decode(engine.requests[0].prompt)
 
 
@@ -78,13 +68,13 @@ def test_structured_output(method: str) -> None:
 def test_a_choice_of_tools() -> None:
     with serving(obedient()) as (_, server):
         for choice, name in (("required", "weather"), ("clock", "clock")):
-            model = chat(server.url).bind_tools([weather, clock], tool_choice=choice)
+            model = chat(server.url).bind_tools([WEATHER, CLOCK], tool_choice=choice)
             assert [call["name"] for call in model.invoke("x").tool_calls] == [name]
 
 
 def test_responses() -> None:
     with serving(obedient(CALLED)) as (_, server):
-        model = chat(server.url, use_responses_api=True).bind_tools([weather, clock])
+        model = chat(server.url, use_responses_api=True).bind_tools([WEATHER, CLOCK])
         answer = model.invoke("How is the weather?")
         assert [call["name"] for call in answer.tool_calls] == ["weather", "clock"]
         assert answer.text.strip() == "Let me see."
