@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.cli.inputs.checks import read_text, require_at_least, require_characters
 from elastic.config import SLO, Place, parse_bytes
-from elastic.engines.base import Engine
+from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
@@ -110,7 +110,7 @@ def serve(options: Namespace) -> int:
         max_model_len = _max_model_len(model, options)
         elastic.wrap(model.to(device), **chosen)
         stack.callback(elastic.unwrap, model)
-        engine = make_engine(model, options)
+        engine, grammars = make_engine(model, tokenizer, options)
         stack.callback(engine.stop, drain=False)
         app = create_app(
             engine,
@@ -123,6 +123,7 @@ def serve(options: Namespace) -> int:
             max_body=options.max_body,
             body_timeout_s=options.body_timeout,
             sampling_defaults=sampling_defaults(model, options.generation_config),
+            grammars=grammars,
             tool_call_parser=options.tool_call_parser,
             allowed_origins=options.allowed_origins,
         )
@@ -136,11 +137,15 @@ def serve(options: Namespace) -> int:
         )
 
 
-def make_engine(model: Any, options: Namespace) -> Engine:
-    """Make the engine that serves the model, not started yet."""
+def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine, GrammarCompiler | None]:
+    """Make the engine that serves the model, not started yet, and its compiler of grammars if answers can end."""
     from elastic.engines.continuous.engine import ContinuousEngine
+    from elastic.engines.stopping import end_tokens
+    from elastic.engines.structured import LlguidanceCompiler
 
-    return ContinuousEngine(model, max_queue=options.max_queue)
+    ends = dict.fromkeys([*end_tokens(model), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
+    grammars = LlguidanceCompiler(tokenizer, tuple(ends)) if ends else None
+    return ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars), grammars
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, float]:

@@ -1,17 +1,22 @@
 """`GET /metrics` for Prometheus.
 
 Latencies of requests are histograms under the names that OpenTelemetry's semantic conventions for generative AI give
-them (`gen_ai_server_*`), with their buckets. The state of scheduler and cache has no standard name: each server has its
-own prefix before much the same words. Elastic's are vLLM's words after `elastic_` (docs/serving.md has the table).
-Everything but the histograms is read when it is scraped.
+them (`gen_ai_server_*`), with their buckets. What has no standard name has vLLM's words after `elastic_`, so that a
+relabelling makes all of them vLLM's (`docs/grafana/vllm_relabel.yml`). Everything but the histograms and the count of
+finish reasons is read when it is scraped.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 
 from elastic.engines.base import Engine
 from elastic.server.generation.collector import Collector
@@ -23,11 +28,42 @@ _PROVIDER = "elastic"
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _DURATION_S = tuple(0.01 * 2**i for i in range(14))
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _HISTOGRAMS = (
     ("time_to_first_token", "From a request's arrival to its first token.", _TTFT_S),
     ("time_per_output_token", "Per token after the first, of a request.", _TPOT_S),
     ("request_duration", "From arrival to the last token.", _DURATION_S),
 )
+_OF_REQUESTS = {
+    "request_queue_time_seconds": ("From arrival to the first forward pass.", _DURATION_S),
+    "request_prefill_time_seconds": ("From the first forward pass to the first token.", _DURATION_S),
+    "request_decode_time_seconds": ("From the first token to the last.", _DURATION_S),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens that an answer might have had.", _TOKENS),
+}
+
+
+class InterTokenLatency:
+    """A histogram of the gaps between the tokens of answers: each costs little, as there is one for each token."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._counts = [0] * (len(_TPOT_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        """Count a gap. Called on the event loop."""
+        self._counts[bisect_left(_TPOT_S, gap_s)] += 1
+        self._sum_s += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram."""
+        help = "From tokens of an answer to its next ones."
+        family = HistogramMetricFamily("elastic_inter_token_latency_seconds", help, labels=["model_name"])
+        bounds = [*map(str, _TPOT_S), "+Inf"]
+        family.add_metric([self._name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum_s)
+        yield family
 
 
 class Metrics:
@@ -40,6 +76,16 @@ class Metrics:
             Histogram(f"gen_ai_server_{what}_seconds", help, _LABELS, buckets=buckets, registry=self._registry)
             for what, help, buckets in _HISTOGRAMS
         )
+        self._of_requests = {
+            what: Histogram(f"elastic_{what}", help, ("model_name",), buckets=buckets, registry=self._registry)
+            for what, (help, buckets) in _OF_REQUESTS.items()
+        }
+        self._success = Counter(
+            "elastic_request_success", "Answers by why they ended.", ("model_name", "finished_reason"),
+            registry=self._registry,
+        )  # fmt: skip
+        self.inter_token_latency = InterTokenLatency(name)
+        self._registry.register(self.inter_token_latency)
         self._registry.register(Collector(engine, name))
         ProcessCollector(registry=self._registry)
 
@@ -53,6 +99,18 @@ class Metrics:
         self._duration.labels(*labels).observe(max(0.0, last.at_s - arrived))
         if answer.generated > 1:
             self._tpot.labels(*labels).observe(max(0.0, last.at_s - first) / (answer.generated - 1))
+        scheduled = first if answer.scheduled_s is None else answer.scheduled_s
+        self._observe("request_queue_time_seconds", scheduled - arrived)
+        self._observe("request_prefill_time_seconds", first - scheduled)
+        self._observe("request_decode_time_seconds", last.at_s - first)
+        self._observe("request_prompt_tokens", len(answer.request.prompt))
+        self._observe("request_generation_tokens", answer.generated)
+        self._observe("request_max_num_generation_tokens", answer.request.max_tokens)
+        reason = last.finish if last.finish == "length" else "stop"
+        self._success.labels(self._name, reason).inc()
+
+    def _observe(self, what: str, value: float) -> None:
+        self._of_requests[what].labels(self._name).observe(max(0.0, value))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return the text of a scrape and its content type, in the format that the `Accept` header asks for."""

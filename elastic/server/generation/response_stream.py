@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,6 +106,8 @@ class ChoiceStream:
         """The news that it has ended."""
         self.scheduled_s: float | None = None
         self.first_s: float | None = None
+        self.last_s: float | None = None
+        """When its first and its last tokens were there."""
         self.tokens = 0
         """Generated, as far as they were read; after a stop string, those up to its end."""
         self.generated = 0
@@ -128,20 +130,23 @@ class ChoiceStream:
         """True when the client got all that it asked for."""
         return self._stops.found is not None or (self.last is not None and self.last.finish in ("stop", "length"))
 
-    def take(self, output: Output) -> None:
-        """Take news from the engine, on the event loop."""
+    def take(self, output: Output) -> float | None:
+        """Take news from the engine, on the event loop; return the seconds since the tokens before, if there were."""
         self.generated += len(output.tokens)
+        before_s = self.last_s
+        if output.tokens:
+            self.last_s = output.at_s or time.perf_counter()
         if self._options.generate:
             self.unread.extend(zip_longest(output.tokens, output.logprobs))
         if output.tokens and self.first_s is None:
-            self.first_s = output.at_s or time.perf_counter()
-            self.scheduled_s = output.scheduled_s
+            self.first_s, self.scheduled_s = self.last_s, output.scheduled_s
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish:
             self.last = output
+        return None if before_s is None or self.last_s is None or not output.tokens else self.last_s - before_s
 
     def read(self) -> TextDelta | None:
         """Return what is new, if anything. Raises `APIError` if the engine gave up on the request."""
@@ -211,16 +216,16 @@ class ResponseStream:
         answers: Sequence[ChoiceStream],
         queue: LoopQueue,
         on_end: Callable[[ChoiceStream], None],
-        tokens: Counter[int],
+        on_tokens: Callable[[Output, float | None], None],
         *,
         eager: bool,
     ) -> None:
         """`answers` has those of a request one after the other.
 
-        `tokens` counts those generated, by the index of their weights in `Engine.weights`.
+        `on_tokens` is told each output, and the seconds since the tokens before of the same answer.
         """
         self.answers = tuple(answers)
-        self._engine, self._queue, self._on_end, self._tokens = engine, queue, on_end, tokens
+        self._engine, self._queue, self._on_end, self._on_tokens = engine, queue, on_end, on_tokens
         self._eager = eager
         self._submitted: dict[str, list[ChoiceStream]] = {}
         """Requests of the engine that may still run, and their answers."""
@@ -243,8 +248,7 @@ class ResponseStream:
 
         def take(output: Output) -> None:
             answer = answers[output.index]
-            answer.take(output)
-            self._tokens[output.weights] += len(output.tokens)
+            self._on_tokens(output, answer.take(output))
             if output.finish:
                 self._on_end(answer)
             if self._eager or output.finish:

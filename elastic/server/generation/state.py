@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from elastic.engines.base import Engine, GrammarCompiler, Request
+from elastic.engines.base import Engine, GrammarCompiler, Output, Request
 from elastic.server.generation.bodies import Bodies
 from elastic.server.generation.metrics import Metrics, Operation
 from elastic.server.generation.request_builder import RequestBuilder
@@ -112,7 +112,13 @@ class ServerState:
                 answers.append(ChoiceStream(len(answers), request, self._tokenizer, options, first))
                 first = first or answers[-1]
         observe = partial(self.metrics.observe, operation)
-        return ResponseStream(self.engine, answers, self._queue, observe, self._tokens, eager=eager)
+        return ResponseStream(self.engine, answers, self._queue, observe, self._count, eager=eager)
+
+    def _count(self, output: Output, gap_s: float | None) -> None:
+        """Count the tokens of an output, and the time since those before."""
+        self._tokens[output.weights] += len(output.tokens)
+        if gap_s is not None:
+            self.metrics.inter_token_latency.observe(gap_s)
 
     def token_layers(self) -> dict[str, int]:
         """Count the pairs of a generated token and a decoder layer, by the layer's variant then. On any thread."""

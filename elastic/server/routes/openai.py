@@ -34,6 +34,8 @@ from elastic.server.tools.forced import ArgumentsParser, ListParser
 JSON = dict[str, Any]
 _MANY = 4096
 """Reported log-probabilities from which a document is made apart from the event loop."""
+_LONG = 65_536
+"""Characters of answers from which it is too."""
 
 
 def routes(serving: ServerState) -> APIRouter:
@@ -137,7 +139,8 @@ async def _answer(
 
     reports = sum(len(a.tokens) * (1 + (requests[0].logprobs or 0)) for a in answers)
     reports += sum(len(r.prompt) * (1 + r.prompt_logprobs) for r in requests if r.prompt_logprobs is not None)
-    content = await asyncio.to_thread(document) if reports > _MANY else document()
+    large = reports > _MANY or sum(len(answer.text) for answer in answers) > _LONG
+    content = await asyncio.to_thread(document) if large else document()
     return Response(content, media_type="application/json")
 
 

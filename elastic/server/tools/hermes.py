@@ -8,7 +8,9 @@ from elastic.server.tools.base import CallDelta, Parsed, beginning_at_end
 from elastic.server.tools.json_call import CallReader
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_MARK = re.compile(r"\s*(</?tool_call>)\s*")
+_MOST_SPACE = 64
+"""Characters of space before a mark that are no content; it bounds what a search for marks costs."""
+_MARK = re.compile(rf"\s{{0,{_MOST_SPACE}}}(</?tool_call>)\s*")
 
 
 class HermesParser:
@@ -49,7 +51,7 @@ class HermesParser:
         mark = _MARK.search(text)
         if mark is None:
             unsure = max(beginning_at_end(text, _BEGIN), beginning_at_end(text, _END))
-            sure = len(text[: len(text) - unsure].rstrip())
+            sure = max(len(text[: len(text) - unsure].rstrip()), len(text) - unsure - _MOST_SPACE)
             self._held = text[sure:]
             return text[:sure], ""
         if mark[1] == _BEGIN:

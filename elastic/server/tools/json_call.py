@@ -56,7 +56,7 @@ class CallReader:
     def __init__(self, index: int) -> None:
         self.done = self.failed = self.told = False
         self.text = ""
-        """All that was read."""
+        """All that was read before anything of it was told."""
         self._index = index
         self._expects = _Expects.OPENING
         self._scanner: ValueScanner | None = None
@@ -79,7 +79,8 @@ class CallReader:
                 at += 1
             else:
                 at += self._step(text[at])
-        self.text += text[:at]
+        if not self.told:
+            self.text += text[:at]
         return at
 
     def news(self) -> tuple[CallDelta, ...]:
@@ -178,11 +179,14 @@ class CallList:
         return reader.text if reader is not None and not reader.told else ""
 
     def _between(self, text: str) -> str:
-        """Take a character between two calls; return the text behind it."""
+        """Take what is between two calls; return the text behind it."""
+        text = text.lstrip()
+        if not text:
+            return ""
         character = text[0]
         if character == (self._opening or self._separator):
             self._opening, self._reader = "", CallReader(self.calls)
-        elif not character.isspace():
+        else:
             self.done = True
             if self._opening or character != self._closing:
                 return text

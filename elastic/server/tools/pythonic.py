@@ -10,6 +10,8 @@ from elastic.server.tools.base import CallDelta, Parsed
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _LONGEST = 65_536
 """Characters that are read as calls; more are content."""
+_MOST_ATTEMPTS = 16
+"""Times that a text which may be complete is read before the end of the answer."""
 
 
 class PythonicParser:
@@ -17,6 +19,7 @@ class PythonicParser:
 
     def __init__(self) -> None:
         self._held = ""
+        self._attempts = 0
         self._decided = False
         """What comes is content: the list is complete, or there is none."""
 
@@ -30,15 +33,23 @@ class PythonicParser:
         if not is_list or len(self._held) > _LONGEST:
             return self._as_content()
         end = start.rstrip().removesuffix(_TAGS[1]).rstrip()
-        calls = _calls(end) if end.endswith(")]") else None
-        if calls is None:
+        if not end.endswith(")]") or self._attempts >= _MOST_ATTEMPTS:
             return Parsed()
-        self._decided, self._held = True, ""
-        return Parsed(calls=calls)
+        self._attempts += 1
+        return self._as_calls(end) or Parsed()
 
     def flush(self) -> Parsed:
         """Return the rest."""
-        return self._as_content()
+        held = "" if self._decided else self._held.strip().removeprefix(_TAGS[0]).removesuffix(_TAGS[1]).strip()
+        return (self._as_calls(held) if held.startswith("[") else None) or self._as_content()
+
+    def _as_calls(self, text: str) -> Parsed | None:
+        """Return the calls of a complete list, None for text that is none."""
+        calls = _calls(text)
+        if not calls:
+            return None
+        self._decided, self._held = True, ""
+        return Parsed(calls=calls)
 
     def _as_content(self) -> Parsed:
         held, self._held, self._decided = self._held, "", True
