@@ -56,7 +56,8 @@ class ElasticModel:
     `own_worker`: the worker calls `begin_forward` and `end_forward` around its steps; else hooks on the model do.
     `eager`: hooks stage released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
 
-    Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in; the model is as it was then.
+    Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
+    engine in one process; the model is as it was then.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class ElasticModel:
         self.actions = RankAgreement()
         self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
+        if _models and own_worker:
+            raise StateError("vLLM has one KV connector in a process; stop the elastic engine that runs in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
