@@ -81,7 +81,9 @@ class ElasticModel:
         self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
         if _models and own_worker:
-            raise StateError("vLLM has one KV connector in a process; stop the elastic engine that runs in this one first")
+            raise StateError(
+                "vLLM has one KV connector in a process; stop the elastic engine in this one first"
+            )
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
@@ -100,12 +102,15 @@ class ElasticModel:
                 streaming = StreamingHooks(options.decoder.layers, parts.weights)
                 on_model.callback(streaming.remove)
             if not own_worker:  # whose steps enter and leave the gate
-                model.register_forward_pre_hook(lambda module, args: self.begin_forward())
-                model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
+                enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
+                on_model.callback(enter.remove)
+                leave = model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
+                on_model.callback(leave.remove)
             memory.callback(self.runtime.close)
             self.runtime.start()
             self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
-        _models[self._name] = self
+        if own_worker:
+            _models[self._name] = self
 
     @property
     def counters(self) -> RequestMetrics:
@@ -161,6 +166,12 @@ class ElasticModel:
         self._parts.weights.let_go()
         self._on_model.pop_all()  # the model goes too: its weights need no ordinary memory
         self._memory.close()
+
+    def detach(self) -> None:
+        """Leave the model as it was, in ordinary memory, and give every page back. Not inside a step."""
+        with self.runtime.last_safe_point():
+            self._on_model.close()
+            self._memory.close()
 
     def _begin(self, actions: Sequence[Any], why: str) -> None:
         if not self.runtime.closed:

@@ -180,3 +180,8 @@ class ElasticExtension(RankCalls):
             own_worker=False,
         )
         return len(self.elastic.runtime.form())
+
+    def elastic_detach(self) -> None:
+        """Undo `elastic_attach`."""
+        self._model().detach()
+        self.elastic = None
