@@ -81,9 +81,7 @@ class ElasticModel:
         self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
         if _models and own_worker:
-            raise StateError(
-                "vLLM has one KV connector in a process; stop the elastic engine in this one first"
-            )
+            raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
