@@ -17,8 +17,8 @@ from elastic.config import Place
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.vllm.agreement import RankAgreement
 from elastic.engines.vllm.client.settings import EngineSettings
-from elastic.engines.vllm.decoder import find_decoder
-from elastic.engines.vllm.streaming import StreamingHooks
+from elastic.engines.vllm.model.decoder import find_decoder
+from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import StateError
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import choose_layout
@@ -147,6 +147,11 @@ class ElasticModel:
     def end_forward(self) -> None:
         """Leave the step."""
         self.gate.leave(id(self))
+
+    def addresses(self) -> tuple[int | None, ...]:
+        """Return the addresses of all parameters in pages; None for one that is packed or absent."""
+        weights = self._parts.weights
+        return tuple(slot.address for unit in weights.layers for slot in unit.slots.values())
 
     @property
     def fixed_bytes(self) -> int:
