@@ -61,23 +61,21 @@ class RankCalls:
         """Return the results of a job, or its error; None while it is under way."""
         jobs = self._jobs or {}
         job = jobs.get(number, StateError(f"action {number} is not known to this worker any more"))
-        if isinstance(job, Future):
-            if not job.done():
-                return None
-            error = job.exception()
-        else:
-            error = job
-        self._model().changed()
-        return encode({"value": job.result()} if isinstance(job, Future) and error is None else {"error": _text(error)})
+        if isinstance(job, Future) and not job.done():
+            return None
+        if self.elastic is not None:
+            self.elastic.changed()
+        try:
+            if isinstance(job, Exception):
+                raise job
+            return encode({"value": job.result()})
+        except Exception as error:
+            return encode({"error": encode_error(error)})
 
     def _model(self) -> ElasticModel:
         if self.elastic is None:
             raise StateError("this worker has no elastic model; call elastic_attach first")
         return self.elastic
-
-
-def _text(error: BaseException | None) -> str:
-    return encode_error(error if error is not None else StateError("no result"))
 
 
 class ElasticWorker(RankCalls):
