@@ -27,7 +27,7 @@ class ActionHandler(ABC):
 
     def shorten(self, prepared: Any, layers: Layers) -> None:
         """Switch only these layers, and defer the others."""
-        return None
+        return
 
     @abstractmethod
     def commit(self, prepared: Any) -> None:

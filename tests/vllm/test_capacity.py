@@ -15,7 +15,6 @@ from support.vllm_engine.engine import (
     elastic_engine,
     expected,
     run,
-    scheduler,
     sector_bytes,
 )
 
@@ -44,7 +43,7 @@ def test_capacity_follows_the_limit_every_five_steps(llm: Any, reference: list[l
 def test_blocks_in_the_way_of_a_shrink_are_moved_within_five_steps(llm: Any, reference: list[list[int]]) -> None:
     rt, lengths, steps = elastic.vllm.runtime(llm), [120, 30, 60, 90] * 4, list[int]()
     waiting: list[int] = []
-    moved = scheduler(llm).moved_blocks
+    moved = coordinator(llm).moved_blocks
 
     def shrink(step: int) -> None:
         books = coordinator(llm)
@@ -64,5 +63,5 @@ def test_blocks_in_the_way_of_a_shrink_are_moved_within_five_steps(llm: Any, ref
     rt.kv.resize("max")
     assert len(steps) >= 3
     assert max(steps) <= 5
-    assert scheduler(llm).moved_blocks > moved
+    assert coordinator(llm).moved_blocks > moved
     rt.check()

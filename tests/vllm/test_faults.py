@@ -74,7 +74,7 @@ def test_requests_are_aborted_while_their_blocks_move(llm: Any, reference: list[
     sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     for number in range(7):
         engine.add_request(f"a{number}", {"prompt": TEXTS[number]}, sampling)
-    tokens, moved = {}, scheduler(llm).moved_blocks
+    tokens, moved = {}, coordinator(llm).moved_blocks
     for step in range(400):
         if step % 25 == 10:
             rt.kv.resize((10 if step % 50 == 10 else 8) * sector_bytes(llm))
@@ -88,7 +88,7 @@ def test_requests_are_aborted_while_their_blocks_move(llm: Any, reference: list[
     rt.check()
     assert len(tokens) >= 4
     assert all(tokens[name] == reference[int(name[1:])][:100] for name in tokens)
-    assert scheduler(llm).moved_blocks >= moved
+    assert coordinator(llm).moved_blocks >= moved
 
 
 def test_a_request_longer_than_the_limit_gets_what_it_needs(llm: Any, reference: list[list[int]]) -> None:

@@ -16,7 +16,6 @@ from support.vllm_engine.engine import (
     coordinator,
     counted_preemptions,
     elastic_engine,
-    scheduler,
     sector_bytes,
 )
 
@@ -91,7 +90,7 @@ def test_soak(reference: list[list[int]], prefix_caching: bool) -> None:
         rt.restore()
         rt.check()
         print(f"{load.ended} requests, {load.wrong} wrong, {len(preempted)} preempted, {dict(done)}, moved", end=" ")
-        print(scheduler(llm).moved_blocks)
+        print(coordinator(llm).moved_blocks)
         assert (load.wrong, preempted) == (0, [])
         assert load.ended > LIVE
         assert len(done) >= 4

@@ -17,8 +17,8 @@ from elastic.config import Place
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.vllm.agreement import RankAgreement
 from elastic.engines.vllm.client.settings import EngineSettings
-from elastic.engines.vllm.decoder import find_decoder
-from elastic.engines.vllm.streaming import StreamingHooks
+from elastic.engines.vllm.model.decoder import find_decoder
+from elastic.engines.vllm.model.streaming import StreamingHooks
 from elastic.errors import StateError
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.layout import choose_layout
@@ -56,7 +56,8 @@ class ElasticModel:
     `own_worker`: the worker calls `begin_forward` and `end_forward` around its steps; else hooks on the model do.
     `eager`: hooks stage released layers. `is_packable`: see `WrapOptions`. `wake_file`: see `wake`.
 
-    Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in; the model is as it was then.
+    Raises `ConfigError` or `CapacityError` for a budget that the model does not fit in, `StateError` for a second
+    engine in one process; the model is as it was then.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class ElasticModel:
         self.actions = RankAgreement()
         self._wake_file = wake_file
         self._name = f"{instance}:{rank}"
+        if _models and own_worker:
+            raise StateError("vLLM has one KV connector in a process; stop the elastic engine in this one first")
         with ExitStack() as memory, ExitStack() as on_model:
             place = _place(device, settings, self._name)
             options = _wrap_options(model, settings, place, is_packable, controlled=rank == 0)
@@ -97,12 +100,15 @@ class ElasticModel:
                 streaming = StreamingHooks(options.decoder.layers, parts.weights)
                 on_model.callback(streaming.remove)
             if not own_worker:  # whose steps enter and leave the gate
-                model.register_forward_pre_hook(lambda module, args: self.begin_forward())
-                model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
+                enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
+                on_model.callback(enter.remove)
+                leave = model.register_forward_hook(lambda module, args, output: self.end_forward(), always_call=True)
+                on_model.callback(leave.remove)
             memory.callback(self.runtime.close)
             self.runtime.start()
             self._on_model, self._memory = on_model.pop_all(), memory.pop_all()
-        _models[self._name] = self
+        if own_worker:
+            _models[self._name] = self
 
     @property
     def counters(self) -> RequestMetrics:
@@ -142,6 +148,11 @@ class ElasticModel:
         """Leave the step."""
         self.gate.leave(id(self))
 
+    def addresses(self) -> tuple[int | None, ...]:
+        """Return the addresses of all parameters in pages; None for one that is packed or absent."""
+        weights = self._parts.weights
+        return tuple(slot.address for unit in weights.layers for slot in unit.slots.values())
+
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the budget that neither weights in pages nor KV blocks can ever have."""
@@ -158,6 +169,12 @@ class ElasticModel:
         self._parts.weights.let_go()
         self._on_model.pop_all()  # the model goes too: its weights need no ordinary memory
         self._memory.close()
+
+    def detach(self) -> None:
+        """Leave the model as it was, in ordinary memory, and give every page back. Not inside a step."""
+        with self.runtime.last_safe_point():
+            self._on_model.close()
+            self._memory.close()
 
     def _begin(self, actions: Sequence[Any], why: str) -> None:
         if not self.runtime.closed:

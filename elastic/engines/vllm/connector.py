@@ -6,12 +6,8 @@ blocks, and admits by promise. The worker carries orders out itself, before the 
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,24 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.request import Request
 
-from elastic.engines.vllm.agreement import Coordinator
 from elastic.engines.vllm.assembly import model_of
-from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
-from elastic.engines.vllm.kv.capacity import BlockCapacity
-from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
-from elastic.engines.vllm.kv.orders import Handshake, RequestEvent, StepOrders, StepReport
+from elastic.engines.vllm.kv.orders import Handshake, StepOrders, StepReport
 from elastic.engines.vllm.kv.sectors import KVSectors, blocks_per_sector, regions_of
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
+from elastic.engines.vllm.metrics import CapacityPromMetrics, CapacityStats
+from elastic.engines.vllm.scheduler_side import SchedulerSide
 
 KVConnectorMetadata.register(StepOrders)
 KVConnectorWorkerMetadata.register(StepReport)
 KVConnectorHandshakeMetadata.register(Handshake)
-
-IDLE_S = 0.005
-"""Between the steps of an engine without requests that waits for a rank."""
 
 
 class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -153,174 +144,21 @@ class ElasticConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether the engine is to go on stepping without requests."""
         return self.scheduler is not None and self.scheduler.busy
 
+    # -- metrics
 
-@dataclass
-class _Told:
-    """A request that lives, and what was told of it."""
+    def get_kv_connector_stats(self) -> CapacityStats | None:
+        """Return the figures that have changed, None if none has."""
+        return self.scheduler.new_figures() if self.scheduler else None
 
-    request: Request
-    tokens: int = 0
-    preemptions: int = 0
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, int] | None = None) -> CapacityStats:
+        """Return figures as they came from another process."""
+        return CapacityStats(data or {})
 
-
-class SchedulerSide:
-    """What is kept beside vLLM's scheduler: the coordinator, the requests that live, and what is told of them.
-
-    `lock` keeps apart the thread that steps and, in an idle engine, the one that settles what a step would.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._promise = bool(extra.get("promise", True))
-        self._counts = bool(extra.get("count_requests", True))
-        self._wake_file: str | None = extra.get("wake_file")
-        self._woken_ns = 0
-        self._ledger = promise_ledger(vllm_config, kv_cache_config)
-        self._requests: dict[str, _Told] = {}  # those that live
-        self._events: list[RequestEvent] = []
-        self._idle = True
-        self._local: WorkerChannel | None = None
-        self._agreement = Coordinator(vllm_config.parallel_config.world_size)
-        self.lock = threading.RLock()
-        self.coordinator: CapacityCoordinator
-
-    def bind(self, pool: Any) -> None:
-        """Begin with no block but vLLM's null block."""
-        self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger if self._promise else None)
-
-    def connect(self, handshakes: Sequence[Handshake]) -> None:
-        """Begin with the blocks that the ranks have mapped."""
-        self.coordinator.connect(handshakes)
-        if len(handshakes) == 1 and (channel := WorkerChannel.local.get(handshakes[0].process)):
-            self._local = channel
-            channel.on_change = self.settle
-
-    # -- requests
-
-    def arrived(self, request: Request) -> None:
-        """Note a request before it has any block."""
-        with self.lock:
-            self._idle = False
-            self._requests[request.request_id] = _Told(request)
-            arrived_s = time.perf_counter() - max(0.0, time.time() - request.arrival_time)
-            self._tell("arrived", request, request.num_prompt_tokens, arrived_s)
-
-    def may_enter(self, request: Request) -> bool:
-        """Whether all that live, and this one, can still get every block that they may need."""
-        promises = self.coordinator.promises
-        return promises is None or promises.may_enter(request.request_id, _tokens(request), self.coordinator.room)
-
-    def entered(self, request: Request) -> None:
-        """Note that a request has its first blocks, or again some after it was preempted."""
-        self._ledger.enter(request.request_id, _tokens(request))
-        self._tell("scheduled", request)
-
-    def left(self, request: Request) -> None:
-        """Note that a request ends; its blocks are freed after this."""
-        self._ledger.leave(request.request_id)
-        told = self._requests.pop(request.request_id, None)
-        if told is not None:
-            self._tell_progress(told)
-        aborted = request.status is RequestStatus.FINISHED_ABORTED
-        self._tell("cancelled" if aborted else "completed", request)
-
-    # -- steps
-
-    def next_orders(self, *, idle: bool) -> StepOrders:
-        """Decide what the ranks do before the step that was just scheduled."""
-        with self.lock:
-            self._woken_ns = self._last_wake()
-            for told in self._requests.values():
-                self._tell_progress(told)
-            events, self._events = self._events, []
-            before = self.coordinator.sequence
-            orders = self.coordinator.next_orders(idle=idle, actions=self._agreement.orders(), requests=events)
-        if idle and self.coordinator.sequence == before:
-            time.sleep(IDLE_S)
-        return orders
-
-    def receive(self, report: StepReport) -> None:
-        """Take in what ranks tell after a step."""
-        with self.lock:
-            for rank, state in report.ranks.items():
-                if state.actions is not None:
-                    self._agreement.receive(rank, state.actions)
-            self.coordinator.receive(report)
-
-    def step_ended(self) -> None:
-        """Note the end of a step: without requests, what would need more steps is settled here."""
-        if not self._requests:
-            self._idle = True
-            self.settle()
-
-    def settle(self) -> None:
-        """Do what steps would do for the one rank, if it lives in this process and no request is there.
-
-        An engine in the caller's process takes no step while it has no request. Called from any thread.
-        """
-        channel = self._local
-        if channel is None or not self._idle:
-            return
-        with self.lock:
-            self.coordinator.capacity.withdraw_freed()
-            while self._idle:
-                before = self.coordinator.sequence
-                channel.before_step(self.coordinator.next_orders(idle=True))
-                report = channel.report()
-                if report is not None:
-                    self.coordinator.receive(report)
-                elif self.coordinator.sequence == before:
-                    return
-
-    @property
-    def busy(self) -> bool:
-        """Whether steps are needed though no request is there."""
-        return self.coordinator.busy or self._agreement.pending or self._last_wake() != self._woken_ns
-
-    def close(self) -> None:
-        """Be settled no more. Can be called twice."""
-        if self._local is not None:
-            self._local.on_change = lambda: None
-            self._local = None
-
-    def _last_wake(self) -> int:
-        """Return when the wake file was last touched; 0: never."""
-        try:
-            return os.stat(self._wake_file).st_mtime_ns if self._wake_file else 0
-        except FileNotFoundError:
-            return 0
-
-    def _tell_progress(self, told: _Told) -> None:
-        """Tell of the tokens and preemptions of a request that were not told of yet."""
-        request, tokens, preemptions = told.request, told.tokens, told.preemptions
-        told.tokens, told.preemptions = request.num_output_tokens, request.num_preemptions
-        if told.tokens > tokens:
-            self._tell("produced", request, told.tokens - tokens)
-        if told.preemptions > preemptions:
-            self._tell("preempted", request)
-
-    def _tell(self, what: Any, request: Request, tokens: int = 0, at_s: float | None = None) -> None:
-        if self._counts:
-            at_s = time.perf_counter() if at_s is None else at_s
-            self._events.append(RequestEvent(what, request.request_id, tokens, at_s))
-
-
-def promise_ledger(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PromiseLedger:
-    """Make the ledger of a model's groups of layers; for those that drop old tokens by vLLM's own bound."""
-    longest = vllm_config.model_config.max_model_len
-    speculative = vllm_config.speculative_config
-    drafts = speculative.num_speculative_tokens if speculative is not None else 0
-    groups = []
-    for group in kv_cache_config.kv_cache_groups:
-        spec, most, extra = group.kv_cache_spec, None, 0
-        if hasattr(spec, "max_admission_blocks_per_request"):
-            most = spec.max_admission_blocks_per_request(
-                max_in_flight_tokens=vllm_config.max_in_flight_tokens, max_model_len=longest
-            )
-        if isinstance(spec, MambaSpec):
-            extra = spec.num_speculative_blocks + 2  # the states before and after a step, kept for prefixes
-        groups.append(GroupDemand(spec.block_size, most, extra))
-    return PromiseLedger(groups, longest=longest, lookahead=1 + 2 * drafts)
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> CapacityPromMetrics:
+        """Return the metrics for Prometheus."""
+        return CapacityPromMetrics(*args)
 
 
 def virtual_bytes(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], budget_bytes: int, page_bytes: int) -> int:
@@ -332,8 +170,3 @@ def virtual_bytes(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], bud
     block_bytes = config.kv_cache_tensors[0].size // config.num_blocks
     sector = blocks_per_sector([region.block_bytes for region in regions_of(config.kv_cache_tensors)], page_bytes)
     return int(config.num_blocks // sector * sector * block_bytes)
-
-
-def _tokens(request: Request) -> int:
-    """Count the tokens that a request may come to have."""
-    return int(request.num_prompt_tokens + (request.max_tokens or 0))

@@ -8,8 +8,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from elastic.engines.vllm.connector import ElasticConnector, SchedulerSide
+from elastic.engines.vllm.connector import ElasticConnector
 from elastic.engines.vllm.kv.moves import BlockMoves, move_blocks
+from elastic.engines.vllm.scheduler_side import SchedulerSide
 
 
 class ElasticScheduler(Scheduler):  # type: ignore[misc]
@@ -22,7 +23,6 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.moved_blocks = 0
         self._side: SchedulerSide | None = None
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         one_at_a_time = self.vllm_config.max_concurrent_batches == 1 and not self.use_v2_model_runner
@@ -40,7 +40,9 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
             fixed.update(output.new_block_ids_to_zero or ())
             scheduled = set(output.scheduled_cached_reqs.req_ids)
             with side.lock:
-                self._announce(output, move_blocks(side.coordinator.capacity, tables, scheduled, fixed))
+                moves = move_blocks(side.coordinator.capacity, tables, scheduled, fixed)
+            side.coordinator.moved_blocks += len(moves.copies)
+            self._announce(output, moves)
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -61,4 +63,3 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
             if request in moves.requests:
                 cached.resumed_req_ids.add(request)
                 cached.new_block_ids[index] = self.kv_cache_manager.get_block_ids(request)
-        self.moved_blocks += len(copies)

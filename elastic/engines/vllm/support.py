@@ -60,10 +60,9 @@ def worker_name() -> str:
     return f"elastic.engines.vllm.worker.{kind}"
 
 
-def scheduler_name() -> str:
-    """Return the scheduler class that moves blocks: vLLM schedules ahead on CUDA, and on a CPU it does not."""
-    kind = "ElasticScheduler" if _platform().is_cpu() else "ElasticAsyncScheduler"
-    return f"elastic.engines.vllm.scheduler.{kind}"
+def scheduler_name() -> str | None:
+    """Return the scheduler class that moves blocks; None on CUDA, where vLLM schedules ahead and none can move."""
+    return "elastic.engines.vllm.scheduler.ElasticScheduler" if _platform().is_cpu() else None
 
 
 def _platform() -> Any:

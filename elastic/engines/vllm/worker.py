@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -15,6 +15,7 @@ from elastic.engines.vllm.client.messages import decode, encode, encode_error
 from elastic.engines.vllm.client.settings import KEY, EngineSettings
 from elastic.engines.vllm.connector import virtual_bytes
 from elastic.engines.vllm.linear import is_packable
+from elastic.engines.vllm.model.graphs import CapturedGraphs
 from elastic.errors import ConfigError, StateError
 
 LOOKS = ("check", "events", "form", "health", "plan", "snapshot", "status")
@@ -60,23 +61,21 @@ class RankCalls:
         """Return the results of a job, or its error; None while it is under way."""
         jobs = self._jobs or {}
         job = jobs.get(number, StateError(f"action {number} is not known to this worker any more"))
-        if isinstance(job, Future):
-            if not job.done():
-                return None
-            error = job.exception()
-        else:
-            error = job
-        self._model().changed()
-        return encode({"value": job.result()} if isinstance(job, Future) and error is None else {"error": _text(error)})
+        if isinstance(job, Future) and not job.done():
+            return None
+        if self.elastic is not None:
+            self.elastic.changed()
+        try:
+            if isinstance(job, Exception):
+                raise job
+            return encode({"value": job.result()})
+        except Exception as error:
+            return encode({"error": encode_error(error)})
 
     def _model(self) -> ElasticModel:
         if self.elastic is None:
             raise StateError("this worker has no elastic model; call elastic_attach first")
         return self.elastic
-
-
-def _text(error: BaseException | None) -> str:
-    return encode_error(error if error is not None else StateError("no result"))
 
 
 class ElasticWorker(RankCalls):
@@ -86,6 +85,7 @@ class ElasticWorker(RankCalls):
     model_runner: Any
     device: torch.device
     rank: int
+    _graphs: CapturedGraphs | None = None
 
     def load_model(self, **options: Any) -> None:
         """Load the model, then move its weights into pages."""
@@ -126,6 +126,14 @@ class ElasticWorker(RankCalls):
         budget = pool.budget_pages * pool.page_bytes - model.fixed_bytes
         return virtual_bytes(self.vllm_config, self.get_kv_cache_spec(), budget, pool.page_bytes)  # type: ignore[attr-defined]
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile, and capture CUDA graphs if the engine uses any."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            self._graphs = CapturedGraphs(self.model_runner, self._model().addresses)
+            self._graphs.note_capture()
+        return times
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Carry out orders, then run the step; no action commits inside it."""
         model = self._model()
@@ -133,6 +141,8 @@ class ElasticWorker(RankCalls):
             model.channel.before_step(scheduler_output.kv_connector_metadata)
         model.begin_forward()
         try:
+            if self._graphs is not None:
+                self._graphs.begin_step()
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         finally:
             model.end_forward()
@@ -142,6 +152,8 @@ class ElasticWorker(RankCalls):
         model = self._model()
         model.begin_forward()
         try:
+            if self._graphs is not None:
+                self._graphs.begin_step()
             super().execute_dummy_batch()  # type: ignore[misc]
         finally:
             model.end_forward()
@@ -180,3 +192,8 @@ class ElasticExtension(RankCalls):
             own_worker=False,
         )
         return len(self.elastic.runtime.form())
+
+    def elastic_detach(self) -> None:
+        """Undo `elastic_attach`."""
+        self._model().detach()
+        self.elastic = None

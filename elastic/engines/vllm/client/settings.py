@@ -99,7 +99,8 @@ def options(
         copy_rate=copy_rate,
         page_bytes=page_bytes,
     )
-    scheduler = {"scheduler_cls": scheduler_name()} if move_blocks else {}
+    name = scheduler_name() if move_blocks else None
+    scheduler = {"scheduler_cls": name} if name else {}
     return {
         "quantization": "elastic",
         "worker_cls": worker_name(),

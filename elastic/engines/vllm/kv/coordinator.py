@@ -28,6 +28,7 @@ class CapacityCoordinator:
         self.mapped = 0
         """Sectors that every rank has, and keeps until it is told."""
         self.blocks_per_sector = 1
+        self.moved_blocks = 0
         self.moving = False
         """Whether a scheduler moves cached blocks that are in the way, so that they need not be evicted."""
 
@@ -60,8 +61,13 @@ class CapacityCoordinator:
         self._adjust()
         if self.settled:
             self._order()
-        usable, used = self.capacity.usable, self.capacity.used
-        return StepOrders(self.sequence, self.ordered, used, usable, idle, actions or ActionOrders(), tuple(requests))
+        usable, actions = self.capacity.usable, actions or ActionOrders()
+        return StepOrders(self.sequence, self.ordered, self.taken, usable, idle, actions, tuple(requests))
+
+    @property
+    def taken(self) -> int:
+        """Blocks that requests have, or were promised."""
+        return max(self.capacity.used, 0 if self.promises is None else self.promises.total)
 
     @property
     def settled(self) -> bool:

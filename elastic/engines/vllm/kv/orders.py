@@ -39,6 +39,7 @@ class StepOrders:
     sectors: int = 0
     """Those with lower numbers are to be mapped, the others not."""
     used_blocks: int = 0
+    """That requests have, or were promised."""
     capacity_blocks: int = 0
     """That requests may have, the null block left out."""
     idle: bool = False

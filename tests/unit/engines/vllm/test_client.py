@@ -26,7 +26,9 @@ def status(name: str) -> Status:
     return Status(1, (place,), (kv,), {"layers.0": (Residency(name, "float32"),)}, HostStatus(0, 0, 0, 0), 0)
 
 
-@pytest.mark.parametrize("value", [EVENT, (EVENT, EVENT), status("cpu"), ResizeKV("cpu", None), {"value": None}, "text"])
+@pytest.mark.parametrize(
+    "value", [EVENT, (EVENT, EVENT), status("cpu"), ResizeKV("cpu", None), {"value": None}, "text"]
+)
 def test_records_come_back_as_they_were(value: object) -> None:
     assert decode(encode(value)) == value
 

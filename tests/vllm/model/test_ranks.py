@@ -19,7 +19,8 @@ FULL = ("float32",) * 12
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the functions that are called on ranks here
         with elastic_engine("24MiB", tensor_parallel_size=2) as engine:
             yield engine
 
@@ -28,7 +29,6 @@ def wait_for(runtime: Any, form: tuple[str, ...]) -> None:
     deadline = time.monotonic() + 60
     while runtime.form() != form:
         assert time.monotonic() < deadline, runtime.form()
-        runtime._step_idle()
         time.sleep(0.01)
 
 

@@ -60,10 +60,8 @@ def test_an_async_engine() -> None:
 
     async def decode(engine: Any, number: int) -> list[int]:
         sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        last: Any = None
-        async for last in engine.generate(TEXTS[number], sampling, f"r{number}"):
-            pass
-        return list(last.outputs[0].token_ids)
+        outputs = [output async for output in engine.generate(TEXTS[number], sampling, f"r{number}")]
+        return list(outputs[-1].outputs[0].token_ids)
 
     async def serve() -> tuple[list[list[int]], list[list[int]]]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, **options))

@@ -99,18 +99,6 @@ def test_what_is_no_layer_is_refused(rt: Any, wrong: list[Any]) -> None:
         rt.release(wrong)
 
 
-def test_a_stopped_engine_gives_everything_back() -> None:
-    from elastic.engines.vllm.assembly import _models
-    from elastic.memory.places import _open
-
-    with elastic_engine("16MiB") as engine:
-        runtime = elastic.vllm.runtime(engine)
-        name = runtime.status().places[0].name
-        assert name in _open
-    assert name not in _open
-    assert not any(model.kv.pool.name == name for model in _models.values())
-
-
 def test_a_worker_without_options_says_what_is_missing() -> None:
     from elastic.engines.vllm.assembly import model_of
 
@@ -122,3 +110,9 @@ def test_a_worker_without_options_says_what_is_missing() -> None:
 
     with pytest.raises(StateError, match=r"elastic\.vllm\.options"):
         model_of(Config)
+
+
+@pytest.mark.usefixtures("llm")
+def test_a_second_engine_in_one_process_is_refused() -> None:
+    with pytest.raises(StateError, match="one KV connector"), elastic_engine("16MiB"):
+        pass

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 import elastic.vllm
 from elastic.engines.vllm.client.messages import encode
 from elastic.engines.vllm.client.settings import EngineSettings
+from elastic.errors import StateError
 from support.vllm_engine.engine import TEXTS, expected, plain_engine, run
 
 LENGTHS = [60] * len(TEXTS)
@@ -31,3 +34,8 @@ def test_weights_alone_move_in_an_engine_that_runs(reference: list[list[int]]) -
         runtime.restore()
         assert run(llm, LENGTHS) == expected(reference, LENGTHS)
         runtime.check()
+        runtime.release([4])
+        llm.collective_rpc("elastic_detach")
+        assert run(llm, LENGTHS) == expected(reference, LENGTHS)
+        with pytest.raises(StateError, match="elastic_attach"):
+            runtime.status()

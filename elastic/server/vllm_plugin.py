@@ -1,0 +1,139 @@
+"""`/elastic/status` and `/elastic/actions` in vLLM's own server: a plugin of the group `vllm.endpoint_plugins`.
+
+vLLM loads it when `VLLM_PLUGINS` names it. The status is the document of our own server, for `elastic top`. Actions are
+off unless the environment has `ELASTIC_ACTIONS_TOKEN`, which clients then send as `Authorization: Bearer`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+
+from elastic.config import parse_limit
+from elastic.controller.snapshot import RequestStats
+from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
+from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError
+from elastic.server.routes import STATUS_VERSION
+from elastic.server.routes.actions import ActionsBody, AnyActionBody, ReleaseBody, ResizeKVBody, RestoreBody, SwapBody
+from elastic.server.routes.status import EVENTS_SHOWN, plain, with_kind
+from elastic.types import Action, Release, ResizeKV, Restore, Swap
+
+TOKEN = "ELASTIC_ACTIONS_TOKEN"
+
+
+@dataclass
+class Served:
+    """The engine behind the routes, once there is one."""
+
+    runtime: AsyncRemoteRuntime | None = None
+    model: str = ""
+    since_s: float = field(default_factory=time.time)
+
+
+class ElasticEndpoints:
+    """vLLM's `EndpointPlugin`."""
+
+    name = "elastic"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._served = Served()
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes to vLLM's server."""
+
+        @app.get("/elastic/status")
+        async def status() -> dict[str, Any]:
+            return await answered(document(self._served))
+
+        @app.get("/elastic/actions")
+        async def kinds() -> dict[str, Any]:
+            return {"kinds": ["swap", "restore", "release", "resize_kv"]}
+
+        @app.post("/elastic/actions")
+        async def act(body: ActionsBody, request: Request) -> dict[str, Any]:
+            require_token(request.headers.get("authorization", ""))
+            return await answered(do(_runtime(self._served), body))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Reach the engine by its `collective_rpc`."""
+        if engine_client is not None:
+            names = getattr(args, "served_model_name", None) or [args.model]
+            self._served = Served(AsyncRemoteRuntime(engine_client.collective_rpc), names[0])
+
+
+async def answered(answer: Any) -> Any:
+    """Await an answer; our errors become HTTP's."""
+    try:
+        return await answer
+    except ElasticError as error:
+        codes: dict[type, int] = {ConfigError: 400, CapacityError: 409, BackendUnavailable: 503}
+        raise HTTPException(codes.get(type(error), 409), str(error)) from error
+
+
+def require_token(authorization: str) -> None:
+    """Raise `HTTPException` unless actions are on and the header has their token."""
+    token = os.environ.get(TOKEN, "")
+    if not token:
+        raise HTTPException(404, f"actions are off; start the server with {TOKEN} in its environment")
+    if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, f"send the token of {TOKEN} as Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
+
+
+async def document(served: Served) -> dict[str, Any]:
+    """Return the status document, as `elastic.server.routes.status` describes it."""
+    runtime, now = _runtime(served), time.time()
+    events = (await runtime.events())[-EVENTS_SHOWN:]
+    snapshot = await runtime.snapshot()
+    return {
+        "version": STATUS_VERSION,
+        "model": served.model,
+        "state": "serving",
+        "at_s": now,
+        "uptime_s": now - served.since_s,
+        "traffic": plain(snapshot.traffic if snapshot is not None else RequestStats()),
+        "layers": list(await runtime.form()),
+        "token_layers": {},
+        "status": plain(await runtime.status()),
+        "events": [{**plain(event), "action": with_kind(event.action)} for event in events],
+        "controller": plain(await runtime.health()),
+    }
+
+
+async def do(runtime: AsyncRemoteRuntime, body: ActionsBody) -> dict[str, Any]:
+    """Plan actions, or do them on all ranks."""
+    place, form = (await runtime.status()).kv[0].place, await runtime.form()
+    actions = [action(asked, place, form) for asked in body.actions]
+    if body.dry_run:
+        steps = await runtime.plan(actions)
+        return {"dry_run": True, "steps": [{**plain(step), "action": with_kind(step.action)} for step in steps]}
+    pairs = zip(actions, await runtime.apply(actions), strict=True)
+    return {"dry_run": False, "results": [{**plain(result), "action": with_kind(done)} for done, result in pairs]}
+
+
+def action(body: AnyActionBody, place: str, form: tuple[str, ...]) -> Action:
+    """Return an action of a rank with one place. Raises `ConfigError` for what ranks of vLLM cannot do."""
+    if isinstance(body, ResizeKVBody):
+        return ResizeKV(body.place or place, parse_limit(body.limit, option="limit"))
+    if not isinstance(body, SwapBody | RestoreBody | ReleaseBody):
+        raise ConfigError(
+            f"kind={body.kind!r}: an engine of vLLM has one place for each rank; swap, release or restore"
+        )
+    layers = tuple(range(len(form)) if body.layers is None else body.layers)
+    wrong = [layer for layer in layers if not 0 <= layer < len(form)]
+    if wrong:
+        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {len(form) - 1}")
+    if isinstance(body, SwapBody):
+        return Swap(layers, body.variant, tuple(body.parts))
+    return Release(layers) if isinstance(body, ReleaseBody) else Restore(layers, tuple(body.parts))
+
+
+def _runtime(served: Served) -> AsyncRemoteRuntime:
+    if served.runtime is None:
+        raise HTTPException(503, "the engine is not there yet")
+    return served.runtime

@@ -1,0 +1,49 @@
+"""CUDA graphs are replayed only while all weights lie where they lay at the capture."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.engines.vllm.model.graphs import SWITCHES, Addresses, CapturedGraphs
+from elastic.errors import BackendUnavailable
+
+
+class Weights:
+    addresses: Addresses = (100, 200)
+
+    def __call__(self) -> Addresses:
+        return self.addresses
+
+
+def runner_with(owner: str, switch: str, captured: bool) -> Any:
+    """A model runner of vLLM, as far as its graphs."""
+    return SimpleNamespace(**{owner: SimpleNamespace(**{switch: captured})})
+
+
+@pytest.mark.parametrize(("owner", "switch"), SWITCHES)
+@pytest.mark.parametrize("moved", [(100, None), (100, 300)], ids=["packed or absent", "elsewhere"])
+def test_no_graph_while_a_weight_is_not_where_it_was(owner: str, switch: str, moved: Addresses) -> None:
+    runner, weights = runner_with(owner, switch, True), Weights()
+    graphs = CapturedGraphs(runner, weights)
+    graphs.note_capture()
+    for addresses, replayed in ((weights.addresses, True), (moved, False), (moved, False), (weights.addresses, True)):
+        weights.addresses = addresses
+        graphs.begin_step()
+        assert getattr(getattr(runner, owner), switch) is replayed
+
+
+@pytest.mark.parametrize(("owner", "switch"), SWITCHES)
+def test_without_graphs_nothing_is_switched_on(owner: str, switch: str) -> None:
+    runner = runner_with(owner, switch, False)
+    graphs = CapturedGraphs(runner, Weights())
+    graphs.note_capture()
+    graphs.begin_step()
+    assert getattr(getattr(runner, owner), switch) is False
+
+
+def test_a_runner_that_does_not_say_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="enforce_eager"):
+        CapturedGraphs(SimpleNamespace(), Weights()).note_capture()

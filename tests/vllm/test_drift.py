@@ -1,0 +1,84 @@
+"""What is used of vLLM still has the parameters that it had: run on the newest version, it says what has drifted."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+USED: dict[str, dict[str, list[str]]] = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1.bind_gpu_block_pool": ["gpu_block_pool"],
+        "KVConnectorBase_V1.build_connector_meta": ["scheduler_output"],
+        "KVConnectorBase_V1.build_connector_worker_meta": [],
+        "KVConnectorBase_V1.get_handshake_metadata": [],
+        "KVConnectorBase_V1.get_mem_pool_context": [],
+        "KVConnectorBase_V1.get_num_new_matched_tokens": ["request", "num_computed_tokens"],
+        "KVConnectorBase_V1.has_pending_block_frees": [],
+        "KVConnectorBase_V1.has_pending_push_work": [],
+        "KVConnectorBase_V1.on_new_request": ["request"],
+        "KVConnectorBase_V1.request_finished": ["request", "block_ids"],
+        "KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware": ["metadata"],
+        "KVConnectorBase_V1.take_events": [],
+        "KVConnectorBase_V1.update_connector_output": ["connector_output"],
+        "KVConnectorBase_V1.update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
+        "SupportsHMA.request_finished_all_groups": ["request", "block_ids"],
+    },
+    "vllm.v1.core.block_pool": {
+        "BlockPool.get_new_blocks": ["num_blocks"],
+        "BlockPool.get_num_free_blocks": [],
+        "BlockPool.move_block_hashes": ["src_block", "dst_block"],
+        "BlockPool._maybe_evict_cached_block": ["block"],
+    },
+    "vllm.v1.core.kv_cache_utils": {
+        "FreeKVCacheBlockQueue.append": ["block"],
+        "FreeKVCacheBlockQueue.get_all_free_blocks": [],
+        "FreeKVCacheBlockQueue.prepend_n": ["blocks"],
+        "FreeKVCacheBlockQueue.remove": ["block"],
+        "KVCacheBlockCopy": ["src_block_id", "dst_block_id"],
+        "get_kv_cache_config_from_groups": ["vllm_config", "kv_cache_groups", "available_memory"],
+        "get_kv_cache_groups": ["vllm_config", "kv_cache_spec"],
+    },
+    "vllm.v1.core.sched.scheduler": {
+        "Scheduler.schedule": ["throttle_prefills"],
+        "Scheduler.reset_prefix_cache": ["reset_running_requests", "reset_connector"],
+    },
+    "vllm.v1.kv_cache_interface": {
+        "KVCacheTensor": ["size", "layers", "layer_stride", "block_stride", "offset", "host_resident"],
+    },
+    "vllm.v1.worker.utils": {
+        "allocate_kv_cache": ["kv_cache_config", "device", "layout", "kernel_block_sizes"],
+    },
+    "vllm.v1.worker.gpu_worker": {
+        "Worker.determine_available_memory": [],
+        "Worker.execute_model": ["scheduler_output"],
+        "Worker.load_model": ["load_dummy_weights"],
+    },
+    "vllm.v1.worker.cpu_worker": {
+        "CPUWorker.determine_available_memory": [],
+    },
+}
+"""Module -> name -> its first parameters, without `self`; later versions may add more behind them."""
+
+
+def parameters(module: str, name: str) -> list[str]:
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return [p.name for p in inspect.signature(found).parameters.values() if p.name not in ("self", "_cls")]
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in USED.items() for name in names])
+def test_parameters_have_not_drifted(module: str, name: str) -> None:
+    expected = USED[module][name]
+    assert parameters(module, name)[: len(expected)] == expected
+
+
+def test_a_step_ends_with_the_events_of_the_connector() -> None:
+    """The connector settles an idle engine there: blocks of ended requests are free by then."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert source.index("take_events()") > source.index("_free_request(") if "_free_request(" in source else True
+    assert "self.connector.take_events()" in source

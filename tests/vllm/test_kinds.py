@@ -1,0 +1,112 @@
+"""Other kinds of models and of serving: what works keeps plain vLLM's tokens while pages come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    GraniteMoeHybridConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+
+import elastic.vllm
+from support.vllm_engine.engine import (
+    MODEL,
+    coordinator,
+    counted_preemptions,
+    elastic_engine,
+    plain_engine,
+    run,
+    sector_bytes,
+)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+SLIDING = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+STATES: dict[str, Any] = {
+    "layer_types": ["mamba", "mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32,
+    "mamba_n_groups": 1, "mamba_expand": 2, "num_local_experts": 0, "shared_intermediate_size": 256,
+    "position_embedding_type": "nope",
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "experts": lambda **sizes: MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+    "sliding": lambda **sizes: Gemma3TextConfig(**sizes, head_dim=32, sliding_window=64, layer_types=SLIDING),
+    "states": lambda **sizes: GraniteMoeHybridConfig(**sizes, **STATES),
+    "full": lambda **sizes: Qwen3Config(**sizes, head_dim=32),
+}
+LENGTHS = [90, 20, 60, 40] * 3
+
+
+def make_model(kind: str, path: Path) -> str:
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](vocab_size=len(tokenizer), **SIZES))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def require_plain_tokens(model: str, budget: str, *, variants: tuple[str, ...] = (), **options: Any) -> None:
+    """Compare a run under releases, restores and limits with plain vLLM's."""
+    theirs = options.pop("connector", None)
+    with plain_engine(model, **options) as llm:
+        reference = run(llm, LENGTHS)
+    with elastic_engine(budget, model, variants=variants, connector=theirs, **options) as llm:
+        rt, most = elastic.vllm.runtime(llm), coordinator(llm).mapped
+
+        def act(step: int) -> None:
+            if step % 20 == 5:
+                rt.release([1, 3])
+            if step % 20 == 10:
+                rt.kv.resize(max(1, most // 2) * sector_bytes(llm))
+            if step % 20 == 15:
+                rt.kv.resize("max")
+                rt.restore()
+            coordinator(llm).check()
+
+        with counted_preemptions(llm) as preempted:
+            tokens = run(llm, LENGTHS, each_step=act)
+        rt.kv.resize("max")
+        rt.check()
+        assert preempted == []
+        assert [t == r for t, r in zip(tokens, reference, strict=True)] == [True] * len(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_a_kind_of_model(kind: str, tmp_path: Path) -> None:
+    require_plain_tokens(make_model(kind, tmp_path), "32MiB", block_size=16 if kind == "states" else 32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 8}, id="chunked"),
+        pytest.param({"dtype": "bfloat16"}, id="bfloat16"),
+        pytest.param(
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+            id="speculative",
+        ),
+        pytest.param({"enable_lora": True, "max_lora_rank": 8}, id="lora"),
+        pytest.param({"enable_prefix_caching": True}, id="prefixes"),
+    ],
+)
+def test_a_way_of_serving(options: dict[str, Any]) -> None:
+    require_plain_tokens(MODEL, "24MiB", **options)
+
+
+def test_another_connector_beside_ours() -> None:
+    theirs = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24},
+    }
+    require_plain_tokens(MODEL, "24MiB", connector=theirs)
