@@ -20,7 +20,6 @@ from elastic.memory import copy_engine, host_store
 from elastic.memory.checksum import digest
 from elastic.memory.copy_engine import CopyBatch, StagedHandle, StreamCopyEngine
 from elastic.memory.host_store import HostStore, HostTensor
-from elastic.memory.pinned import staging_ring
 from elastic.memory.pinned.page_lock import is_locked
 from elastic.memory.pinned.staging_ring import StagingRing, staging_bytes
 from elastic.memory.rate_limit import RateLimiter
@@ -269,10 +268,10 @@ def test_host_memory_that_is_short_fails_one_forward_in_words(streamed: Any, mon
     model = streamed()
     with monkeypatch.context() as patched:
 
-        def refuse(nbytes: int) -> torch.Tensor:
+        def refuse(*args: object) -> None:
             raise OSError(12, "Cannot allocate memory")
 
-        patched.setattr(staging_ring, "allocate", refuse)
+        patched.setattr(mmap, "mmap", refuse)
         with pytest.raises(CapacityError, match=r"host memory is short.*restore") as caught:
             model(**inputs())
     assert caught.value.requested_bytes == 32 << 20
