@@ -48,12 +48,12 @@ class DecodeKernelTable:
         query: [batch, kv_heads, n, dim], key: [batch, kv_heads, k, dim], value: [batch, kv_heads, k, value_dim], mask:
         [batch or 1, 1, 1, k] or None; all of one dtype, on one device. Returns [batch, kv_heads, n, value_dim].
         """
-        merges = (s.shape[0] == 1 or s.stride(0) == s.shape[1] * s.stride(1) for s in (key, value))
-        if not all(merges):  # the kernels see [batch * kv_heads, k, dim]: that would be a copy
+        batch, kv_heads, tokens, dim = key.shape
+        heads_apart = key.stride(0) != kv_heads * key.stride(1) or value.stride(0) != kv_heads * value.stride(1)
+        if batch > 1 and heads_apart:  # as [batch * kv_heads, k, dim], which kernels see, they would be copies
             return sdpa(query, key, value, mask, scaling)
         if self._forced is not None:
             return self._forced(query, key, value, mask, scaling)
-        _, kv_heads, tokens, dim = key.shape
         queries, value_dim = query.shape[2], value.shape[3]
         order = "head_major" if key.stride(2) == dim else "token_major"
         shape = Shape(processor(query.device), query.dtype, queries, dim, value_dim, order)

@@ -328,16 +328,16 @@ class StoreLease:
         """Append keys and values so that they end at token `stop`; return views of the tokens [read, stop).
 
         keys, values: [batch, kv_heads, new, head_dim], each of the shape and dtype of the store. Returns
-        [batch, kv_heads, stop - read, head_dim]. Tokens before `keep` may be given back. Raises `CapacityError`.
+        [batch, kv_heads, stop - read, head_dim]; `read` is not behind the first new token. Tokens before `keep` may be
+        given back. Raises `CapacityError`.
         """
         start = stop - keys.shape[2]
         key_buffer, value_buffer = self.store.buffers
         with self._lock:
             self.hold(keep, stop)
-            new_keys, new_values = key_buffer.view(start, stop), value_buffer.view(start, stop)
             all_keys, all_values = key_buffer.view(read, stop), value_buffer.view(read, stop)
-        new_keys.copy_(reachable(keys, new_keys.device))
-        new_values.copy_(reachable(values, new_values.device))
+        all_keys[:, :, start - read :].copy_(reachable(keys, all_keys.device))
+        all_values[:, :, start - read :].copy_(reachable(values, all_values.device))
         return all_keys, all_values
 
     def views(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,13 +88,11 @@ class LayerTrace:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Keep the arguments and the result of each layer's call."""
-
-        def keep_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._calls.append((args, dict(kwargs)))
-
         with ExitStack() as stack:
             for layer in self._layers:
-                before = layer.register_forward_pre_hook(keep_call, with_kwargs=True, prepend=True)
+                before = layer.register_forward_pre_hook(
+                    lambda layer, args, kwargs: self._calls.append((args, dict(kwargs))), with_kwargs=True, prepend=True
+                )
                 stack.callback(before.remove)
                 after = layer.register_forward_hook(lambda layer, args, result: self._results.append(result))
                 stack.callback(after.remove)
