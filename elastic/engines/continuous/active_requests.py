@@ -104,12 +104,15 @@ class ActiveRequests:
         """Tell the tokens of a step, and the ends."""
         now, weights = time.perf_counter(), self._weights()
         counts: dict[str, int] = {}
-        for sequence, _, _ in tokens:
+        for sequence, sampled, _ in tokens:
+            if sampled.error is not None:
+                self._end(sequence, "failed", sampled.error)
+                continue
             counts[sequence.request.id] = counts.get(sequence.request.id, 0) + 1
         self._counters.produced_together(counts, now)
         for sequence, sampled, finish in tokens:
             active = self._requests.get(sequence.request.id)
-            if active is None:
+            if active is None or sampled.error is not None:
                 continue
             logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
             if sequence.index in active.told:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from elastic.engines.base import Sampling
-from elastic.engines.sampling.random_numbers import uniforms
+from elastic.engines.sampling.random_numbers import exponentials
 from elastic.engines.sampling.state import SamplingState
 
 _CACHED = 1 << 17
@@ -17,11 +17,12 @@ _COLDEST, _HOTTEST = 1e-6, 1e30  # scores in float32 become neither endless nor 
 
 
 def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """Draw a token for each row of logits [rows, vocabulary], by the inverse of its cumulative distribution.
+    """Draw a token for each row of logits [rows, vocabulary]: that of the highest probability over a random number.
 
-    Sums run in the order of token ids and in float64, so that the same token comes out on every device but where the
-    random number is within rounding of a bound. Tokens exactly as likely as the last of `top_k` or `top_p` are in too.
-    A row without a distribution (NaN, or nothing allowed) gets the token behind the vocabulary's last.
+    The numbers are exponentially distributed, one for each token (the exponential form of Gumbel's trick). So what
+    another device or batch rounds differently changes a token only where two are as close as that, unlike in a
+    cumulative sum, all of whose bounds move. Tokens exactly as likely as the last of `top_k` or `top_p` are in too. A
+    row without a distribution (NaN, or nothing allowed) gets the token behind the vocabulary's last.
     """
     at_once = len(states) if logits.is_cuda else max(1, _CACHED // logits.shape[-1])
     tokens = []
@@ -38,10 +39,10 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
     probabilities = torch.softmax(logits, -1)
     if any(rule.min_p or rule.top_k or rule.top_p < 1 for rule in rules):
         probabilities = probabilities * (probabilities >= _least_probabilities(probabilities, rules))
-    sums = probabilities.cumsum(-1, dtype=torch.float64)
-    numbers = uniforms([state.key for state in states], [state.position for state in states])
-    bounds = torch.from_numpy(numbers).to(logits.device)[:, None] * sums[:, -1:]
-    tokens: list[int] = torch.searchsorted(sums, bounds, right=True).flatten().tolist()
+    keys, positions = [state.key for state in states], [state.position for state in states]
+    numbers = exponentials(keys, positions, logits.shape[-1], logits.device)
+    highest, chosen = torch.div(probabilities, numbers, out=numbers).max(-1)
+    tokens: list[int] = torch.where(highest > 0, chosen, logits.shape[-1]).tolist()
     return tokens
 
 

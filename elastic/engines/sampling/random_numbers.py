@@ -1,7 +1,7 @@
 """Random numbers that depend on a seed and a position alone: an answer goes on with the same ones anywhere.
 
 SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), read as a counter-based
-generator: its n-th output is the mix of key + n * gamma, in integers, hence the same on every machine.
+generator: its n-th output is the mix of key + n * gamma. All is computed in integers, hence the same on every device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from elastic.engines.base import Request
 
@@ -36,10 +36,24 @@ def answer_seed(request: Request, index: int) -> int:
     return secrets.randbits(64) if seed is None else mix((random_key(seed) + index * GAMMA) & _MASK)
 
 
-def uniforms(keys: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) for each key at its position."""
-    bits = np.array(keys, np.uint64) + np.array(positions, np.uint64) * np.uint64(GAMMA)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    numbers: npt.NDArray[np.float64] = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
-    return numbers
+def exponentials(keys: Sequence[int], positions: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
+    """Return float32 [keys, count], exponentially distributed with mean 1: number t of each key at its position.
+
+    t is hashed together with 64 bits of the key and the position by the steps of Wellons' lowbias32 (2018), in integers
+    of 32 bits that wrap around. Small numbers, which decide, have all the bits of their mantissa.
+    """
+    bits = [mix((key + (position + 1) * GAMMA) & _MASK) for key, position in zip(keys, positions, strict=True)]
+    words = torch.from_numpy(np.array(bits, np.uint64).view(np.int32).reshape(-1, 2)).to(device)
+    x = torch.arange(count, dtype=torch.int32, device=device) * _as_int32(0x9E3779B9) + words[:, :1]
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x ^= words[:, 1:]
+    x *= _as_int32(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    uniform = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _as_int32(value: int) -> int:
+    return value - 2**32
