@@ -34,6 +34,7 @@ BENCHMARKS = (
     "sensitivity",
     "controller",
     "continuous",
+    "sampling",
     "migrate",
     "migrate_kv",
     "replicate",

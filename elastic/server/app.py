@@ -63,16 +63,7 @@ def create_app(
     """
     if actions and not token:
         raise ConfigError("actions=True needs a token: whoever reaches the server could change the model")
-    if max_model_len is not None and max_model_len < 2:
-        raise ConfigError(f"max_model_len={max_model_len} leaves no room for a prompt and an answer")
-    if not name.strip():
-        raise ConfigError(f"name={name!r} is empty; give the model a name")
-    if api_key is not None and not api_key:
-        raise ConfigError("api_key='' lets everyone in; give a key, or None for no key")
-    if not body_timeout_s > 0:
-        raise ConfigError(f"body_timeout_s={body_timeout_s} must be above 0")
-    if tool_call_parser is not None and tool_call_parser not in TOOL_FORMATS:
-        raise ConfigError(f"tool_call_parser={tool_call_parser!r}: choose one of {', '.join(TOOL_FORMATS)}")
+    _check_options(name, max_model_len, api_key, body_timeout_s, tool_call_parser)
     serving = ServerState(
         engine,
         tokenizer,
@@ -93,6 +84,22 @@ def create_app(
     keys = {**dict.fromkeys(KEYED, api_key), "/elastic/actions": token if actions else None}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
+
+
+def _check_options(
+    name: str, max_model_len: int | None, api_key: str | None, body_timeout_s: float, tool_call_parser: str | None
+) -> None:
+    """Raise `ConfigError` for options that cannot work."""
+    if max_model_len is not None and max_model_len < 2:
+        raise ConfigError(f"max_model_len={max_model_len} leaves no room for a prompt and an answer")
+    if not name.strip():
+        raise ConfigError(f"name={name!r} is empty; give the model a name")
+    if api_key is not None and not api_key:
+        raise ConfigError("api_key='' lets everyone in; give a key, or None for no key")
+    if not body_timeout_s > 0:
+        raise ConfigError(f"body_timeout_s={body_timeout_s} must be above 0")
+    if tool_call_parser is not None and tool_call_parser not in TOOL_FORMATS:
+        raise ConfigError(f"tool_call_parser={tool_call_parser!r}: choose one of {', '.join(TOOL_FORMATS)}")
 
 
 def _add_middleware(

@@ -11,6 +11,7 @@ from elastic.engines.core.prefix_cache import PrefixCache, block_hash
 from elastic.errors import CapacityError, IntegrityError
 
 NOBODY: Sharers = frozenset()
+NEVER = (-1, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +32,9 @@ class BlockTable:
     """Of its first full blocks, as far as they are known."""
     shared: int = 0
     """How many of its blocks others may share."""
-    refused: tuple[int, int, int] = (-1, 0, 0)
-    """When it was last refused blocks: `BlockManager._version`, the room that there was, the blocks that it wanted."""
+    refused: tuple[int, int, int] = NEVER
+    """When blocks were last refused because not all could end then: `BlockManager._version`, the room that there was,
+    the blocks that it wanted."""
 
 
 class BlockManager:
@@ -160,8 +162,10 @@ class BlockManager:
             if self._extend(table, min(len(tokens), cached + most), growing=False):
                 del self._waiting[sequence]
                 return cached
+            safe = table.refused == NEVER
             self._release(table)
-            table.refused = self._version, room, 0
+            if not safe:
+                table.refused = self._version, room, 0
             return None
 
     def grow(self, table: BlockTable, tokens: int) -> tuple[tuple[int, ...], ...] | None:
@@ -224,7 +228,9 @@ class BlockManager:
                 before = self._users[group].get(block, NOBODY)
                 if not before:
                     self._pools[group].reuse(block)
-                after = joined.setdefault(before, before | {table.demand})
+                after = joined.get(before)
+                if after is None:
+                    after = joined[before] = before | {table.demand}
                 self._users[group][block] = after
                 self._ledger.share(group, before, after)
                 table.blocks[group].append(block)
@@ -254,9 +260,10 @@ class BlockManager:
             return False
         self._ledger.give(table.demand, wanted)
         free = [pool.free_blocks - more for pool, more in zip(self._pools, wanted, strict=True)]
-        if self._ledger.reserved_sectors(free) > room or not self._take(table, wanted):
+        safe = self._ledger.reserved_sectors(free) <= room
+        table.refused = NEVER if safe else (self._version, room, count)
+        if not safe or not self._take(table, wanted):
             self._ledger.give(table.demand, [-more for more in wanted])
-            table.refused = self._version, room, count
             return False
         table.capacity = -(-tokens // self.block_tokens) * self.block_tokens
         self._promised = None

@@ -68,18 +68,19 @@ class MetadataBuilder:
 
     def build(self, batch: BatchTokens) -> AttentionMetadata:
         """Return the metadata of a batch. Its parts may be made in several threads at a time."""
-        single = batch.counts == 1
-        first = batch.first
         write, written = self._write_index(batch)
-        prompts = tuple(self._prompt(batch, i, int(first[i])) for i in np.flatnonzero(~single).tolist())
-        return AttentionMetadata(self._decode_groups(batch, single, first), prompts, write, written)
+        prompts = () if batch.only_single else np.flatnonzero(batch.counts > 1).tolist()
+        return AttentionMetadata(
+            self._decode_groups(batch), tuple(self._prompt(batch, i) for i in prompts), write, written
+        )
 
-    def _decode_groups(self, batch: BatchTokens, single: np.ndarray, first: Ints) -> tuple[DecodeGroup, ...]:
-        sizes = np.frexp(self._table.counts[batch.rows])[1]  # the length of a count in bits
-        alike = [np.flatnonzero(single & (sizes == size)) for size in np.unique(sizes[single])]
-        if len(alike) == 1 and len(alike[0]) == len(batch.rows):
+    def _decode_groups(self, batch: BatchTokens) -> tuple[DecodeGroup, ...]:
+        counts = self._table.counts[batch.rows]
+        if batch.only_single and int(counts.min()).bit_length() == int(counts.max()).bit_length():
             return (self._decode(batch.rows, batch.starts, None),)
-        return tuple(self._decode(batch.rows[i], batch.starts[i], self._to_device(first[i])) for i in alike)
+        bits = np.where(batch.counts == 1, np.frexp(counts)[1], 0)  # the length of a count in bits
+        alike = [np.flatnonzero(bits == length) for length in np.unique(bits[bits > 0])]
+        return tuple(self._decode(batch.rows[i], batch.starts[i], self._to_device(batch.first[i])) for i in alike)
 
     def _decode(self, rows: Ints, starts: Ints, at: torch.Tensor | None) -> DecodeGroup:
         table = self._table
@@ -106,8 +107,8 @@ class MetadataBuilder:
             index = self._reads[key] = self._layout.read_index(self._to_device(tables))
         return index
 
-    def _prompt(self, batch: BatchTokens, i: int, first: int) -> PromptChunk:
-        table, row = self._table, int(batch.rows[i])
+    def _prompt(self, batch: BatchTokens, i: int) -> PromptChunk:
+        table, row, first = self._table, int(batch.rows[i]), int(batch.first[i])
         start, count = int(batch.starts[i]), int(batch.counts[i])
         window = table.window
         at = slice(first, first + count)
@@ -126,7 +127,7 @@ class MetadataBuilder:
     def _write_index(self, batch: BatchTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Make the index of the tokens that are written; of more than a window, those that are seen afterwards."""
         table, counts = self._table, batch.counts
-        positions = batch.positions()
+        positions = batch.positions
         rows = batch.rows if batch.only_single else np.repeat(batch.rows, counts)
         written = None
         if table.window is not None and (counts > table.window).any():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -28,21 +29,22 @@ class BatchTokens:
     counts: Ints
     """[sequences]: new tokens."""
 
-    @property
+    @cached_property
     def first(self) -> Ints:
-        """Where the tokens of each begin, [sequences]."""
+        """Where in the batch the tokens of each begin, [sequences]."""
         return np.cumsum(self.counts) - self.counts
 
+    @cached_property
+    def only_single(self) -> bool:
+        """Whether every sequence has one new token."""
+        return int(self.counts.max()) == 1
+
+    @cached_property
     def positions(self) -> Ints:
-        """Return the positions of the tokens in their texts, [tokens]."""
+        """The positions of the tokens in their texts, [tokens]."""
         if self.only_single:
             return self.starts
         return np.arange(int(self.counts.sum())) + np.repeat(self.starts - self.first, self.counts)
-
-    @property
-    def only_single(self) -> bool:
-        """Return whether every sequence has one new token."""
-        return bool((self.counts == 1).all())
 
     def part(self, start: int, stop: int) -> BatchTokens:
         """Return some of the sequences."""

@@ -137,7 +137,7 @@ class ModelRunner:
         device = self._model.device
         inputs = {
             "input_ids": torch.from_numpy(ids)[None].to(device),
-            "position_ids": torch.from_numpy(batch.positions())[None].to(device),
+            "position_ids": torch.from_numpy(batch.positions)[None].to(device),
             "attention_mask": self._mask,
             "cache": RequestSlice(self.cache, batch),
             "use_cache": False,

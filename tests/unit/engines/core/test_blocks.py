@@ -189,8 +189,12 @@ def test_memory_that_is_gone_when_it_is_asked_for_leaves_the_tables_as_they_were
     manager.check()
     assert memory.used_sectors == 1
     monkeypatch.undo()
-    manager.forget("a")
-    assert manager.admit("b", [2] * 16, 16, share=True) == 0
+    assert manager.admit("b", [2] * 16, 16, share=True) == 0, "it is asked again although nothing has ended"
+    monkeypatch.setattr(memory, "allocate", fail_after_two)
+    assert manager.grow(manager.table("b"), 20) is None
+    monkeypatch.undo()
+    assert manager.grow(manager.table("b"), 20) is not None
+    manager.check()
 
 
 def test_a_block_is_named_by_all_tokens_up_to_its_end() -> None:

@@ -88,3 +88,34 @@ def test_greedy_answers_take_the_likeliest_beside_answers_that_are_drawn() -> No
     tokens = [chosen.token for chosen in sample(logits, states)]
     assert tokens[::2] == likeliest[::2]
     assert tokens != likeliest
+
+
+class Even:
+    """A matcher that allows even tokens."""
+
+    def fill_mask(self, mask: torch.Tensor) -> None:
+        mask.fill_(0x55555555)
+
+    def accept(self, token: int) -> None:
+        """Stay the same."""
+
+
+@pytest.mark.cuda
+def test_a_gpu_chooses_the_tokens_of_a_cpu() -> None:
+    rules = [Sampling(), Sampling(0.8), Sampling(1.0, top_k=9, top_p=0.9), Sampling(1.2, top_p=0.8, min_p=0.01)]
+    rules += [Sampling(1.0, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=((4, 3.0), (5, -2.0)))]
+    rows = [
+        Request((1, 2, 3), 20, rule, (7,), min_tokens=row % 2 * 9, logprobs=row % 3 or None)
+        for row, rule in enumerate(rules * 8)
+    ]
+    states = [
+        SamplingState(request, row, [4, 4, 9], Even() if row % 4 == 0 else None) for row, request in enumerate(rows)
+    ]
+    logits = torch.randn(len(rows), 5000, generator=torch.Generator().manual_seed(0)) * 2
+    there, here = sample(logits.to("cuda:0"), states), sample(logits, states)
+    assert [chosen.token for chosen in there] == [chosen.token for chosen in here]
+    for one, other in zip(there, here, strict=True):
+        assert (one.logprobs is None) == (other.logprobs is None)
+        if one.logprobs is not None and other.logprobs is not None:
+            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+            assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]

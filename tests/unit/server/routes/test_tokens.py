@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from fastapi.testclient import TestClient
 from transformers import GenerationConfig
 
 import elastic
+from elastic.cli.serve import sampling_defaults
 from elastic.errors import ConfigError
 from elastic.server.generation.chat_template import without_template
 from elastic.server.generation.sampling_defaults import of_generation_config
@@ -96,6 +98,18 @@ def test_the_models_own_sampling_is_for_what_a_request_leaves_open() -> None:
             assert client.post("/v1/completions", json={**ASKED, **fields}).status_code == 200
     told = [(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in engine.requests]
     assert told == [(0.6, 20, 0.95), (1.0, None, 0.95), (0.0, None, 1.0)]
+
+
+def test_generation_config_names_where_the_defaults_are_from(tmp_path: Path) -> None:
+    class Model:
+        generation_config = GenerationConfig(temperature=0.6, do_sample=True)
+
+    GenerationConfig(top_p=0.5, do_sample=True).save_pretrained(tmp_path)
+    assert sampling_defaults(Model, "auto") == {"temperature": 0.6}
+    assert sampling_defaults(Model, "vllm") == {}
+    assert sampling_defaults(Model, str(tmp_path)) == {"top_p": 0.5}
+    with pytest.raises(ConfigError, match="--generation-config"):
+        sampling_defaults(Model, str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize("defaults", [{"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"max_tokens": 5}])
