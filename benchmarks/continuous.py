@@ -1,16 +1,22 @@
 """Continuous batching on elastic pages, nothing swapped, against transformers' own, with the same requests and budgets.
 
-    python benchmarks/continuous.py [--device cuda:0]
+    python benchmarks/continuous.py [--device cuda:0] [--earlier CHECKOUT]
 
-All requests are there at the beginning; the time is until the last has ended. Both have room for all of them, the same
-block size, and the same most tokens in a batch; neither shares prefixes. Target: at least .98 of the throughput.
+All requests are there at the beginning; the time is until the last has ended. All have room for all of them, the same
+block size, and the same most tokens in a batch; none shares prefixes. With `--earlier`, the engine of another checkout
+of Elastic takes part, in a process of its own. Targets: one request alone at least as fast as with transformers' own,
+and 1.05 of the engine before this one.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -60,22 +66,65 @@ def stock(manager: Any, asked: list[list[int]]) -> list[list[int]]:
     return [tokens[name] for name in names]
 
 
-def compare(make: Callable[[], Any], count: int, device: str, rounds: int) -> dict[str, Any]:
-    wrapped, plain = make(), make()
+def started(model: Any, device: str) -> ContinuousEngine:
+    elastic.wrap(model, places=[f"{device}={budget(device, 2, 0.25)}"])
+    engine = ContinuousEngine(model, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
+    engine.start()
+    return engine
+
+
+class Earlier:
+    """The engine of another checkout, in a process of its own; it computes a round when it is told to."""
+
+    def __init__(self, checkout: str, options: Any, name: str, count: int) -> None:
+        command = [sys.executable, __file__, "--device", options.device, "--round-of", f"{name}/{count}"]
+        environment = os.environ | {"PYTHONPATH": checkout}
+        self._process = subprocess.Popen(
+            [*command, *(["--quick"] if options.quick else [])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def __enter__(self) -> Earlier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def round(self) -> None:
+        print("go", file=self._process.stdin, flush=True)
+        if self._process.stdout.readline() != "done\n":
+            raise RuntimeError("the earlier engine has ended")
+
+
+def compute_rounds(make: Callable[[], Any], count: int, device: str) -> None:
+    """Be the process of `Earlier`."""
+    model = make()
+    engine = started(model, device)
+    asked = prompts(count, model.config.vocab_size)
+    for _ in sys.stdin:
+        ours(engine, asked)
+        print("done", flush=True)
+    engine.stop()
+
+
+def compare(name: str, make: Callable[[], Any], count: int, options: Any, rounds: int) -> dict[str, Any]:
+    wrapped, plain, device = make(), make(), options.device
     asked = prompts(count, wrapped.config.vocab_size)
     blocks = sum(-(-(len(p) + NEW) // BLOCK) for p in asked) + count
-    elastic.wrap(wrapped, places=[f"{device}={budget(device, 2, 0.25)}"])
-    engine = ContinuousEngine(wrapped, block_tokens=BLOCK, max_batch_tokens=BATCH_TOKENS, share_prefixes=False)
-    engine.start()
+    engine = started(wrapped, device)
     settings = ContinuousBatchingConfig(
         page_size=BLOCK, num_blocks=blocks, max_batch_tokens=BATCH_TOKENS, allow_block_sharing=False
     )
     generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with plain.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=settings
-    ) as manager:
+    with ExitStack() as stack:
+        manager = stack.enter_context(
+            plain.continuous_batching_context_manager(generation_config=generation, continuous_batching_config=settings)
+        )
         same = statistics.mean(a == b for a, b in zip(ours(engine, asked), stock(manager, asked), strict=True))
         works = {"elastic": lambda: ours(engine, asked), "transformers": lambda: stock(manager, asked)}
+        if options.earlier:
+            works["earlier"] = stack.enter_context(Earlier(options.earlier, options, name, count)).round
         times = paired(works, device, rounds, warmup=1)
     engine.stop()
     elastic.unwrap(wrapped)
@@ -83,25 +132,31 @@ def compare(make: Callable[[], Any], count: int, device: str, rounds: int) -> di
         "requests": count,
         "tokens_per_s": {name: count * NEW / statistics.median(t) for name, t in times.items()},
         "throughput_ratio": ratio(times["transformers"], times["elastic"]),
+        "over_earlier": ratio(times["earlier"], times["elastic"]) if options.earlier else None,
         "same_continuations": same,
     }
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
+    more = {"earlier": {"help": "a checkout of an earlier commit"}, "round-of": {"help": "for the benchmark itself"}}
+    options = arguments(__doc__.splitlines()[0], **more)
     device, cpu = options.device, options.device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
     models = {
         "2.6M": lambda: AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).to(device).eval(),
         "130M GQA": lambda: llama(4, dtype, device, quick=options.quick),
     }
+    if options.round_of:
+        name, count = options.round_of.split("/")
+        compute_rounds(models[name], int(count), device)
+        return
     rounds = min(options.rounds, 7)
     results: dict[str, Any] = {}
     rows = []
     for name, make in models.items():
-        for count in (4,) if options.quick else (1, 16, 64) if name == "2.6M" or not cpu else (8, 24):
-            figures = results[f"{name}, {count}"] = compare(make, count, device, rounds)
-            speed = figures["tokens_per_s"]
+        for count in (4,) if options.quick else (1, 16, 64):
+            figures = results[f"{name}, {count}"] = compare(name, make, count, options, rounds)
+            speed, earlier = figures["tokens_per_s"], figures["over_earlier"]
             rows.append(
                 [
                     name,
@@ -109,10 +164,11 @@ def main() -> None:
                     f"{speed['elastic']:.0f}",
                     f"{speed['transformers']:.0f}",
                     show(figures["throughput_ratio"]),
+                    show(earlier) if earlier else "",
                     f"{figures['same_continuations']:.0%}",
                 ]
             )
-    table(["model", "requests", "tokens/s", "transformers", "ratio", "same continuations"], rows)
+    table(["model", "requests", "tokens/s", "transformers", "ratio", "over the earlier", "same continuations"], rows)
     finish("continuous", device, results)
 
 
