@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import os
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class ElasticEndpoints:
             self._served = Served(AsyncRemoteRuntime(engine_client.collective_rpc), names[0])
 
 
-async def answered(answer: Any) -> Any:
+async def answered(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """Await an answer; our errors become HTTP's."""
     try:
         return await answer

@@ -59,6 +59,22 @@ def test_an_idle_engine_ends_what_was_deferred(tight: Any) -> None:
     rt.check()
 
 
+def test_what_waits_for_requests_ends_when_they_are_aborted(tight: Any) -> None:
+    from vllm import SamplingParams
+
+    rt, engine = elastic.vllm.runtime(tight), tight.llm_engine
+    rt.release(range(6))
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    for number in range(6):
+        engine.add_request(f"a{number}", {"prompt": "import os"}, sampling)
+    for _ in range(70):
+        engine.step()
+    assert rt.restore().status == "deferred"
+    engine.abort_request([f"a{number}" for number in range(6)])
+    wait_for(lambda: set(rt.form()) == {"float32"})
+    rt.check()
+
+
 def test_use_and_capacity_are_the_schedulers(tight: Any) -> None:
     rt, used = elastic.vllm.runtime(tight), list[tuple[int, int]]()
     run(tight, [64] * 4, each_step=lambda step: used.append((rt.kv.used_bytes, rt.kv.capacity_bytes)))

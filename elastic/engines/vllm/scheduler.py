@@ -45,6 +45,13 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
             self._announce(output, moves)
         return output
 
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Abort requests; if none is left, what waited for their blocks is settled, since no step may follow."""
+        finished = super().finish_requests(*args, **kwargs)
+        if self._side is not None:
+            self._side.step_ended()
+        return finished
+
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Reset the prefix cache, but not while an idle engine's blocks are withdrawn."""
         if self._side is None:

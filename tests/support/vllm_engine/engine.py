@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import elastic
@@ -19,6 +20,7 @@ TEXTS = (
     "import re\nimport sys\n\n", "    def close(self):\n        if self", "for name in names:\n    ",
     "try:\n    import", "def main(argv=None):\n",
 )  # fmt: skip
+MIXED = [90, 20, 60, 40] * 3
 PLAIN: dict[str, Any] = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST, "max_num_seqs": 16, "block_size": 32,
     "enable_prefix_caching": False,
@@ -116,3 +118,30 @@ def counted_preemptions(llm: Any) -> Iterator[list[str]]:
         yield preempted
     finally:
         target._preempt_request = original
+
+
+def require_plain_tokens(
+    model: str, budget: str, *, only_elastic: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> None:
+    """Compare a run under releases, restores and limits with plain vLLM's."""
+    with plain_engine(model, **options) as llm:
+        reference = run(llm, MIXED)
+    with elastic_engine(budget, model, variants=(), **{**options, **only_elastic}) as llm:
+        rt, most = elastic.vllm.runtime(llm), coordinator(llm).mapped
+
+        def act(step: int) -> None:
+            if step % 20 == 5:
+                rt.release([1, 3])
+            if step % 20 == 10:
+                rt.kv.resize(max(1, most // 2) * sector_bytes(llm))
+            if step % 20 == 15:
+                rt.kv.resize("max")
+                rt.restore()
+            coordinator(llm).check()
+
+        with counted_preemptions(llm) as preempted:
+            tokens = run(llm, MIXED, each_step=act)
+        rt.kv.resize("max")
+        rt.check()
+        assert preempted == []
+        assert [t == r for t, r in zip(tokens, reference, strict=True)] == [True] * len(MIXED)

@@ -51,7 +51,8 @@ class CapacityCoordinator:
 
     def receive(self, report: StepReport) -> None:
         """Take in what ranks tell after a step."""
-        self.ranks.update(report.ranks)
+        newer = {rank: state for rank, state in report.ranks.items() if state.number >= self.ranks[rank].number}
+        self.ranks.update(newer)
         self._adjust()
 
     def next_orders(

@@ -62,6 +62,8 @@ class RankState:
     unsettled: bool = False
     """Whether it wants to be stepped though no request is there."""
     actions: RankReport | None = None
+    number: int = 0
+    """Of the report, at this rank: a later one counts, in whatever order they come."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
@@ -63,6 +64,7 @@ class WorkerChannel:
         self._mapping = False
         self._failed_at_s: float | None = None
         self._told: RankState | None = None
+        self._reports = 0
         model.kv.engine_usage = lambda: (self.used_bytes, self.capacity_bytes)
         self._map_to(self._state().target)
         self.local[self.process] = self
@@ -91,7 +93,8 @@ class WorkerChannel:
         if state == self._told:
             return None
         self._told = state
-        return StepReport({self._model.rank: state})
+        self._reports += 1
+        return StepReport({self._model.rank: replace(state, number=self._reports)})
 
     def changed(self) -> None:
         """Note that the KV limit may have moved, or the model come to rest. Safe from any thread, under any lock."""

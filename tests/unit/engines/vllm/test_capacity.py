@@ -61,6 +61,13 @@ def test_what_one_rank_cannot_map_no_rank_keeps() -> None:
     assert (orders.sequence, orders.sectors) == (2, 2)
 
 
+def test_a_report_that_comes_late_does_not_count() -> None:
+    coordinator = one_rank(2)
+    coordinator.receive(StepReport({0: RankState(0, 2, 5, 8, number=2)}))
+    coordinator.receive(StepReport({0: RankState(0, 2, 3, 8, number=1)}))
+    assert coordinator.next_orders(idle=True).sectors == 5
+
+
 def test_shared_and_cached_blocks_move_with_their_contents() -> None:
     pool = StubBlockPool(32)
     capacity = BlockCapacity(pool)
