@@ -33,7 +33,11 @@ def reserved_sectors(
     A group keeps the sectors that it got, so the sum over groups is more than enough where there are several.
     """
     total = 0
-    order = sorted(demands, key=lambda d: sum(n / size for n, size in zip(d.needed, blocks_per_sector, strict=True)))
+
+    def needed_sectors(demand: RequestDemand) -> float:
+        return sum(count / size for count, size in zip(demand.needed, blocks_per_sector, strict=True))
+
+    order = sorted(demands, key=needed_sectors)
     for group, (free, size) in enumerate(zip(free_blocks, blocks_per_sector, strict=True)):
         returned, most = 0, 0
         sharers = Counter(chain.from_iterable(demand.shared[group] for demand in order if demand.shared))
