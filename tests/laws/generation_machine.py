@@ -56,7 +56,7 @@ class FaultyHost:
         self.left = {"copy": 0, "allocate": 0}
         copy_engine.copy = self.guarded("copy", copy_engine.copy)
         host_store.copy = copy_engine.copy
-        host_store._allocate = self.guarded("allocate", host_store._allocate)
+        host_store.allocate = self.guarded("allocate", host_store.allocate)
 
     def guarded(self, name: str, call: Any) -> Any:
         def guarded(*args: Any) -> Any:
