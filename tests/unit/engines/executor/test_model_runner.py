@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from elastic.engines.base import Request, Sampling
+from elastic.engines.base import Request
 from elastic.engines.core.step import Chunk, SequenceState, Step
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
