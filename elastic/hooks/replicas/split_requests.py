@@ -15,6 +15,8 @@ import torch
 from elastic.hooks.replicas.split_rows import HIDDEN, LayerInputs, NotSplittable, SplitSpec, Take
 
 CACHES = ("cache",)
+
+
 @runtime_checkable
 class RequestCache(Protocol):
     """An engine's KV cache in a forward pass, as far as replica groups need it."""
