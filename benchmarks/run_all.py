@@ -34,6 +34,7 @@ BENCHMARKS = (
     "sensitivity",
     "controller",
     "continuous",
+    "engine_step",
     "sampling",
     "migrate",
     "migrate_kv",

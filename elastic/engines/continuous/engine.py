@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -161,6 +161,8 @@ class ContinuousEngine:
             found.set_result(tuple(state for state in exported if state is not None))
             self._requests.forget(request, "moved")
 
+        if self._thread is None:
+            raise StateError("the engine is not serving; start it first")
         if threading.current_thread() is self._thread:
             leave()
         else:
@@ -177,8 +179,9 @@ class ContinuousEngine:
             for sequence in self._requests.sequences(request, index):
                 self._loop.cancel(sequence)
 
-        if request in self._requests and self.serving:
-            self._loop.post(leave)
+        if request in self._requests:
+            with suppress(StateError):  # the loop has ended, and all requests with it
+                self._loop.post(leave)
 
     def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -174,6 +176,29 @@ def test_a_request_goes_on_in_another_engine_with_the_same_tokens(name: str, rul
             assert heard.tokens_of(i) == expected.tokens_of(i)
     assert here.runtime.kv.used_bytes == there.runtime.kv.used_bytes == 0
     assert here.counters.read().running == there.counters.read().running == 0
+
+
+def test_a_request_is_cancelled_while_the_engine_drains(engines: Any) -> None:
+    model = architectures.build("llama-gqa")
+    engine, heard, request = engines(model), Answers(), Request((3, 4, 5), 400)
+    engine.submit(request, heard)
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    while engine.serving:
+        time.sleep(0.001)
+    engine.cancel(request.id)
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert heard.outputs[0][-1].finish == "cancelled"
+
+
+def test_an_engine_that_was_not_started_exports_nothing(wrapped: Any) -> None:
+    model = architectures.build("llama-gqa")
+    wrapped(model, small(8 << 20))
+    engine = ContinuousEngine(model)
+    with pytest.raises(StateError, match="start it"):
+        engine.export("unknown")
+    engine.stop()
 
 
 def test_what_cannot_be_adopted_is_refused_in_words(engines: Any) -> None:
