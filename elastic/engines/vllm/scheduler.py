@@ -24,11 +24,14 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._side: SchedulerSide | None = None
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        one_at_a_time = self.vllm_config.max_concurrent_batches == 1 and not self.use_v2_model_runner
-        if one_at_a_time and isinstance(self.connector, ElasticConnector) and self.connector.scheduler:
-            self._side = self.connector.scheduler
-            self._side.coordinator.moving = all(isinstance(spec, AttentionSpec) for spec in specs)
+        connectors = getattr(self.connector, "sub_connectors", [self.connector])
+        ours = next((c for c in connectors if isinstance(c, ElasticConnector)), None)
+        if ours is not None and self.vllm_config.max_concurrent_batches == 1 and not self.use_v2_model_runner:
+            specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+            self._side = ours.scheduler
+            if self._side is not None:
+                is_attention = all(isinstance(spec, AttentionSpec) for spec in specs)
+                self._side.coordinator.moving = is_attention and len(connectors) == 1
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as vLLM does; then move what is in the way of a shrink."""

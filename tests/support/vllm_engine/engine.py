@@ -65,14 +65,20 @@ def scheduler(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def side(llm: Any) -> Any:
+    """Return what our connector keeps beside the scheduler, also where it is the first of several."""
+    connector = scheduler(llm).connector
+    return getattr(connector, "sub_connectors", [connector])[0].scheduler
+
+
 def coordinator(llm: Any) -> Any:
     """Return the coordinator beside the scheduler."""
-    return scheduler(llm).connector.scheduler.coordinator
+    return side(llm).coordinator
 
 
 def sector_bytes(llm: Any) -> int:
     """Return the bytes of one sector."""
-    sectors = scheduler(llm).connector.scheduler._local.sectors
+    sectors = side(llm)._local.sectors
     return int(sectors.sector_pages * sectors.kv.pool.page_bytes)
 
 
