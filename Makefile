@@ -54,7 +54,7 @@ simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: T
 		-p gpu.simulation.plugin -p no:faulthandler tests/gpu/memory/test_two_devices.py  # that cannot reach each other
 
 test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, in a virtual environment of its own: 3 GB
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
