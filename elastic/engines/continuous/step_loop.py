@@ -80,7 +80,7 @@ class StepLoop:
         try:
             while not self._halting:
                 self._news.clear()  # before looking: what comes later is seen the next time
-                self._obey()
+                self._run_commands()
                 if self._halting or (self._draining and not self.scheduler.has_work):
                     break
                 if not self.advance():
@@ -90,7 +90,7 @@ class StepLoop:
         finally:
             with self._lock:
                 self._ended = True
-            self._obey()
+            self._run_commands()
             for name in list(self.scheduler.sequences):
                 self.cancel(name)
             self._executor.remove(self.scheduler.take_removed())
@@ -129,6 +129,6 @@ class StepLoop:
         else:
             self._listener.produced(self.scheduler.update(step, result))
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while self._commands:
             self._commands.popleft()()
