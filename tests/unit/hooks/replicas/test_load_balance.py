@@ -53,6 +53,25 @@ def test_rows_with_a_cache_move_only_where_it_pays() -> None:
     assert split_batch(8, [1.0, 1.0], present=(8, 0)) == (4, 4)
 
 
+def test_places_are_compared_while_another_thread_measures() -> None:
+    """What the other thread does comes here in the middle of a comparison of names."""
+    speeds = ThroughputEstimator()
+
+    class Compared(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            for tokens in (16, 64) if other == "b" else ():
+                for _ in range(WARM_UP + 1):
+                    speeds.measured("b", tokens, 1.0)
+            return str.__eq__(self, other)
+
+    for place in ("b", "a"):
+        for _ in range(WARM_UP + 1):
+            speeds.measured(place, 1, 2.0)
+    assert speeds.of([Compared("a"), "b"]) == [4.0, 4.0]
+
+
 def test_one_row_tries_the_places_and_stays_unless_another_is_clearly_faster() -> None:
     speeds, places = ThroughputEstimator(), ["a", "b", "c"]
     assert speeds.best_alone(places) == 0
