@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -197,7 +196,6 @@ class Runtime:
 
     @overload
     def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def release(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
@@ -212,7 +210,6 @@ class Runtime:
 
     @overload
     def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
@@ -229,7 +226,6 @@ class Runtime:
 
     @overload
     def swap(self, layers: Layers, variant: str, *, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def swap(self, layers: Layers, variant: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
@@ -247,7 +243,6 @@ class Runtime:
 
     @overload
     def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def migrate(
         self, target: Layers, place: str, *, kv: bool = True, wait: Literal[False]
@@ -273,7 +268,6 @@ class Runtime:
 
     @overload
     def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
@@ -287,7 +281,6 @@ class Runtime:
 
     @overload
     def replicate(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def replicate(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
@@ -305,7 +298,6 @@ class Runtime:
 
     @overload
     def evict(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-
     @overload
     def evict(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
 
@@ -383,8 +375,10 @@ class Runtime:
     def _require_possible(self, actions: Sequence[Action]) -> None:
         self._require_running()
         require_no_capture("weights and caches cannot be moved or resized")
-        _require_once(a.layers for a in actions if isinstance(a, ON_LAYERS))
-        _require_once(a.layers for a in actions if isinstance(a, MigrateKV))
+        for kind in (ON_LAYERS, MigrateKV):
+            layers = [layer for action in actions if isinstance(action, kind) for layer in action.layers]
+            if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
+                raise ConfigError(f"one call would move layers {twice} twice; make two calls of it")
 
     def _require_running(self) -> None:
         if self.in_forked_child:
@@ -399,9 +393,3 @@ def runtime(model: Any) -> Runtime:
     if not isinstance(attached, Runtime):
         raise StateError(f"{type(model).__name__} is not wrapped; call elastic.wrap(model) first")
     return attached
-
-
-def _require_once(moved: Iterable[tuple[int, ...]]) -> None:
-    layers = list(itertools.chain.from_iterable(moved))
-    if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
-        raise ConfigError(f"one call would move layers {twice} twice; make two calls of it")

@@ -107,6 +107,12 @@ class LookHandler:
     def prepare(self, action: Look) -> None:
         return
 
+    def layers(self, prepared: None) -> tuple[int, ...]:
+        return ()
+
+    def shorten(self, prepared: None, layers: tuple[int, ...]) -> None:
+        return
+
     def commit(self, prepared: None) -> None:
         wrong = [said for pool in self.machine.pools if (said := self.machine.wrong_sum(pool)) is not None]
         assert not wrong, wrong

@@ -205,9 +205,8 @@ def _require_kernels_for(target: KernelTarget) -> None:
 def _gemm(config: Marlin) -> tuple[Any, Any]:
     """Return vLLM's product, and its name for the type of the codes. Raises `BackendUnavailable`."""
     try:
-        from vllm.scalar_type import scalar_types
-
         from vllm import _custom_ops
+        from vllm.scalar_type import scalar_types
     except ImportError as error:
         raise BackendUnavailable("Marlin needs vLLM for CUDA: pip install vllm, or use Integers") from error
     gemm = getattr(_custom_ops, "marlin_gemm", None)

@@ -51,10 +51,9 @@ def test_release_swap_and_resize_across_processes(reference: list[list[int]]) ->
 
 
 def test_an_async_engine() -> None:
+    from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from vllm import SamplingParams
 
     options: dict[str, Any] = {**PLAIN, **elastic.vllm.options("20MiB", variants=("int4",))}
 

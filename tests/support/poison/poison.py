@@ -53,15 +53,18 @@ def _holdings(module: ModuleType) -> None:
     _after(module.PoolUsage, "adopt", adopted)
 
 
-def _sectors(module: ModuleType) -> None:
-    def handed_out(sectors: Any, blocks: list[int], index: int, *_: Any) -> None:
-        ranges = sectors.memory.groups[index]
-        for layer in ranges.group.layers if sectors.memory.kv.pool.backend.device.type == "cpu" else ():
-            memory, size = ranges.view(layer, _torch().uint8), ranges.group.block_bytes
-            for block in blocks:
-                memory[block * size : (block + 1) * size] = POISON
+def _blocks(module: ModuleType) -> None:
+    def handed_out(pool: Any, block: int) -> None:
+        memory = pool._memory
+        if not hasattr(memory, "kv") or memory.kv.device.type != "cpu":  # a simulated one, or a GPU's
+            return
+        ranges = memory.groups[pool._group]
+        size = ranges.group.block_bytes
+        for layer in ranges.group.layers:
+            ranges.view(layer, _torch().uint8)[block * size : (block + 1) * size] = POISON
 
-    _after(module.SectorPool, "get_free_blocks", handed_out)
+    for name in ("take", "take_new", "take_reusable"):
+        _after(module.BlockPool, name, handed_out)
 
 
 def _torch() -> Any:
@@ -73,7 +76,7 @@ def _torch() -> Any:
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "elastic.memory.page_pool": _pool,
     "elastic.kvcache.storage.usage": _holdings,
-    "elastic.engines.continuous.sector_pool": _sectors,
+    "elastic.engines.core.block_pool": _blocks,
 }
 
 

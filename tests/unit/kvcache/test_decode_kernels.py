@@ -17,7 +17,7 @@ from elastic.kvcache.attention import elastic_sdpa
 from elastic.kvcache.decode_kernels import KERNELS
 from elastic.kvcache.decode_table import FILE, DecodeKernelTable
 from elastic.kvcache.decode_timing import Shape, fastest
-from elastic.runtime import build as build_of_runtime
+from elastic.runtime import installation
 from support.architectures import build, prompt
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def test_an_unknown_kernel_in_a_table_is_refused(tmp_path: Path, timed: Any) -> 
 
 def begin_with_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = DecodeKernelTable()
-    for module in (decode_table, build_of_runtime):
+    for module in (decode_table, installation):
         monkeypatch.setattr(module, "table", table)
 
 

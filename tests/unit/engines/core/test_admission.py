@@ -88,7 +88,9 @@ def test_with_so_many_sectors_all_end_one_after_another(
 ) -> None:
     ledger, made = ledger_of(sizes, demands)
     blocks, sectors = list(free), ledger.reserved_sectors(free)
-    for demand in (order := sorted(made, key=lambda demand: demand.weight)):  # a sector stays with the group that took it, so another order may need more
+    for demand in (
+        order := sorted(made, key=lambda demand: demand.weight)
+    ):  # a sector stays with the group that took it, so another order may need more
         taken = [-(-max(0, n - b) // s) for n, b, s in zip(demand.needed, blocks, sizes, strict=True)]
         sectors -= sum(taken)
         assert sectors >= 0, f"{demand} of {order} cannot end with {blocks} blocks"
