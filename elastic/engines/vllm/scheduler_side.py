@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -20,6 +21,7 @@ from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
 from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, StepOrders, StepReport
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
+from elastic.errors import ConfigError
 
 IDLE_S = 0.005
 """Between the steps of an engine without requests that waits for a rank."""
@@ -61,9 +63,16 @@ class SchedulerSide:
         self.coordinator = CapacityCoordinator(BlockCapacity(pool), self._ledger if self._promise else None)
 
     def connect(self, handshakes: Sequence[Handshake]) -> None:
-        """Begin with the blocks that the ranks have mapped."""
-        self.coordinator.connect(handshakes)
-        if len(handshakes) == 1 and (channel := WorkerChannel.local.get(handshakes[0].process)):
+        """Begin with the blocks that the ranks have mapped. Raises `ConfigError` where they cannot serve."""
+        channel = WorkerChannel.local.get(handshakes[0].process) if len(handshakes) == 1 else None
+        try:
+            self.coordinator.connect(handshakes)
+        except ConfigError:
+            if channel is not None:  # vLLM stops no worker then, and this process may start another engine
+                ensure_kv_transfer_shutdown()
+                channel.abandon()
+            raise
+        if channel is not None:
             self._local = channel
             channel.on_change = self.settle
 

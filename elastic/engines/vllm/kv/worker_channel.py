@@ -45,6 +45,9 @@ class RankModel(Protocol):
     def unsettled(self) -> bool:
         """Whether actions are under way, or layers are not where a policy will want them at rest."""
 
+    def close(self) -> None:
+        """Give every page back."""
+
 
 class WorkerChannel:
     """One rank's end. `before_step` and `report` are called by the thread that steps, sectors are mapped beside it."""
@@ -103,6 +106,10 @@ class WorkerChannel:
     def close(self) -> None:
         """Be forgotten. Can be called twice."""
         self.local.pop(self.process, None)
+
+    def abandon(self) -> None:
+        """Give the rank's pages back: its engine does not start."""
+        self._model.close()
 
     def _follow(self, orders: StepOrders) -> None:
         if orders.sectors < self.sectors.mapped:
