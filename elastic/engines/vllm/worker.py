@@ -49,7 +49,7 @@ class RankCalls:
             runtime = self._model().runtime
             method = runtime.kv.resize if name == "resize" else getattr(runtime, name)
             jobs[number] = method(*given, **named, wait=False)
-        except Exception as error:
+        except Exception as error:  # raised again when the result is asked for
             jobs[number] = error
         for old in [key for key in jobs if key <= number - 100]:
             del jobs[old]  # whoever asked for it is gone
@@ -69,7 +69,7 @@ class RankCalls:
             if isinstance(job, Exception):
                 raise job
             return encode({"value": job.result()})
-        except Exception as error:
+        except Exception as error:  # whatever the action raised is its caller's, in another process
             return encode({"error": encode_error(error)})
 
     def _model(self) -> ElasticModel:
