@@ -1,0 +1,283 @@
+"""The messages between a fleet and its ranks: frozen records that can be pickled. `PROTOCOL` changes with them.
+
+A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its engine,
+`Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is unpickled
+before both ends have proven that they know the key.
+"""
+
+from __future__ import annotations
+
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.engines.base import Output
+from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
+from elastic.engines.core.step import SequenceState
+from elastic.types import Action
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is served, so that a fleet takes only ranks whose answers are the same."""
+
+    digests: tuple[int, ...]
+    """A checksum of each decoder layer's parameters as they were loaded, in order."""
+    fixed_digest: int
+    """Of all other parameters: embedding, final norm, head."""
+    vocabulary: int
+    longest: int | None
+    """Tokens that the model was made for, prompt and answer together."""
+    end_tokens: tuple[int, ...]
+    variants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """How much an engine has to do, and how much more it could hold, at the end of a step."""
+
+    running: int = 0
+    """Sequences that have blocks."""
+    waiting: int = 0
+    """Sequences that were not in a step yet."""
+    free_blocks: int = 0
+    """Blocks of KV cache that could be given now, after what live sequences are promised (Llumnix, section 4.2)."""
+    total_blocks: int = 0
+    """Blocks of KV cache at the limit that is in force."""
+    steps: int = 0
+    """Steps that were begun so far; it stands still where there is no work, or the engine hangs."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Rank to fleet, first: who it is."""
+
+    name: str
+    """The name that it was started with; empty: the fleet chooses one."""
+    pid: int
+    host: str
+    """Names the host and its process namespace: ranks with equal ones can read each other's memory files."""
+    model: ModelFacts
+    kv: KVFormat
+    max_requests: int
+    memory: KVSource | None
+    """Where other processes of the host can read its KV cache; None: they cannot."""
+    load: RankLoad = RankLoad()
+    forms: tuple[tuple[str, ...], ...] = ()
+    """`Engine.weights` so far."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Fleet to rank: go on with the answers of one request, from the tokens that they have."""
+
+    states: tuple[SequenceState, ...]
+    waited_s: float = 0.0
+    """How long ago the request arrived; clocks of several hosts differ, durations do not."""
+    kv: tuple[SequenceKV, ...] = ()
+    """Where their keys and values are, as far as they were computed: no token of these is computed again."""
+    source: KVSource | None = None
+    """What `kv` is about, if its blocks are another rank's; None: they were received under the request's id."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Fleet to rank: end a request, or one of its answers."""
+
+    request: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Fleet to rank: do or tell something; there is one `Answer` with the same id."""
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rank to fleet: what came of a question."""
+
+    id: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """Rank to fleet, after each step: its tokens, before any block that came free with it can have another owner."""
+
+    outputs: tuple[Output, ...]
+    starts: tuple[int, ...]
+    """For each output, how many tokens of its answer there were before."""
+    load: RankLoad
+    kv: KVReport | None = None
+    """What has changed of where the KV cache of sequences lies."""
+    forms: tuple[tuple[str, ...], ...] = ()
+    """Forms that were added to `Engine.weights`."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Rank to fleet: a request was not taken; nothing of it is there."""
+
+    request: str
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Rank to fleet, every so often: it is alive, whatever its engine does."""
+
+    load: RankLoad
+
+
+@dataclass(frozen=True)
+class Bye:
+    """Fleet to rank: end. With `drain`, when what it was given has ended."""
+
+    drain: bool = False
+
+
+# -- questions
+
+
+@dataclass(frozen=True)
+class Locate:
+    """Where the KV of a request lies: `tuple[SequenceKV, ...]` of its answers that have blocks; none: it has ended."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Copy blocks of another rank for a request that may come; answers with the bytes that were copied.
+
+    It can be asked again with more tokens: what is there already is not copied again. `states` are those of the
+    beginning. Raises `CapacityError` or `Overloaded` if there is no room; then nothing is kept.
+    """
+
+    states: tuple[SequenceState, ...]
+    kv: tuple[SequenceKV, ...]
+    source: KVSource
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Forget what was received for a request that does not come."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Stop a request between two steps, and hold its blocks: `HandedOver`, or None if it has ended."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """A request that has stopped at one rank, for another to go on with."""
+
+    states: tuple[SequenceState, ...]
+    kv: tuple[SequenceKV, ...]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Free the blocks of a request that was handed over."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Go on with a request that was handed over, as if nothing had been."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """`RuntimeView`: the runtime's status, events and request statistics."""
+
+
+@dataclass(frozen=True)
+class RuntimeView:
+    """What `/elastic/status` says of one rank."""
+
+    status: Any
+    """`elastic.Status`"""
+    stats: Any
+    """`RequestStats` of its engine."""
+    events: tuple[Any, ...] = ()
+    """The last `elastic.Event`s."""
+    controller: Any = None
+    """`ControllerHealth`"""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Do actions, all or none: their results. With `dry_run` the steps of a plan instead."""
+
+    actions: tuple[Action, ...]
+    why: str = "by the fleet"
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class PrepareActions:
+    """`Runtime.prepare`."""
+
+    actions: tuple[Action, ...]
+    id: str
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class CommitActions:
+    """`Runtime.commit`."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class RollbackActions:
+    """`Runtime.rollback`."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Recount the ledgers and the engine's blocks. Raises `IntegrityError`."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Take no more requests; answers at once."""
+
+
+Question = (
+    Locate
+    | Receive
+    | GiveUp
+    | HandOver
+    | Release
+    | TakeBack
+    | Look
+    | Apply
+    | PrepareActions
+    | CommitActions
+    | RollbackActions
+    | Check
+    | Drain
+)
+
+ToRank = Submit | Cancel | Ask | Bye
+FromRank = Hello | News | Refused | Answer | Beat

@@ -1,0 +1,91 @@
+"""What a fleet says of itself: frozen records for `Fleet.status`, the server and `elastic top`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic.cluster.control.messages import RankLoad
+
+RankState = Literal["starting", "serving", "draining", "lost", "ended"]
+EventKind = Literal["joined", "refused", "lost", "replaced", "removed", "moved", "move failed", "requests resumed"]
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One process."""
+
+    name: str
+    state: RankState
+    pid: int
+    host: str
+    launcher: str
+    places: tuple[str, ...] = ()
+    """As they were asked for, such as `cpu#0=64MiB`."""
+    beat_s: float | None = None
+    """Seconds since it was last heard of."""
+    why: str = ""
+    """Lost or refused: why."""
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """One model being served: its ranks, and what it has to do."""
+
+    name: str
+    leader: str
+    ranks: tuple[str, ...]
+    load: RankLoad
+    requests: int
+    """Requests that the fleet has given it and that have not ended."""
+    freeness: float
+    """Free blocks after promises, over running sequences (Llumnix, section 4.2)."""
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class FleetEvent:
+    """Something that happened to the fleet."""
+
+    id: int
+    kind: EventKind
+    when_s: float
+    """Seconds since the epoch."""
+    rank: str = ""
+    instance: str = ""
+    request: str = ""
+    requests: int = 0
+    """How many requests it was about."""
+    moved_bytes: int = 0
+    """KV that was copied."""
+    recomputed_tokens: int = 0
+    """Tokens whose KV was lost, and is computed again."""
+    stalled_ms: float = 0.0
+    """The longest that one of the requests waited for its next token because of it."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class FleetTotals:
+    """Counts since the fleet began."""
+
+    routed: int = 0
+    moved: int = 0
+    moved_bytes: int = 0
+    ranks_lost: int = 0
+    requests_resumed: int = 0
+    """Requests that went on elsewhere after their rank was lost."""
+    recomputed_tokens: int = 0
+    prefix_hits: int = 0
+    """Requests that were sent where the beginning of their prompt was."""
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """A snapshot of a fleet."""
+
+    ranks: tuple[RankStatus, ...]
+    instances: tuple[InstanceStatus, ...]
+    queued: int
+    """Requests that no instance has room for yet."""
+    totals: FleetTotals
