@@ -382,7 +382,7 @@ class Machine(RuleBasedStateMachine):
             elif kind == "s":
                 self.swap(layers, None, wait=True)
             elif kind == "m":
-                self.migrate(layers, None, to=len(layers) % 2, kv=0 in layers)
+                self.migrate(layers, None, to=self.where(min(layers)) == self.pools[0].pool.name, kv=0 in layers)
             elif kind == "v":
                 self.migrate_kv(layers, to=self.other_place(min(layers)), wait=True)
             elif kind == "c":
