@@ -36,6 +36,7 @@ BENCHMARKS = (
     "continuous",
     "engine_step",
     "sampling",
+    "fleet",
     "migrate",
     "migrate_kv",
     "replicate",

@@ -1,0 +1,382 @@
+"""A fleet of processes: what two ranks bring, what a move and a crash cost, and what the fleet itself costs.
+
+    python benchmarks/fleet.py [--only NAME …] [--rounds 5]
+
+Each round starts fresh processes; works of one row are shuffled within a round. Ranks are pinned to a core each and
+compute with one thread; the process of the fleet is not pinned. The model is a Llama of 40M parameters with random
+weights (12 layers, d = 512, 8 heads of 64): a step of one sequence takes it about 20 ms on one core. Targets, fixed
+before the figures were taken:
+
+- `two_ranks`: tokens/s of two ranks over one, mixed traffic: at least 1.5
+- `move`: a request of 1,000 tokens: its own gap at most 3 steps; others' P99 gap at most 1.1 of that at rest
+- `kill`: first token again within 3 s, nothing lost, nothing wrong, no token computed again
+- `start`: a rank serves within 1 s (the model inside)
+- `overhead`: one rank against the engine in process: at most 3 % of tokens/s, 2 ms of TTFT
+- `routing`: shared prefixes, two ranks: P95 TTFT better than round robin's and least load's, tokens/s no worse
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SEED, arguments, finish, percentiles, ratio, show, table
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.engines.base import Engine, Output, Request
+from elastic.engines.continuous import ContinuousEngine
+
+PLACE = "cpu#{}=256MiB"
+ENGINE = {"max_requests": 64, "max_batch_tokens": 256}
+
+
+@dataclass
+class Answer:
+    """What came of one request, by the clock of this process."""
+
+    sent_s: float = 0.0
+    at_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.at_s[0] - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.at_s, self.at_s[1:], strict=False)]
+
+
+class Load:
+    """Requests to an engine, and their answers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ended = threading.Semaphore(0)
+        self.answers: dict[str, Answer] = {}
+
+    def submit(self, request: Request) -> Answer:
+        answer = self.answers[request.id] = Answer(time.perf_counter())
+
+        def listener(output: Output) -> None:
+            now = time.perf_counter()
+            answer.at_s.extend([now] * len(output.tokens))
+            answer.tokens.extend(output.tokens)
+            if output.finish:
+                answer.finish = output.finish
+                self._ended.release()
+
+        self._engine.submit(request, listener)
+        return answer
+
+    def wait(self) -> None:
+        for _ in self.answers:
+            if not self._ended.acquire(timeout=300):
+                raise TimeoutError("a request has not ended after 300 s")
+
+    def tokens_per_s(self) -> float:
+        begin = min(answer.sent_s for answer in self.answers.values())
+        end = max(answer.at_s[-1] for answer in self.answers.values())
+        return sum(len(answer.tokens) for answer in self.answers.values()) / (end - begin)
+
+
+def save_model(folder: Path) -> Path:
+    """Write the model that is served."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        dtype=torch.float32,
+        eos_token_id=None,
+    )
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def fleet(path: Path, cores: Sequence[Sequence[int]], **options: Any) -> Iterator[elastic.Fleet]:
+    """Serve with a rank on each of `cores`."""
+    places = [[PLACE.format(number)] for number in range(len(cores))]
+    started = elastic.Fleet(path, ranks=places, cores=cores, engine=ENGINE, **options)
+    started.start()
+    try:
+        yield started
+    finally:
+        started.stop(drain=False)
+
+
+@contextmanager
+def in_process(path: Path) -> Iterator[ContinuousEngine]:
+    """Serve in this process, as a rank does in its own."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    elastic.wrap(model, places=[PLACE.format(0)])
+    engine = ContinuousEngine(model, **ENGINE)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop(drain=False)
+        elastic.unwrap(model)
+
+
+def prompt(length: int, choose: random.Random) -> tuple[int, ...]:
+    return tuple(choose.randrange(3, 1000) for _ in range(length))
+
+
+def mixed(count: int, new: int) -> list[Request]:
+    """Prompts of 16 to 512 tokens, few of them long."""
+    choose = random.Random(SEED)
+    lengths = [min(512, 16 + int(choose.expovariate(1 / 96))) for _ in range(count)]
+    return [Request(prompt(length, choose), new, ignore_eos=True) for length in lengths]
+
+
+def served(engine: Engine, requests: Sequence[Request]) -> Load:
+    """Have requests computed, all at once, after a few that warm up."""
+    warm_up(engine)
+    load = Load(engine)
+    for request in requests:
+        load.submit(request)
+    load.wait()
+    return load
+
+
+def warm_up(engine: Engine) -> None:
+    """Have every rank compute a prompt and some tokens."""
+    load = Load(engine)
+    choose = random.Random(SEED + 1)
+    for _ in range(8):
+        load.submit(Request(prompt(64, choose), 8, ignore_eos=True))
+    load.wait()
+
+
+def two_ranks(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    requests = 8 if quick else 48
+    works: dict[str, Callable[[], Any]] = {
+        "one rank, one core": lambda: fleet(path, [(0,)]),
+        "one rank, two threads": lambda: fleet(path, [(0, 1)]),
+        "two ranks, a core each": lambda: fleet(path, [(0,), (1,)]),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name in random.sample(list(works), len(works)):
+            with works[name]() as engine:
+                speeds[name].append(served(engine, mixed(requests, 64)).tokens_per_s())
+    one, threads, two = speeds.values()
+    return {
+        "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
+        "over_one_core": ratio(two, one),
+        "over_two_threads": ratio(two, threads),
+    }
+
+
+def move(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Move a request of 1,000 tokens while eight others run beside it; the same run without a move is its rest."""
+    length, new = (200, 40) if quick else (1000, 120)
+    others_new = new + 40
+    gaps: dict[str, list[float]] = {"own steps": [], "moved P99": [], "rest P99": [], "rate": [], "copy rate": []}
+    for _ in range(rounds):
+        with fleet(path, [(0,), (1,)]) as engine:
+            warm_up(engine)
+            for moving in random.sample([True, False], 2):
+                choose = random.Random(SEED)
+                load = Load(engine)
+                long = Request(prompt(length, choose), new, ignore_eos=True)
+                answer = load.submit(long)
+                others = [Request(prompt(64, choose), others_new, ignore_eos=True) for _ in range(8)]
+                for request in others:
+                    load.submit(request)
+                while len(answer.tokens) < new // 3:
+                    time.sleep(0.005)
+                if moving:
+                    source = engine.instance_of(long.id)
+                    target = next(i.name for i in engine.status().instances if i.name != source)
+                    begin = time.perf_counter()
+                    moved = engine.move(long.id, target)
+                    took = time.perf_counter() - begin
+                load.wait()
+                of_others = [gap for request in others for gap in load.answers[request.id].gaps_s]
+                p99 = percentiles([of_others], 0.99)[0]
+                if moving:
+                    usual = statistics.median(answer.gaps_s)
+                    around = [g for t, g in zip(answer.at_s[1:], answer.gaps_s, strict=True) if t >= begin]
+                    gaps["own steps"].append(max(around) / usual)
+                    gaps["moved P99"].append(p99)
+                    gaps["rate"].append(moved.moved_bytes / took)
+                    gaps["copy rate"].append(copy_rate(moved.moved_bytes))
+                else:
+                    gaps["rest P99"].append(p99)
+    return {
+        "own_gap_in_steps": summary(gaps["own steps"]),
+        "others_p99_itl": ratio(gaps["moved P99"], gaps["rest P99"]),
+        "bytes_per_s": statistics.median(gaps["rate"]),
+        "over_plain_copy": ratio(gaps["rate"], gaps["copy rate"]),
+    }
+
+
+def copy_rate(nbytes: int) -> float:
+    """Return the bytes a second of a plain copy of as many bytes."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    begin = time.perf_counter()
+    target.copy_(source)
+    return nbytes / (time.perf_counter() - begin)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def kill(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Kill one of two ranks under load; every answer is held against the model's own."""
+    count, new = (4, 40) if quick else (16, 96)
+    choose = random.Random(SEED)
+    asked = [Request(prompt(96, choose), new, ignore_eos=True) for _ in range(count)]
+    with in_process(path) as engine:
+        right = [answer.tokens for answer in served(engine, asked).answers.values()]
+    again, wrong, recomputed, lost = [], 0, 0, 0
+    for _ in range(rounds):
+        with fleet(path, [(0,), (1,)]) as engine:
+            warm_up(engine)
+            load = Load(engine)
+            answers = [load.submit(request) for request in asked]
+            while min(len(answer.tokens) for answer in answers) < new // 3:
+                time.sleep(0.005)
+            victim = engine.status().ranks[0].name
+            at_victim = [r.id for r in asked if engine.instance_of(r.id) == engine.status().instances[0].name]
+            begin = time.perf_counter()
+            engine.kill(victim)
+            load.wait()
+            firsts = [next(t for t in load.answers[name].at_s if t > begin + 0.001) - begin for name in at_victim]
+            again.append(max(firsts, default=0.0))
+            lost += sum(answer.finish != "length" for answer in answers)
+            wrong += sum(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=True))
+            recomputed += engine.status().totals.recomputed_tokens
+    return {
+        "first_token_again_s": summary(again),
+        "lost": lost,
+        "wrong": wrong,
+        "recomputed_tokens": recomputed,
+        "requests": count * rounds,
+    }
+
+
+def start(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Start another rank while one serves; beside it, loading and wrapping the model in this process."""
+    ranks, loads = [], []
+    for _ in range(rounds):
+        with fleet(MODEL_DIR, [(0,)]) as engine:
+            begin = time.perf_counter()
+            engine.add(places=[PLACE.format(1)])
+            ranks.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+        elastic.wrap(model, places=[PLACE.format(0)])
+        loads.append(time.perf_counter() - begin)
+        elastic.unwrap(model)
+    return {"rank_s": summary(ranks), "load_s": summary(loads)}
+
+
+def overhead(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """One rank against the engine in process: 16 and 64 requests at once for tokens/s, one at a time for TTFT."""
+    speeds: dict[str, dict[str, list[float]]] = {}
+    ttft: dict[str, list[float]] = {"fleet": [], "engine": []}
+    for _ in range(rounds):
+        for name in random.sample(["fleet", "engine"], 2):
+            with fleet(path, [(0,)]) if name == "fleet" else in_process(path) as engine:
+                for count in (4,) if quick else (16, 64):
+                    speed = served(engine, mixed(count, 48)).tokens_per_s()
+                    speeds.setdefault(f"{count} requests", {"fleet": [], "engine": []})[name].append(speed)
+                singles = [served_alone(engine, number) for number in range(4 if quick else 20)]
+                ttft[name].append(statistics.median(singles))
+    return {
+        "tokens_per_s": {count: ratio(by["fleet"], by["engine"]) for count, by in speeds.items()},
+        "ttft_more_ms": summary([1e3 * (a - b) for a, b in zip(ttft["fleet"], ttft["engine"], strict=True)]),
+    }
+
+
+def served_alone(engine: Engine, number: int) -> float:
+    load = Load(engine)
+    answer = load.submit(Request(prompt(24, random.Random(number)), 2, ignore_eos=True))
+    load.wait()
+    return answer.ttft_s
+
+
+def routing(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Ten conversations with beginnings of 256 tokens in common, in Poisson arrivals, by four ways to route."""
+    ways = ("round_robin", "least_load", "freeness", "prefix")
+    figures: dict[str, dict[str, list[float]]] = {way: {"p95": [], "tokens_per_s": []} for way in ways}
+    for round_ in range(rounds):
+        choose = random.Random(SEED + round_)
+        beginnings = [prompt(256, choose) for _ in range(10)]
+        arrivals = [choose.expovariate(4.0) for _ in range(8 if quick else 60)]
+        asked = [(gap, choose.choice(beginnings) + prompt(choose.randrange(8, 48), choose)) for gap in arrivals]
+        for way in random.sample(ways, len(ways)):
+            with fleet(path, [(0,), (1,)], routing=way) as engine:
+                warm_up(engine)
+                load = Load(engine)
+                for gap, tokens in asked:
+                    time.sleep(gap)
+                    load.submit(Request(tokens, 24, ignore_eos=True))
+                load.wait()
+                figures[way]["p95"].append(percentiles([[a.ttft_s for a in load.answers.values()]], 0.95)[0])
+                figures[way]["tokens_per_s"].append(load.tokens_per_s())
+    best = figures["prefix"]
+    return {
+        "p95_ttft_s": {way: statistics.median(by["p95"]) for way, by in figures.items()},
+        "p95_ttft_over": {way: ratio(best["p95"], figures[way]["p95"]) for way in ways[:3]},
+        "tokens_per_s_over": {way: ratio(best["tokens_per_s"], figures[way]["tokens_per_s"]) for way in ways[:3]},
+    }
+
+
+ROWS = {row.__name__: row for row in (two_ranks, move, kill, start, overhead, routing)}
+
+
+def main() -> None:
+    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}}
+    options = arguments(__doc__.splitlines()[0], **more)
+    if options.device != "cpu":
+        sys.exit("this benchmark pins ranks to cores: it is for a CPU")
+    rounds = 1 if options.quick else min(options.rounds, 5)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(Path(folder))
+        for name in options.only:
+            results[name] = ROWS[name](path, rounds, options.quick)
+            table([name, ""], list(flat(results[name])))
+            print(flush=True)
+    finish("fleet", "cpu", results)
+
+
+def flat(figures: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in figures.items():
+        if isinstance(value, dict) and "median" in value:
+            yield prefix + name, show(value)
+        elif isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}, ")
+        else:
+            yield prefix + name, f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
