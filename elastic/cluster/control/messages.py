@@ -1,12 +1,11 @@
 """The messages between a fleet and its ranks: frozen records that can be pickled. `PROTOCOL` changes with them.
 
-A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its engine,
-`Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is unpickled
-before both ends have proven that they know the key.
+A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its
+engine, `Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is
+unpickled before both ends have proven that they know the key.
 """
 
 from __future__ import annotations
-
 
 from dataclasses import dataclass
 from typing import Any
