@@ -4,6 +4,7 @@ ElasticError
 ├── ConfigError          an option is wrong: the caller must change it
 ├── CapacityError        not enough memory: ask for less, or again later
 ├── StateError           the wrong moment: closed, already wrapped, inside a forward pass
+│   └── RankLost         a process of a fleet ended or hung while it was asked
 ├── BackendUnavailable   a package or a driver is missing
 ├── IntegrityError       a bug in Elastic: two counts of the same thing differ
 └── Overloaded           too much work is waiting: try again after `retry_after_s`
@@ -49,6 +50,17 @@ class StateError(ElasticError, RuntimeError):
     """The call is right, the moment is not."""
 
 
+class RankLost(StateError):
+    """A rank of a fleet ended, hung or was cut off; the message says what becomes of its requests. `rank` names it."""
+
+    def __init__(self, message: str, *, rank: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rank_lost, (str(self), self.rank)
+
+
 class BackendUnavailable(ElasticError, ImportError):
     """A package, driver or device that was asked for is absent; the message names what to install."""
 
@@ -63,3 +75,7 @@ class Overloaded(ElasticError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(f"{message} (retry after {retry_after_s:.1f} s)")
         self.retry_after_s = retry_after_s
+
+
+def _rank_lost(message: str, rank: str) -> RankLost:
+    return RankLost(message, rank=rank)
