@@ -67,10 +67,10 @@ class Rank:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
         self.engine.on_step = self._tell
+        self.engine.start()
+        self._connection.send(self._hello())
+        beats.start()
         try:
-            self.engine.start()
-            self._connection.send(self._hello())
-            beats.start()
             while True:
                 self._take(self._connection.receive())
         except EOFError:
