@@ -21,6 +21,9 @@ from elastic.errors import ConfigError, StateError
 MOST_BYTES = 1 << 30
 """The bound on one message. Prompts are the largest; KV does not travel here."""
 
+LOST_MS = 60_000
+"""After how long without a word from the other host what was sent there is given up, in milliseconds."""
+
 
 class Connection(Protocol):
     """One end. Messages come whole, once and in order. Thread-safe."""
@@ -76,7 +79,7 @@ class SocketConnection:
         stream.setblocking(True)
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         self._socket = stream
         self.pipe = Pipe(os.dup(stream.fileno()))
         """The frames; for the handshake, before anything is sent or received."""
