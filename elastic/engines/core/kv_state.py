@@ -1,7 +1,7 @@
 """Where the keys and values of sequences lie in an engine's memory, as records that can be sent to another process.
 
-A block of a sequence lies, in each layer of its group, in pages of the place's memory file: those of the sector that it is
-in. A process that knows the sectors' pages and the blocks of a sequence can read its keys and values, also after the
+A block of a sequence lies, in each layer of its group, in pages of the place's memory file: those of the sector that it
+is in. A process that knows the sectors' pages and the blocks of a sequence can read its keys and values, also after the
 engine's process has died, as long as somebody holds the file.
 """
 
