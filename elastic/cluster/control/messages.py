@@ -7,7 +7,6 @@ before both ends have proven that they know the key.
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 from typing import Any
 
