@@ -12,9 +12,21 @@ ElasticError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ElasticError(Exception):
     """The root of every error that Elastic raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_was, (type(self), self.args, self.__dict__)  # its `__init__` may ask for more than `args`
+
+
+def _as_it_was(kind: type[ElasticError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ElasticError:
+    """Return an error as another process raised it."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(ElasticError, ValueError):

@@ -32,6 +32,9 @@ class Connection(Protocol):
         nothing was sent.
         """
 
+    def send_bytes(self, encoded: bytes) -> None:
+        """Send a message that `encode` returned; see `send`."""
+
     def receive(self) -> Any:
         """Return the next message; it waits for it.
 
@@ -75,7 +78,8 @@ class SocketConnection:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = stream
-        self._pipe = Pipe(os.dup(stream.fileno()))
+        self.pipe = Pipe(os.dup(stream.fileno()))
+        """The frames; for the handshake, before anything is sent or received."""
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._closed = False
 
@@ -93,7 +97,7 @@ class SocketConnection:
             if self._closed:
                 raise StateError("the connection was closed")
             try:
-                self._pipe.send_bytes(encoded)
+                self.pipe.send_bytes(encoded)
             except (OSError, ValueError) as error:
                 raise StateError(f"the connection has ended: {error}") from error
 
@@ -103,7 +107,7 @@ class SocketConnection:
             if self._closed:
                 raise EOFError("the connection was closed")
             try:
-                return self._pipe.recv_bytes(most)
+                return self.pipe.recv_bytes(most)
             except OSError as error:
                 if str(error) == "bad message length":
                     raise StateError(f"a message of more than {most:,} bytes came") from error
@@ -123,7 +127,7 @@ class SocketConnection:
         with suppress(OSError):  # the other end has gone
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._receiving, self._sending:  # whoever was in there has left: none uses a number that is another file's
-            self._pipe.close()
+            self.pipe.close()
             self._socket.close()
 
 
@@ -137,8 +141,11 @@ class QueueConnection:
 
     def send(self, message: Any) -> None:
         """Send a message; see `Connection`."""
-        encoded = encode(message)
-        if self._closed:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, encoded: bytes) -> None:
+        """Send a message that `encode` returned; see `Connection`."""
+        if self._closed or self._ended:
             raise StateError("the connection was closed")
         self._outbox.put(encoded)
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import threading
+from typing import Protocol
 
+from elastic.cluster.control.connection import Connection
+from elastic.cluster.control.messages import Hello, Refused
+from elastic.cluster.control.processes import RankProcess
 from elastic.cluster.rank.client import RankClient
+from elastic.cluster.rank.spec import RankSpec
+from elastic.errors import StateError
 
-
-@dataclass(frozen=True)
-class RankSpec:
-    """What one rank is to be. It can be pickled where `model` is a path."""
-
-    name: str
-    model: Any
-    """A model's directory; within a process also a model, plain or wrapped."""
-    places: tuple[str, ...] = ()
-    """Memory that it may use, such as `cpu#0=64MiB`; none: as `elastic.wrap` chooses."""
-    wrap: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of `elastic.wrap`."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `ContinuousEngine`."""
-    cores: tuple[int, ...] = ()
-    """The CPU cores that it may run on; none: all."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its process, set before the model is loaded."""
-    grammars: bool = True
-    """Whether it serves structured output, where the model has a tokenizer and end tokens."""
+__all__ = ["Launcher", "RankSpec", "await_hello"]
+START_S = 600.0
+"""How long a rank may take to load its model."""
 
 
 class Launcher(Protocol):
@@ -45,3 +32,32 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End all that it has started. Can be called twice."""
+
+
+def await_hello(
+    connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float = START_S
+) -> RankClient:
+    """Return the client of a rank when it has said Hello. Raises what the rank raised, or `StateError`."""
+    late = threading.Timer(timeout_s, connection.close)
+    late.daemon = True
+    late.start()
+    try:
+        first = connection.receive()
+        if isinstance(first, Refused):
+            raise first.error
+        if not isinstance(first, Hello):
+            raise StateError(f"rank {name!r} began with a {type(first).__name__}; it must be another program")
+        return RankClient(connection, first, process)
+    except BaseException as error:
+        connection.close()
+        ended = None
+        if process is not None:
+            ended = process.wait(1.0)
+            process.kill()
+            process.close()
+        if isinstance(error, EOFError):
+            why = ended.reason if ended else "its connection ended"
+            raise StateError(f"rank {name!r} did not start: {why}") from error
+        raise
+    finally:
+        late.cancel()
