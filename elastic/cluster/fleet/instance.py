@@ -101,6 +101,10 @@ class Instance:
         prompt = max(0, len(record.hashes) - cached)
         self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt)
 
+    def reserve(self, record: RequestRecord) -> None:
+        """Keep room for a request that may come."""
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0)
+
     def take(self, record: RequestRecord) -> None:
         """Note that a request is not there any more."""
         self.records.pop(record.request.id, None)
