@@ -52,7 +52,7 @@ def compare_protocols(connection: SocketConnection) -> None:
     if theirs != ours:
         what = theirs.removeprefix(GREETING).decode("ascii", "replace") if theirs.startswith(GREETING) else "none"
         raise ConfigError(
-            f"the other end speaks protocol {what[:16]!r}, this one {PROTOCOL}; install the same version of elastic there"
+            f"the other end speaks protocol {what[:16]!r}, this one {PROTOCOL}; install the same version of elastic"
         )
 
 

@@ -20,11 +20,12 @@ from elastic.cluster.control.messages import (
     Refused,
     Submit,
 )
-from elastic.cluster.rank.questions import Questions
+from elastic.cluster.rank.questions import Questions, portable
 from elastic.engines.base import Output
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.kv_state import KVReport
 from elastic.errors import StateError
+from elastic.memory.backends.shared_file import host_name
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.25
@@ -57,7 +58,7 @@ class Rank:
         self._told: dict[tuple[str, int], int] = {}  # tokens of each answer so far
         self._forms = 0
         self._leaving = False  # what is cancelled now, nobody wished to be cancelled
-        self._draining = False
+        self._draining = self._ending = False
         self._ended = threading.Event()
         self._questions = Questions(engine, connection, self._drain)
 
@@ -125,11 +126,11 @@ class Rank:
 
     def _leave(self, drain: bool) -> None:
         """End in order: finish what there is (`drain`), and hang up; `run` ends then."""
-        self._draining = True
-        self._ended.set()
+        self._draining = self._ending = True
         if drain:
             self.engine.stop(drain=True)
             self._tell(None)
+        self._ended.set()
         self._say(Bye())
         self._connection.close()
 
@@ -184,7 +185,7 @@ class Rank:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            if not self.engine.serving:
+            if not self.engine.serving and not self._ending:
                 logger.error("the engine has ended by itself; this rank ends too")
                 self._connection.close()
                 return
