@@ -89,7 +89,7 @@ def _add_memory(command: ArgumentParser) -> None:
 def serve(options: Namespace) -> int:
     """Load, wrap, serve until a signal, unwrap; returns the exit code."""
     import elastic
-    from elastic.cli.inputs.model_loading import load_model
+    from elastic.model_files import load_model
     from elastic.server import create_app, run
     from elastic.server.uvicorn_server import bind
 

@@ -19,7 +19,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("errors", "types", "assets"),
     ("config",),
     ("memory", "planning"),
-    ("weights",),
+    ("weights", "model_files"),
     ("hooks", "kvcache", "quant", "controller"),
     ("actions",),
     ("runtime",),

@@ -1,8 +1,8 @@
 """The messages between a fleet and its ranks: frozen records that can be pickled. `PROTOCOL` changes with them.
 
-A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its engine,
-`Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is unpickled
-before both ends have proven that they know the key.
+A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its
+engine, `Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is
+unpickled before both ends have proven that they know the key.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class News:
 
 @dataclass(frozen=True)
 class Refused:
-    """Rank to fleet: a request was not taken; nothing of it is there."""
+    """Rank to fleet: a request was not taken; nothing of it is there. Instead of Hello: there is no rank, and why."""
 
     request: str
     error: Exception
@@ -137,7 +137,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Bye:
-    """Fleet to rank: end. With `drain`, when what it was given has ended."""
+    """Fleet to rank: end. With `drain`, when what it was given has ended. Rank to fleet, last: it ends in order."""
 
     drain: bool = False
 
@@ -279,4 +279,4 @@ Question = (
 )
 
 ToRank = Submit | Cancel | Ask | Bye
-FromRank = Hello | News | Refused | Answer | Beat
+FromRank = Hello | News | Refused | Answer | Beat | Bye

@@ -16,9 +16,11 @@ from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.compatibility import kv_shape
+from elastic.engines.continuous.moves import MovingRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.scheduler import Scheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
-class ContinuousEngine:
+class ContinuousEngine(MovingRequests):
     """The embedded engine: its cache is in blocks on the pages of the wrapped model.
 
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
@@ -134,10 +136,21 @@ class ContinuousEngine:
         states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
         self._add(states, listener)
 
-    def adopt(self, states: Sequence[SequenceState], listener: Listener) -> None:
-        """Go on with the answers of one request that another engine has exported; raises as `submit` does.
+    def adopt(
+        self,
+        states: Sequence[SequenceState],
+        listener: Listener,
+        *,
+        kv: Sequence[SequenceKV] = (),
+        source: KVSource | None = None,
+        waited_s: float | None = None,
+    ) -> int:
+        """Go on with the answers of one request that another engine had; raises as `submit` does.
 
-        Their keys and values are computed anew from their tokens; the listener gets the tokens from here on.
+        The listener gets the tokens from here on. `kv` says of which answers keys and values are there, and of how
+        many tokens: they were received (`source` None), or are copied now. What is not there, or cannot be read, is
+        computed anew from the tokens. Returns the tokens that are not. `waited_s`: how long ago the request arrived,
+        None: as it says itself. Raises `Overloaded` if there is no room for the blocks now; nothing is kept then.
         """
         if not states or len({state.request.id for state in states}) > 1:
             raise ConfigError(f"adopt: {len(states)} sequences; give those of one request, at least one")
@@ -147,6 +160,7 @@ class ContinuousEngine:
             if len(state.generated) >= request.max_tokens:
                 raise ConfigError(f"adopt: {state.id!r} has all of its {request.max_tokens} tokens; it has ended")
         self._add(states, listener)
+        return 0
 
     def export(self, request: str) -> tuple[SequenceState, ...]:
         """End a request here between two steps, for another engine to adopt; its listener gets no further word.
