@@ -57,9 +57,6 @@ class RankLost(StateError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rank_lost, (str(self), self.rank)
-
 
 class BackendUnavailable(ElasticError, ImportError):
     """A package, driver or device that was asked for is absent; the message names what to install."""
@@ -75,7 +72,3 @@ class Overloaded(ElasticError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(f"{message} (retry after {retry_after_s:.1f} s)")
         self.retry_after_s = retry_after_s
-
-
-def _rank_lost(message: str, rank: str) -> RankLost:
-    return RankLost(message, rank=rank)

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
-from contextlib import suppress
 from dataclasses import replace
 
 from elastic.engines.core.kv_state import KVSource
+from elastic.errors import StateError
+from elastic.memory.backends.shared_file import open_shared
 
 logger = logging.getLogger(__name__)
 
 
 class HeldMemory:
-    """A rank's memory file and the end of its process. Thread-safe; `close` gives the memory back to the system."""
+    """A rank's memory file. It is open until everybody who holds it has closed it. Thread-safe."""
 
-    def __init__(self, memory: KVSource, pid: int) -> None:
-        """Open them. Raises `OSError` where that cannot be: another host, another user, or it has ended."""
+    def __init__(self, memory: KVSource) -> None:
+        """Open it. Raises `StateError` where that cannot be."""
         self._lock = threading.Lock()
         self._users = 1
-        self._exit = os.pidfd_open(pid) if pid != os.getpid() else None
-        try:
-            file = memory.file
-            self._file = os.open(f"/proc/{file.pid}/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._close_exit()
-            raise
-        self.source = replace(memory, file=replace(memory.file, pid=os.getpid(), descriptor=self._file))
+        self._file = open_shared(memory.file)
+        self.source = replace(memory, file=self._file.reshare())
         """Where others of the host can read it, also when the rank has ended."""
-        if os.fstat(self._file).st_ino != memory.file.inode:
-            self.close()
-            raise OSError(f"descriptor {file.descriptor} of process {file.pid} is another file by now")
-
-    def process_ended(self, timeout_s: float) -> bool:
-        """Return whether nothing can write there any more, after waiting for at most so long."""
-        if self._exit is None:
-            return False
-        poll = select.poll()
-        poll.register(self._exit, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
 
     def hold(self) -> HeldMemory:
         """Have it stay open for one more `close`."""
@@ -52,21 +34,17 @@ class HeldMemory:
         """Close it, when everybody has."""
         with self._lock:
             self._users -= 1
-            if self._users:
-                return
-        os.close(self._file)
-        self._close_exit()
-
-    def _close_exit(self) -> None:
-        if self._exit is not None:
-            os.close(self._exit)
+            last = self._users == 0
+        if last:
+            self._file.close()
 
 
-def hold_memory(memory: KVSource | None, pid: int) -> HeldMemory | None:
-    """Hold a rank's memory open; None where that cannot be, so that what it holds is lost with it."""
+def hold_memory(rank: str, memory: KVSource | None) -> HeldMemory | None:
+    """Hold a rank's memory open; None where that cannot be: what it holds is lost with it then."""
     if memory is None:
         return None
-    with suppress(OSError):
-        return HeldMemory(memory, pid)
-    logger.info("the memory of process %d cannot be read from here", pid)
-    return None
+    try:
+        return HeldMemory(memory)
+    except StateError as error:
+        logger.info("what rank %s has computed is lost if it is: %s", rank, error)
+        return None

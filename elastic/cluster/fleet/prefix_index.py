@@ -29,7 +29,7 @@ class PrefixIndex:
 
     def cached(self, instance: str, hashes: Sequence[bytes]) -> int:
         """Return how many of a sequence's first blocks an instance has."""
-        blocks = self._blocks.get(instance, {})
+        blocks = self._blocks.get(instance, OrderedDict())
         return next((i for i, name in enumerate(hashes) if name not in blocks), len(hashes))
 
     def note(self, instance: str, hashes: Sequence[bytes], most: int) -> None:
