@@ -200,7 +200,7 @@ class Dispatcher:
             if record.last_s:
                 resumption.stalled_s = max(resumption.stalled_s, now - record.last_s)
         if not record.had:
-            record.resumption = None
+            record.resumption, record.kv, record.source = None, (), None
             resumption.heard(output.request)
             self.changed.notify_all()
 

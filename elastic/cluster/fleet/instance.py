@@ -51,6 +51,7 @@ class Instance:
     why: str = ""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     given: int = 0
+    since_s: float = field(default_factory=time.perf_counter)
     heard_s: float = field(default_factory=time.perf_counter)
     progress_s: float = field(default_factory=time.perf_counter)
     """When its engine last began a step, or had nothing to do."""

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.cluster.control.messages import (
@@ -83,7 +83,7 @@ class _Move:
         """Say where the target finds these. Under the fleet's lock."""
         assert self.memory is not None
         assert self.source.directory is not None
-        return replace(self.memory.source, sectors=self.source.directory.sectors_of(kv))
+        return self.memory.source_with(self.source.directory.sectors_of(kv))
 
 
 class Mover:
@@ -235,6 +235,8 @@ class Mover:
         with self._lock:
             if move.source.name in self._dispatcher.instances and record.instance is None:
                 move.source.records[move.request] = record
+                if record.resumption is not None:
+                    record.resumption.heard(move.request)
                 record.instance, record.had, record.resumption = move.source.name, {}, None
                 record.kv, record.source = (), None
 
