@@ -36,7 +36,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "kvcache": (("storage",), ("layers",), ("",)),
     "quant": (("formats",), ("kernels", "checkpoints"), ("variants",), ("sensitivity",)),
     "controller": (("",), ("sensors",), ("policies",)),
-    "actions": (("pages",), ("",)),
+    "actions": (("pages",), ("",), ("transactions",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous", "vllm")),
     "cluster": (("control",), ("rank",), ("launch",), ("fleet",), ("",)),
     "server": (("protocol", "tools"), ("generation",), ("formats",), ("routes",), ("",)),
