@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 
-from elastic.cluster.fleet.balance import InstanceBooks, Movable, Move, plan_moves
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance, all_blocks, blocks_of
 from elastic.cluster.fleet.moves import Mover
-from elastic.cluster.fleet.requests import RequestRecord
+from elastic.cluster.fleet.planning.balance import InstanceBooks, Movable, Move, plan_moves
+from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.errors import ElasticError
 
 logger = logging.getLogger(__name__)

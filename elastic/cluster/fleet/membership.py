@@ -8,14 +8,14 @@ from functools import partial
 
 from elastic.cluster.control.messages import ModelFacts
 from elastic.cluster.control.status import RankStatus
-from elastic.cluster.fleet.delivery import Delivery
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.event_log import EventLog
 from elastic.cluster.fleet.instance import Instance
-from elastic.cluster.fleet.memory_file import HeldMemory, hold_memory
 from elastic.cluster.fleet.model_check import require_same_model
 from elastic.cluster.fleet.moves import kv_of
-from elastic.cluster.fleet.requests import RequestRecord, Resumption
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.memory_file import HeldMemory, hold_memory
+from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.core.kv_state import KVDirectory, KVFormat
@@ -28,18 +28,18 @@ MOST_GONE = 32
 
 
 class Membership:
-    """Thread-safe: its state is under the lock of the dispatcher. `gone` is called for each rank that was lost."""
+    """Thread-safe: its state is under the lock of the dispatcher."""
 
-    def __init__(self, dispatcher: Dispatcher, log: EventLog, gone: Callable[[Instance], None]) -> None:
+    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+        self.on_lost: Callable[[Instance], None] = lambda _: None
+        """Called for each rank that was lost, on its client's thread."""
         self.facts: ModelFacts | None = None
         """Of the first rank: others must have the same."""
         self.kv_format: KVFormat | None = None
         self._dispatcher = dispatcher
         self._lock = dispatcher.lock
         self._log = log
-        self._gone = gone
         self._past: dict[str, RankStatus] = {}
-        self._closing: list[RankClient] = []
 
     def join(self, client: RankClient, spec: RankSpec, launcher: str) -> Instance:
         """Have a rank serve. Raises `ConfigError` if its model is not the fleet's; it is ended then."""
@@ -73,9 +73,9 @@ class Membership:
         """Have the requests of a rank that has ended go on elsewhere. On its client's thread, once."""
         delivery = Delivery(self._lock)
         with self._lock:
-            asked = instance.state in ("ended", "draining") and not instance.records
+            asked = instance.leaving
             instance.state, instance.why = ("ended", "") if asked else ("lost", why)
-            resumption = self._resume(instance, asked)
+            resumption = self._resume(instance)
             self._dispatcher.forget(instance)
             back = [record for record in instance.records.values() if not record.moving]
             for record in list(instance.records.values()):
@@ -93,13 +93,13 @@ class Membership:
         delivery.tell()
         if not asked:
             logger.warning("rank %s was lost: %s; its %d requests go on", instance.name, why, resumption.requests)
-            self._gone(instance)
+            self.on_lost(instance)
 
-    def _resume(self, instance: Instance, asked: bool) -> Resumption:
+    def _resume(self, instance: Instance) -> Resumption:
         """Note of each request of a lost rank what it had, and where that can still be read."""
         left = [r for r in instance.records.values() if any(a.state.index not in r.cancelled for a in r.live)]
         memory = instance.memory
-        resumption = Resumption(len(left), partial(self._resumed, instance.name, memory, bool(left) and not asked))
+        resumption = Resumption(len(left), partial(self._resumed, instance.name, memory, bool(left)))
         readable = memory if instance.client.heard_all else None
         for record in left:
             kv = kv_of(instance, record)

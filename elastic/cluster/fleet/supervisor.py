@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.cluster.fleet.delivery import Delivery
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.event_log import EventLog
 from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.rank_starter import RankStarter
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.rank.spec import RankSpec
 from elastic.errors import ElasticError
 
@@ -34,25 +34,21 @@ class _Seat:
 class Supervisor:
     """Runs on a thread of its own from `start` to `stop`, and one more for each rank that is being replaced.
 
-    `launch` starts a rank and has it join; `rename` gives the next rank's name. `comes` says whether ranks may come by
-    themselves, so that requests may wait for them.
+    Where ranks come by themselves none is replaced, and requests wait for them.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         log: EventLog,
+        starter: RankStarter,
         *,
-        launch: Callable[[RankSpec], Instance],
-        rename: Callable[[], str],
-        comes: bool,
         replaces: bool,
         beat_timeout_s: float,
         hang_timeout_s: float,
     ) -> None:
         self._dispatcher, self._log = dispatcher, log
-        self._launch, self._rename = launch, rename
-        self._comes, self._replaces = comes, replaces
+        self._starter, self._replaces = starter, replaces
         self._beat_timeout_s, self._hang_timeout_s = beat_timeout_s, hang_timeout_s
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # of the two below
@@ -77,7 +73,7 @@ class Supervisor:
         """Whether no rank serves and none can come."""
         with self._lock:
             coming = self._coming
-        return not coming and not self._comes and not self._dispatcher.instances
+        return not coming and not self._starter.waits and not self._dispatcher.instances
 
     def lost(self, instance: Instance) -> None:
         """Have a rank that was lost replaced."""
@@ -87,7 +83,7 @@ class Supervisor:
             seat = self._seats.pop(instance.name, None) or _Seat(instance.spec)
             if time.perf_counter() - instance.since_s > LASTING_S:
                 seat.tries = 0
-            if self._replaces and not self._comes:
+            if self._replaces and not self._starter.waits:
                 self._coming += 1
                 thread = threading.Thread(target=self._replace, args=(instance.name, seat), daemon=True)
                 thread.name = f"elastic-replace-{instance.name}"
@@ -101,9 +97,9 @@ class Supervisor:
         try:
             while seat.tries < len(BACKOFF_S) and not self._stopping.wait(BACKOFF_S[seat.tries]):
                 seat.tries += 1
-                spec = replace(seat.spec, name=self._rename())
+                spec = replace(seat.spec, name=self._starter.next_name())
                 try:
-                    instance = self._launch(spec)
+                    instance = self._starter.start(spec)
                 except ElasticError as error:
                     why = str(error)
                     self._log.add("refused", rank=spec.name, why=f"in the place of {name!r}: {why}")
