@@ -24,6 +24,9 @@ MOST_BYTES = 1 << 30
 LOST_MS = 60_000
 """After how long without a word from the other host what was sent there is given up, in milliseconds."""
 
+Inbox = queue.SimpleQueue[bytes | None]
+"""Pickled messages; None: the end."""
+
 
 class Connection(Protocol):
     """One end. Messages come whole, once and in order. Thread-safe."""
@@ -137,10 +140,9 @@ class SocketConnection:
 class QueueConnection:
     """One end of a pair within this process. Messages are pickled all the same: no object has two owners."""
 
-    def __init__(self, inbox: queue.SimpleQueue[bytes | None], outbox: queue.SimpleQueue[bytes | None]) -> None:
-        self._inbox, self._outbox = inbox, outbox
+    def __init__(self, inbox: Inbox, outbox: Inbox, over: threading.Event) -> None:
+        self._inbox, self._outbox, self._over = inbox, outbox, over
         self._closed = False
-        self._ended = False
 
     def send(self, message: Any) -> None:
         """Send a message; see `Connection`."""
@@ -148,32 +150,30 @@ class QueueConnection:
 
     def send_bytes(self, encoded: bytes) -> None:
         """Send a message that `encode` returned; see `Connection`."""
-        if self._closed or self._ended:
+        if self._over.is_set():
             raise StateError("the connection was closed")
         self._outbox.put(encoded)
 
     def receive(self) -> Any:
         """Return the next message; see `Connection`."""
-        encoded = None if self._ended or self._closed else self._inbox.get()
+        encoded = None if self._closed else self._inbox.get()
         if encoded is None:
-            self._ended = True
-            self._inbox.put(None)  # for others who wait
+            self._inbox.put(None)  # for whoever else waits, or asks again
             raise EOFError("the connection was closed")
         return decode(encoded)
 
     def close(self) -> None:
         """End it for both; see `Connection`."""
-        if not self._closed:
-            self._closed = True
-            self._outbox.put(None)
-            self._inbox.put(None)
+        self._closed = True
+        self._over.set()
+        self._outbox.put(None)
+        self._inbox.put(None)
 
 
 def queue_pair() -> tuple[QueueConnection, QueueConnection]:
     """Return the two ends of a connection within this process."""
-    here: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    there: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    return QueueConnection(here, there), QueueConnection(there, here)
+    here, there, over = Inbox(), Inbox(), threading.Event()
+    return QueueConnection(here, there, over), QueueConnection(there, here, over)
 
 
 def socket_pair() -> tuple[SocketConnection, socket.socket]:
