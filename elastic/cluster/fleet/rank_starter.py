@@ -59,18 +59,31 @@ class RankStarter:
 
     def start(self, spec: RankSpec) -> Instance:
         """Start a rank and have it join. Raises what it raised."""
-        client = self.launcher.start(spec)
+        return self._join(self.launcher.start(spec), spec)
+
+    def start_all(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
+        """Start ranks side by side, and have them join in this order; return their names.
+
+        Raises the first error when all others have joined.
+        """
+        with ThreadPoolExecutor(len(specs), thread_name_prefix="elastic-fleet-start") as threads:
+            started = [threads.submit(self.launcher.start, spec) for spec in specs]
+        names, errors = [], []
+        for spec, client in zip(specs, started, strict=True):
+            try:
+                names.append(self._join(client.result(), spec).name)
+            except ElasticError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return tuple(names)
+
+    def _join(self, client: RankClient, spec: RankSpec) -> Instance:
         if self._ended:
             client.kill("the fleet has stopped")
             client.close()
             raise StateError("the fleet has stopped")
         return self._members.join(client, spec, self.launcher.name)
-
-    def start_all(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
-        """Start ranks side by side, and wait for all, also where one fails; return their names."""
-        with ThreadPoolExecutor(len(specs), thread_name_prefix="elastic-fleet-start") as threads:
-            started = [threads.submit(self.start, spec) for spec in specs]
-        return tuple(instance.result().name for instance in started)
 
     def take(self, client: RankClient) -> None:
         """Have a rank join that came by itself."""
