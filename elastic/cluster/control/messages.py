@@ -7,9 +7,10 @@ unpickled before both ends have proven that they know the key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from elastic.cluster.control.columns import Columns, from_columns, to_columns
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
@@ -118,6 +119,13 @@ class News:
     """What has changed of where the KV cache of sequences lies."""
     forms: tuple[tuple[str, ...], ...] = ()
     """Forms that were added to `Engine.weights`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _news, (tuple(to_columns(self.outputs)), self.starts, astuple(self.load), self.kv, self.forms)
+
+
+def _news(columns: tuple[Any, ...], starts: tuple[int, ...], load: tuple[int, ...], kv: Any, forms: Any) -> News:
+    return News(from_columns(Columns(*columns)), starts, RankLoad(*load), kv, forms)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
-from elastic.cluster.fleet.delivery import Delivery
-from elastic.cluster.fleet.event_log import EventLog
 from elastic.cluster.fleet.instance import Instance, request_blocks
-from elastic.cluster.fleet.prefix_index import PrefixIndex, block_hashes
-from elastic.cluster.fleet.requests import RequestRecord, new_record
-from elastic.cluster.fleet.router import Candidate, Routing, route
+from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
+from elastic.cluster.fleet.planning.router import Candidate, Routing, route
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.requests import RequestRecord, new_record
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
 from elastic.engines.base import FinishReason, Listener, Output, Request
 from elastic.errors import CapacityError, ConfigError, IntegrityError, Overloaded, StateError
@@ -101,6 +101,26 @@ class Dispatcher:
             else:
                 self.end_answers(record, record.cancelled, "cancelled", delivery)
         delivery.tell()
+
+    def check(self) -> None:
+        """Recount. Raises `IntegrityError`."""
+        with self.lock:
+            waiting = {id(record) for record in self.queue}
+            for request, record in self.records.items():
+                there = [i.name for i in self.instances.values() if request in i.records]
+                if there != ([record.instance] if record.instance is not None else []):
+                    raise IntegrityError(
+                        f"request {request!r} is at {record.instance}, instances that have it: {there}"
+                    )
+                if record.instance is None and not record.moving and id(record) not in waiting:
+                    raise IntegrityError(f"request {request!r} is at no instance, and does not wait")
+                if not record.live:
+                    raise IntegrityError(f"request {request!r} has ended, and is remembered")
+            if len(waiting) != len(self.queue) or any(record.instance is not None for record in self.queue):
+                raise IntegrityError("a request waits that an instance has, or waits twice")
+            names = {answer.state.id for record in self.records.values() for answer in record.answers}
+            if names != self._names:
+                raise IntegrityError(f"sequences {sorted(names ^ self._names)} are remembered or missing")
 
     # -- what ranks tell
 
@@ -200,7 +220,7 @@ class Dispatcher:
             if record.last_s:
                 resumption.stalled_s = max(resumption.stalled_s, now - record.last_s)
         if not record.had:
-            record.resumption = None
+            record.resumption, record.kv, record.source = None, (), None
             resumption.heard(output.request)
             self.changed.notify_all()
 

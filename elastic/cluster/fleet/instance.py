@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from elastic.cluster.control.messages import Hello, RankLoad
 from elastic.cluster.control.status import InstanceStatus, RankState
-from elastic.cluster.fleet.memory_file import HeldMemory
-from elastic.cluster.fleet.requests import RequestRecord
-from elastic.cluster.fleet.router import freeness
+from elastic.cluster.fleet.planning.router import freeness
+from elastic.cluster.fleet.records.memory_file import HeldMemory
+from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.rank.client import RankClient
 from elastic.engines.base import Request
@@ -49,8 +49,11 @@ class Instance:
     """Where in that memory the keys and values of its sequences are."""
     state: RankState = "serving"
     why: str = ""
+    leaving: bool = False
+    """Whether it was asked to end: then its end is no failure."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     given: int = 0
+    since_s: float = field(default_factory=time.perf_counter)
     heard_s: float = field(default_factory=time.perf_counter)
     progress_s: float = field(default_factory=time.perf_counter)
     """When its engine last began a step, or had nothing to do."""

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.cluster.control.messages import (
@@ -22,18 +22,18 @@ from elastic.cluster.control.messages import (
     Submit,
     TakeBack,
 )
-from elastic.cluster.fleet.delivery import Delivery
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.event_log import EventLog
 from elastic.cluster.fleet.instance import Instance
-from elastic.cluster.fleet.requests import RequestRecord, Resumption
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
 from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.errors import ConfigError, ElasticError, Overloaded, RankLost, StateError
 
 logger = logging.getLogger(__name__)
 MOST_ROUNDS = 8
 ANSWER_S, FENCED_S = 300.0, 5.0
-"""How long a rank may take to answer, and to be given up. One that is dead, or whose engine hangs, is noticed before."""
+"""How long a rank may take to answer, and to be given up. One that is dead or hangs is noticed before."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Move:
         """Say where the target finds these. Under the fleet's lock."""
         assert self.memory is not None
         assert self.source.directory is not None
-        return replace(self.memory.source, sectors=self.source.directory.sectors_of(kv))
+        return self.memory.source_with(self.source.directory.sectors_of(kv))
 
 
 class Mover:
@@ -123,6 +123,26 @@ class Mover:
             recomputed_tokens=moved.recomputed_tokens, stalled_ms=moved.stalled_ms,
         )  # fmt: skip
         return moved
+
+    def drain(self, instance: Instance, timeout_s: float | None) -> None:
+        """Have the requests of an instance that gets no more move, or end where they do not fit elsewhere."""
+        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        dispatcher = self._dispatcher
+        while until_s is None or time.perf_counter() < until_s:
+            with self._lock:
+                requests = list(instance.records)
+                others = [other for other in dispatcher.instances.values() if other.state == "serving"]
+            if not requests:
+                return
+            target = max(others, key=lambda other: other.freeness, default=None)
+            for request in requests if target is not None else ():
+                assert target is not None
+                try:
+                    self.move(request, target.name)
+                except ElasticError as error:
+                    logger.debug("request %s stays at %s: %s", request, instance.name, error)
+            with self._lock:  # what did not move gets on meanwhile, or makes room elsewhere
+                dispatcher.changed.wait_for(lambda: not instance.records, 0.2)
 
     def _begin(self, request: str, target: str) -> _Move:
         dispatcher = self._dispatcher
@@ -235,6 +255,8 @@ class Mover:
         with self._lock:
             if move.source.name in self._dispatcher.instances and record.instance is None:
                 move.source.records[move.request] = record
+                if record.resumption is not None:
+                    record.resumption.heard(move.request)
                 record.instance, record.had, record.resumption = move.source.name, {}, None
                 record.kv, record.source = (), None
 

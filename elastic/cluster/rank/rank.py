@@ -59,23 +59,24 @@ class Rank:
         self._forms = 0
         self._leaving = False  # what is cancelled now, nobody wished to be cancelled
         self._draining = self._ending = False
-        self._ended = threading.Event()
+        self.ended = threading.Event()
+        """Set when there is no fleet any more, or it has let this rank go."""
         self._questions = Questions(engine, connection, self._drain)
 
     def run(self) -> None:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
         self.engine.on_step = self._tell
+        self.engine.start()
+        self._connection.send(self._hello())
+        beats.start()
         try:
-            self.engine.start()
-            self._connection.send(self._hello())
-            beats.start()
             while True:
                 self._take(self._connection.receive())
         except EOFError:
             logger.info("the fleet has gone, or has let this rank go")
         except StateError as error:
-            if not self._ended.is_set():
+            if not self.ended.is_set():
                 logger.error("the connection to the fleet has failed: %s", error)
         finally:
             self.stop()
@@ -84,7 +85,7 @@ class Rank:
         """End the engine and the connection; requests of the engine end without a word. Can be called twice."""
         with self._lock:
             self._leaving = True
-        self._ended.set()
+        self.ended.set()
         self._say(Bye())
         self._connection.close()  # before the engine ends: it may wait for the fleet to read
         self._questions.close()
@@ -130,7 +131,7 @@ class Rank:
         if drain:
             self.engine.stop(drain=True)
             self._tell(None)
-        self._ended.set()
+        self.ended.set()
         self._say(Bye())
         self._connection.close()
 
@@ -179,14 +180,17 @@ class Rank:
     def _load(self) -> RankLoad:
         return RankLoad(*self.engine.load())
 
-    def _say(self, message: News | Refused | Beat | Bye) -> None:
+    def _say(self, message: News | Refused | Bye) -> None:
         with suppress(StateError):  # the fleet has gone: `run` is about to see that
             self._connection.send(message)
 
     def _beat(self) -> None:
-        while not self._ended.wait(self._beat_s):
+        while not self.ended.wait(self._beat_s):
             if not self.engine.serving and not self._ending:
                 logger.error("the engine has ended by itself; this rank ends too")
                 self._connection.close()
                 return
-            self._say(Beat(self._load()))
+            try:
+                self._connection.send(Beat(self._load()))
+            except StateError:  # the fleet has gone; who takes its messages may wait for the engine, and not see it
+                self.ended.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from elastic.cluster.fleet.requests import RequestRecord
+from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Output
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from elastic.cluster.fleet.router import freeness
+from elastic.cluster.fleet.planning.router import freeness
 
 WORTH = 1.25
 """A move must raise the lesser freeness of its two instances by this factor and one block: none undoes another."""
