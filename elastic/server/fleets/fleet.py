@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from elastic.engines.base import Engine
-from elastic.types import Action, Prepared, Result
+from elastic.types import Action
 
 if TYPE_CHECKING:
     from elastic.cluster.control.messages import RuntimeView
@@ -29,20 +29,20 @@ class FleetEngine(Protocol):
     def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
         """Have a rank do actions, all or none, or plan them."""
 
-    def prepare(self, rank: str, actions: Sequence[Action], *, id: str, timeout_s: float) -> Prepared:
+    def prepare(self, rank: str, actions: Sequence[Action], id: str, timeout_s: float) -> Any:
         """Have a rank prepare actions."""
 
-    def commit(self, rank: str, id: str) -> tuple[Result, ...]:
+    def commit(self, rank: str, id: str) -> Any:
         """Have a rank commit what it has prepared."""
 
-    def rollback(self, rank: str, id: str) -> None:
+    def rollback(self, rank: str, id: str) -> Any:
         """Have a rank give back what it has prepared."""
 
     def move(self, request: str, instance: str) -> Any:
         """Have a request go on at another instance."""
 
-    def add(self, *, places: Sequence[str] = ()) -> Any:
-        """Start one more rank."""
+    def add(self, places: Sequence[str] | None = None) -> Any:
+        """Start one more rank; without `places`, as the first one."""
 
     def remove(self, name: str, *, drain: bool = True) -> Any:
         """End a rank."""

@@ -90,10 +90,12 @@ class RankTarget:
         return results
 
     def prepare(self, actions: Sequence[Action], id: str, timeout_s: float) -> Prepared:
-        return self.fleet.prepare(self.name, tuple(actions), id=id, timeout_s=timeout_s)
+        prepared: Prepared = self.fleet.prepare(self.name, tuple(actions), id, timeout_s)
+        return prepared
 
     def commit(self, id: str) -> Sequence[Result]:
-        return self.fleet.commit(self.name, id)
+        results: Sequence[Result] = self.fleet.commit(self.name, id)
+        return results
 
     def rollback(self, id: str) -> None:
         self.fleet.rollback(self.name, id)

@@ -61,7 +61,7 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/elastic/fleet/add")
     async def add(body: AddBody) -> dict[str, Any]:
-        return await _done(lambda fleet: {"added": plain(fleet.add(places=tuple(body.places)))})
+        return await _done(lambda fleet: {"added": plain(fleet.add(tuple(body.places) or None))})
 
     @router.post("/elastic/fleet/remove")
     async def remove(body: RemoveBody) -> dict[str, Any]:
