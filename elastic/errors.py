@@ -24,7 +24,7 @@ class ElasticError(Exception):
 
 def _as_it_was(kind: type[ElasticError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ElasticError:
     """Return an error as another process raised it."""
-    error = kind.__new__(kind, *args)
+    error = BaseException.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error
 

@@ -32,8 +32,15 @@ def load_model(path: str, device: torch.device, *, option: str) -> tuple[Any, An
         require_cuda(device)
     read_config(path, option=option)
     tokenizer = read_tokenizer(path, option=option)
+    return load_weights(path, device, option=option), tokenizer
+
+
+def load_weights(path: str, device: torch.device, *, option: str) -> Any:
+    """Load a model as `load_model` does, without its tokenizer."""
+    if device.type == "cuda":
+        require_cuda(device)
     model = read_model(path, torch.float32 if device.type == "cpu" else "auto", option=option)
-    return model.eval().requires_grad_(False), tokenizer
+    return model.eval().requires_grad_(False)
 
 
 def read_config(path: str, *, option: str) -> Any:

@@ -21,6 +21,12 @@ from elastic.errors import ConfigError, StateError
 MOST_BYTES = 1 << 30
 """The bound on one message. Prompts are the largest; KV does not travel here."""
 
+LOST_MS = 60_000
+"""After how long without a word from the other host what was sent there is given up, in milliseconds."""
+
+Inbox = queue.SimpleQueue[bytes | None]
+"""Pickled messages; None: the end."""
+
 
 class Connection(Protocol):
     """One end. Messages come whole, once and in order. Thread-safe."""
@@ -76,7 +82,7 @@ class SocketConnection:
         stream.setblocking(True)
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         self._socket = stream
         self.pipe = Pipe(os.dup(stream.fileno()))
         """The frames; for the handshake, before anything is sent or received."""
@@ -134,10 +140,9 @@ class SocketConnection:
 class QueueConnection:
     """One end of a pair within this process. Messages are pickled all the same: no object has two owners."""
 
-    def __init__(self, inbox: queue.SimpleQueue[bytes | None], outbox: queue.SimpleQueue[bytes | None]) -> None:
-        self._inbox, self._outbox = inbox, outbox
+    def __init__(self, inbox: Inbox, outbox: Inbox, over: threading.Event) -> None:
+        self._inbox, self._outbox, self._over = inbox, outbox, over
         self._closed = False
-        self._ended = False
 
     def send(self, message: Any) -> None:
         """Send a message; see `Connection`."""
@@ -145,32 +150,30 @@ class QueueConnection:
 
     def send_bytes(self, encoded: bytes) -> None:
         """Send a message that `encode` returned; see `Connection`."""
-        if self._closed or self._ended:
+        if self._over.is_set():
             raise StateError("the connection was closed")
         self._outbox.put(encoded)
 
     def receive(self) -> Any:
         """Return the next message; see `Connection`."""
-        encoded = None if self._ended or self._closed else self._inbox.get()
+        encoded = None if self._closed else self._inbox.get()
         if encoded is None:
-            self._ended = True
-            self._inbox.put(None)  # for others who wait
+            self._inbox.put(None)  # for whoever else waits, or asks again
             raise EOFError("the connection was closed")
         return decode(encoded)
 
     def close(self) -> None:
         """End it for both; see `Connection`."""
-        if not self._closed:
-            self._closed = True
-            self._outbox.put(None)
-            self._inbox.put(None)
+        self._closed = True
+        self._over.set()
+        self._outbox.put(None)
+        self._inbox.put(None)
 
 
 def queue_pair() -> tuple[QueueConnection, QueueConnection]:
     """Return the two ends of a connection within this process."""
-    here: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    there: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    return QueueConnection(here, there), QueueConnection(there, here)
+    here, there, over = Inbox(), Inbox(), threading.Event()
+    return QueueConnection(here, there, over), QueueConnection(there, here, over)
 
 
 def socket_pair() -> tuple[SocketConnection, socket.socket]:

@@ -23,7 +23,13 @@ from typing import Any, NoReturn
 
 MOST_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
-PRELOADED = ("torch", "transformers", "transformers.generation", "tokenizers", "elastic.cluster.rank.process")
+PRELOADED = (
+    "transformers.generation",
+    "elastic.cluster.rank.process",
+    "elastic.runtime.installation",
+    "elastic.actions.transactions",
+    "elastic.quant.variants.pack_model",
+)
 
 
 class ForkServer:
@@ -130,8 +136,11 @@ def _import_class(model: str) -> None:
     """Import the class of a model, so that its ranks need not."""
     with suppress(Exception):  # whatever is wrong with the directory, the rank says so
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        _ = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(model))]
+        config = AutoConfig.from_pretrained(model)
+        _ = AutoModelForCausalLM._model_mapping[type(config)]
+        get_checkpoint_conversion_mapping(config.model_type)  # a table of all models, a third of the time of a start
 
 
 def main(descriptor: int, parent: int) -> None:

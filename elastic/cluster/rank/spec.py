@@ -19,7 +19,7 @@ class RankSpec:
     wrap: Mapping[str, Any] = field(default_factory=dict)
     """Further options of `elastic.wrap`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `ContinuousEngine`."""
+    """Options of `ContinuousEngine`; `grammars="llguidance"` is a compiler over the tokenizer in the directory."""
     cores: tuple[int, ...] = ()
     """The CPU cores that it may run on; none: all."""
     environment: Mapping[str, str] = field(default_factory=dict)
