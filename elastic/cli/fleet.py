@@ -39,9 +39,7 @@ def fleet(options: Namespace) -> int:
         return _status(url)
     token = read_secret("--token-file", options.token_file, TOKEN)
     if token is None:
-        raise ConfigError(
-            f"elastic fleet {options.what} needs the server's token: give --token-file FILE, or set {TOKEN}"
-        )
+        raise ConfigError(f"elastic fleet {options.what} needs a token: give --token-file FILE, or set {TOKEN}")
     return {"move": _move, "add": _add, "remove": _remove}[options.what](url, token, options)
 
 

@@ -146,7 +146,7 @@ def serve(options: Namespace) -> int:
 def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
     """Load a model into this process, wrap it, and make its engine, not started yet; `stack` ends all."""
     import elastic
-    from elastic.cli.inputs.model_loading import load_model
+    from elastic.model_files import load_model
 
     places = [Place.parse(place) for place in options.place or ["cpu"]]
     require_memory(places)

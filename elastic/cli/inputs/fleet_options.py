@@ -110,7 +110,7 @@ def _by_rank(places: Sequence[str], ranks: int) -> list[list[str]]:
         return [list(places) for _ in range(ranks)]
     if len(places) % ranks:
         raise ConfigError(
-            f"{len(places)} times --place cannot be shared out to --ranks {ranks}; give one for each rank"
+            f"--place, given {len(places)} times, cannot be shared out to --ranks {ranks}; give one for each"
         )
     each = len(places) // ranks
     return [list(places[rank * each : (rank + 1) * each]) for rank in range(ranks)]
@@ -123,7 +123,5 @@ def _cores(options: Namespace) -> list[tuple[int, ...]]:
             raise ConfigError(f"--cores {text!r} is no list of CPU cores; write 0,1")
         cores.append(tuple(int(number) for number in text.split(",")))
     if cores and len(cores) != options.ranks:
-        raise ConfigError(
-            f"--cores is given {len(cores)} times for --ranks {options.ranks}; give it once for each rank"
-        )
+        raise ConfigError(f"--cores, given {len(cores)} times, is for --ranks {options.ranks}; give one for each")
     return cores
