@@ -39,7 +39,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "actions": (("pages",), ("",), ("transactions",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous", "vllm")),
     "cluster": (("control",), ("rank",), ("launch",), ("fleet",), ("",)),
-    "server": (("protocol", "tools"), ("generation",), ("formats",), ("routes",), ("",)),
+    "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
     "cli": (("inputs", "views"), ("",)),
 }

@@ -62,13 +62,15 @@ class Move:
 def plan_moves(instances: Sequence[InstanceBooks], waiting_blocks: int | None = None) -> list[Move]:
     """Return the moves that help, the first of which should be made before asking again.
 
-    `waiting_blocks` is what the head of the queue needs. Where no instance has so much but all together have, requests
-    leave the one that can make the room with the fewest blocks copied (de-fragmentation; Llumnix, section 4.4.2), and
-    nothing else moves until then. Otherwise the one move from the least free instance to the freest that raises the
-    lesser freeness of both the most, if by `WORTH`; among equal ones the request with the fewest blocks.
+    `waiting_blocks` is what the head of the queue needs, if there is one. Where no instance has so much but all
+    together have, requests leave the one that can make the room with the fewest blocks copied (de-fragmentation;
+    Llumnix, section 4.4.2); nothing else moves until it has gone there. Without a queue the one move from the least
+    free instance to the freest that raises the lesser freeness of both the most, if by `WORTH`; among equal ones the
+    request with the fewest blocks.
     """
-    if waiting_blocks is not None and all(books.free_blocks < waiting_blocks for books in instances):
-        return _make_room(instances, waiting_blocks)
+    if waiting_blocks is not None:
+        short = all(books.free_blocks < waiting_blocks for books in instances)
+        return _make_room(instances, waiting_blocks) if short else []
     if len(instances) < 2:
         return []
     source = min(instances, key=_freeness)
