@@ -18,8 +18,8 @@ import torch
 from quality.evaluate import Quality, QualityReplayer, ReplayedRequest, share_of_loss
 
 import elastic
-from elastic.cli.inputs.model_loading import load_model
 from elastic.config import Place
+from elastic.model_files import load_model
 
 
 def load(spec: dict[str, Any], path: str) -> tuple[list[ReplayedRequest], list[list[str]]]:

@@ -22,9 +22,9 @@ from elastic.bench.traces.generator import Lognormal, OnOff, generate
 from elastic.bench.traces.prompts import random_prompts, text_prompts
 from elastic.bench.traces.readers import read_trace
 from elastic.bench.traces.trace import Trace
-from elastic.cli.inputs.model_loading import load_model
 from elastic.config import SLO, Place, Policy
 from elastic.engines.continuous import ContinuousEngine
+from elastic.model_files import load_model
 
 SECONDS = ("tick_s", "cooldown_s", "dwell_s", "idle_s")
 """The settings of a policy that are shortened when a trace is replayed faster."""

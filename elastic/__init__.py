@@ -26,6 +26,7 @@ from elastic.types import (
     MigrateKV,
     PlaceStatus,
     PlanStep,
+    Prepared,
     Release,
     Replicate,
     Residency,
@@ -38,6 +39,7 @@ from elastic.types import (
 from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
+    from elastic.cluster.control.status import FleetStatus
     from elastic.controller.decision import Plan
     from elastic.controller.snapshot import Snapshot
     from elastic.engines.base import Engine, Output, Request, Sampling
@@ -61,6 +63,7 @@ __all__ = [
     "Engine",
     "Event",
     "Evict",
+    "FleetStatus",
     "HostStatus",
     "Integers",
     "IntegrityError",
@@ -74,6 +77,7 @@ __all__ = [
     "Plan",
     "PlanStep",
     "Policy",
+    "Prepared",
     "Profile",
     "Release",
     "Replicate",
@@ -101,6 +105,8 @@ __all__ = [
 _LATER = {
     "ContinuousEngine": "elastic.engines.continuous.engine",
     **dict.fromkeys(("Engine", "Output", "Request", "Sampling"), "elastic.engines.base"),
+    "Fleet": "elastic.cluster.fleet.fleet",
+    "FleetStatus": "elastic.cluster.control.status",
     "ElasticCache": "elastic.kvcache.hf_cache",  # needs transformers, which `import elastic` does not
     "Integers": "elastic.quant.formats.integer",
     "Plan": "elastic.controller.decision",

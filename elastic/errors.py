@@ -4,6 +4,7 @@ ElasticError
 ├── ConfigError          an option is wrong: the caller must change it
 ├── CapacityError        not enough memory: ask for less, or again later
 ├── StateError           the wrong moment: closed, already wrapped, inside a forward pass
+│   └── RankLost         a process of a fleet ended or hung while it was asked
 ├── BackendUnavailable   a package or a driver is missing
 ├── IntegrityError       a bug in Elastic: two counts of the same thing differ
 └── Overloaded           too much work is waiting: try again after `retry_after_s`
@@ -11,9 +12,21 @@ ElasticError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ElasticError(Exception):
     """The root of every error that Elastic raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_was, (type(self), self.args, self.__dict__)  # its `__init__` may ask for more than `args`
+
+
+def _as_it_was(kind: type[ElasticError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ElasticError:
+    """Return an error as another process raised it."""
+    error = BaseException.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(ElasticError, ValueError):
@@ -35,6 +48,14 @@ class CapacityError(ElasticError, MemoryError):
 
 class StateError(ElasticError, RuntimeError):
     """The call is right, the moment is not."""
+
+
+class RankLost(StateError):
+    """A rank of a fleet ended, hung or was cut off; the message says what becomes of its requests. `rank` names it."""
+
+    def __init__(self, message: str, *, rank: str) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class BackendUnavailable(ElasticError, ImportError):

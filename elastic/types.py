@@ -163,6 +163,21 @@ class PlanStep:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Actions that are prepared and wait to be committed."""
+
+    id: str
+    steps: tuple[PlanStep, ...]
+    """What the commit will do."""
+    moved_bytes: int
+    """Bytes that were copied for it."""
+    pages: int
+    """Pages that are held for it."""
+    expires_s: float
+    """When it is rolled back if it was not committed, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
 class Event:
     """One action, as it happened."""
 

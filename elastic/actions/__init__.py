@@ -1,5 +1,5 @@
 """The actions on a running model, one a file: prepared beside forward passes, committed between two, all or none.
 
-Way in: `executor.ActionExecutor` and `executor.Mechanism`. The runtime imports it; it imports hooks, weights, the KV
-cache.
+Way in: `transactions.executor.ActionExecutor`, `base.ActionHandler`. The runtime imports it; it imports hooks, weights,
+the KV cache.
 """

@@ -13,8 +13,11 @@ Layers = tuple[int, ...]
 class Agreement:
     """That of a model which one process has: there is nobody to ask.
 
-    Under a sub-class all ranks run the same jobs in the same order, and each transaction of a job is a round.
+    Under a sub-class, whose `several` is true, all ranks run the same jobs in the same order, and each transaction of a
+    job is a round.
     """
+
+    several = False
 
     def propose(self, actions: Sequence[Action], why: str) -> bool:
         """Return whether all ranks have been asked to begin this job; False: this process is to begin it by itself."""

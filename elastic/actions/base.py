@@ -29,6 +29,10 @@ class ActionHandler(ABC):
         """Switch only these layers, and defer the others."""
         return
 
+    def require_complete(self, prepared: Any) -> None:
+        """Raise `CapacityError` if a commit would defer a part of the action for want of pages."""
+        return
+
     @abstractmethod
     def commit(self, prepared: Any) -> None:
         """Switch to what was prepared, at the safe point."""

@@ -161,7 +161,7 @@ def resize_stages(weights: ModelWeights, place: str) -> int:
     """Have as many stages as the absent layers of a place need; return the pages that others may have more or fewer."""
     streamer = weights.streamers[place]
     absent = sum(layer.absent for layer in weights.layers if layer.pool.name == place)
-    wanted = max(streamer.least, min(MOST_STAGES, absent))
+    wanted = max(streamer.fewest, min(MOST_STAGES, absent))
     try:
         return streamer.resize(wanted)
     except CapacityError as error:  # one stage will do, only nothing is fetched ahead

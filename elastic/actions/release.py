@@ -50,12 +50,14 @@ class ReleaseHandler(ActionHandler):
         """Have the weights in the host store."""
         units = self._check(action)
         prepared = PreparedRelease(action, stage_pages=self._make_first_stages(units))
+        self._await(units, 1)
         try:
             for unit in units:
                 version = unit.version()
                 prepared.moved_bytes += unit.keep()
                 prepared.switches.append(SlotSwitch(unit, unit.full, absent_contents(unit), version))
         except BaseException:
+            self._await(units, -1)
             refit_stages(self._weights, units, self._broker)
             raise
         return prepared
@@ -69,11 +71,13 @@ class ReleaseHandler(ActionHandler):
     def rollback(self, prepared: PreparedRelease) -> None:
         """Switch the slots back: the buffers still have everything."""
         prepared.undo()
+        self._await(prepared.units, -1)
         refit_stages(self._weights, prepared.units, self._broker)
 
     def finish(self, prepared: PreparedRelease) -> Change:
         """Retire the buffers: their pages are KV capacity, but for what stages need and what tensors outside show."""
         prepared.drop_contents()
+        self._await(prepared.units, -1)
         released = retained = 0
         for place, units in by_place(prepared.units).items():
             switches = [switch for switch in prepared.switches if switch.unit in units]
@@ -123,6 +127,11 @@ class ReleaseHandler(ActionHandler):
                 raise
             taken[place] = streamer.stage_pages
         return taken
+
+    def _await(self, units: list[WeightUnit], more: int) -> None:
+        """Have the stages of the units' places kept, while these are prepared to be absent."""
+        for place in by_place(units):
+            self._weights.streamers[place].awaited += more
 
     def _more_stage_pages(self, units: list[WeightUnit]) -> int:
         """Count the pages that further stages would take if these units were absent too."""

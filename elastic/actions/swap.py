@@ -89,6 +89,17 @@ class SwapHandler(ActionHandler):
         prepared.switches = [switch for switch in prepared.switches if switch.unit.index in layers]
         prepared.deferred = [*(switch.unit for switch in dropped), *prepared.deferred]
 
+    def require_complete(self, prepared: PreparedSwap) -> None:
+        """Raise `CapacityError` for layers that have found no pages."""
+        if prepared.deferred:
+            waiting = sorted({unit.index for unit in prepared.deferred})
+            pages = sum(unit.pages_in(precision_after(unit, prepared.action)) for unit in prepared.deferred)
+            raise prepared.deferred[0].pool.shortage(
+                f"layers {waiting} find no pages now, so that nothing was prepared; prepare fewer, try again when "
+                "generations have ended, or apply the action, which defers them",
+                pages,
+            )
+
     def commit(self, prepared: PreparedSwap) -> None:
         """Switch the slots to their new buffers."""
         prepared.begin_commit()
@@ -142,7 +153,7 @@ class SwapHandler(ActionHandler):
     def _require_room(self, place: str, units: list[WeightUnit], action: Move) -> None:
         arriving = sum(unit.pages_in(precision_after(unit, action)) for unit in units)
         returning = [unit for unit in units if unit.absent]
-        saved = self._stages_after(place, returning, least=self._weights.streamers[place].least)[1]
+        saved = self._stages_after(place, returning, least=self._weights.streamers[place].fewest)[1]
         growth = arriving - sum(unit.held_pages for unit in units) - saved
         room = self._broker.shares[place].claimable()
         if growth > room:

@@ -115,7 +115,7 @@ def make_prompts(options: Namespace, trace: Trace) -> list[Prompt]:
     path = options.model if options.tokenizer is None else options.tokenizer
     if path is None:
         raise ConfigError("--prompts with --url needs --tokenizer, a directory with the server's tokenizer")
-    from elastic.cli.inputs.model_files import read_tokenizer
+    from elastic.model_files import read_tokenizer
 
     text = read_text(options.prompts, "--prompts")
     tokenizer = read_tokenizer(path, option="--tokenizer")
@@ -141,8 +141,8 @@ def make_target(options: Namespace, slo: SLO | None) -> Iterator[Engine | LoadTa
 def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
     """Start an engine for the wrapped model of a directory."""
     import elastic
-    from elastic.cli.inputs.model_loading import load_model
     from elastic.engines.continuous.engine import ContinuousEngine
+    from elastic.model_files import load_model
 
     place = parse_place(options.place)
     model, _ = load_model(options.model, place.device, option="--model")
@@ -161,6 +161,6 @@ def make_engine(options: Namespace, slo: SLO | None) -> Iterator[Engine]:
 
 def _config(model: str) -> Any:
     """Read the config of a model's text decoder. Raises `ConfigError`."""
-    from elastic.cli.inputs.model_files import read_config
+    from elastic.model_files import read_config
 
     return read_config(model, option="--model").get_text_config(decoder=True)

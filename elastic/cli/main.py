@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from elastic import __version__
 from elastic.assets import MODEL_DIR
 from elastic.cli.bench_options import add_bench
+from elastic.cli.fleet import add_options as add_fleet
+from elastic.cli.rank import add_options as add_rank
 from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args
 from elastic.errors import BackendUnavailable, ElasticError
@@ -34,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     _add_common(generate, prompt=None, tokens=128)
     _add_profile(commands.add_parser("profile", help="find the order in which to swap the layers of a model"))
     add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API does"))
+    add_fleet(commands.add_parser("fleet", help="look at a fleet, move its requests, add and remove ranks"))
+    add_rank(commands.add_parser("rank", help="serve a model for a fleet that is elsewhere"))
     add_vllm_args(commands.add_parser("vllm-args", help="the options that make `vllm serve` elastic"))
     add_bench(commands.add_parser("bench", help="replay a trace of requests, and compare what came of it"))
     top = commands.add_parser("top", help="watch a server")

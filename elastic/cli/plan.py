@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.inputs.model_files import read_config, reading
-from elastic.cli.inputs.model_loading import load_model
 from elastic.cli.views.layer_grid import layers_at
 from elastic.cli.views.panels import mib
 from elastic.config import Place
 from elastic.errors import ConfigError
 from elastic.memory.places import free_bytes
+from elastic.model_files import load_model, read_config, reading
 from elastic.planning.assumed_speeds import assume
 from elastic.planning.cost_model import CostModel, cost, speedup
 from elastic.planning.local_search import PlannedModel, plan_together

@@ -13,8 +13,8 @@ from rich.table import Table
 
 import elastic
 from elastic.cli.inputs.checks import read_text, require_file_to_write
-from elastic.cli.inputs.model_loading import load_model
 from elastic.config import Place
+from elastic.model_files import load_model
 from elastic.quant.sensitivity.profile_file import Profile
 
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.cli.inputs.checks import read_text, require_at_least, require_characters
+from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
+from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, read_configs
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
 from elastic.memory.places import require_memory
 
 TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server needs of what is served."""
+
+    engine: Engine
+    tokenizer: Any
+    max_model_len: int | None
+    sampling_defaults: Mapping[str, float]
+    grammars: GrammarCompiler | None
 
 
 def add_options(command: ArgumentParser) -> None:
@@ -30,7 +43,10 @@ def add_options(command: ArgumentParser) -> None:
     _add_answers(command)
     _add_clients(command)
     _add_memory(command)
-    command.add_argument("--enable-actions", action="store_true", help="open /elastic/actions to holders of the token")
+    add_fleet(command)
+    command.add_argument(
+        "--enable-actions", action="store_true", help="open /elastic/actions and /elastic/fleet to holders of the token"
+    )
     command.add_argument("--token-file", metavar="FILE", help=f"file with the token for actions (else ${TOKEN})")
     command.add_argument("--api-key-file", metavar="FILE", help=f"file with a key that /v1 asks for (else ${API_KEY})")
 
@@ -88,42 +104,32 @@ def _add_memory(command: ArgumentParser) -> None:
 
 def serve(options: Namespace) -> int:
     """Load, wrap, serve until a signal, unwrap; returns the exit code."""
-    import elastic
-    from elastic.cli.inputs.model_loading import load_model
     from elastic.server import create_app, run
     from elastic.server.uvicorn_server import bind
 
-    token = _secret("--token-file", options.token_file, TOKEN)
-    api_key = _secret("--api-key-file", options.api_key_file, API_KEY)
+    token = read_secret("--token-file", options.token_file, TOKEN)
+    api_key = read_secret("--api-key-file", options.api_key_file, API_KEY)
     _check(options, token)
     chosen, name = wrap_options(options), options.served_model_name
     if name is None:
         name = require_characters(Path(options.model).resolve().name, "the name of MODEL's directory")
     else:
         require_characters(name, "--served-model-name")
-    places = [Place.parse(place) for place in options.place or ["cpu"]]
-    require_memory(places)
-    device = places[0].device
     with ExitStack() as stack:
         bound = stack.enter_context(bind(options.host, options.port))  # before minutes are spent on the model
-        model, tokenizer = load_model(options.model, device, option="MODEL")
-        max_model_len = _max_model_len(model, options)
-        elastic.wrap(model.to(device), **chosen)
-        stack.callback(elastic.unwrap, model)
-        engine, grammars = make_engine(model, tokenizer, options)
-        stack.callback(engine.stop, drain=False)
+        served = (fleet_of if options.ranks is not None else model_of)(options, chosen, stack)
         app = create_app(
-            engine,
-            tokenizer,
+            served.engine,
+            served.tokenizer,
             name,
-            max_model_len=max_model_len,
+            max_model_len=served.max_model_len,
             api_key=api_key,
             token=token,
             actions=options.enable_actions,
             max_body=options.max_body,
             body_timeout_s=options.body_timeout,
-            sampling_defaults=sampling_defaults(model, options.generation_config),
-            grammars=grammars,
+            sampling_defaults=served.sampling_defaults,
+            grammars=served.grammars,
             tool_call_parser=options.tool_call_parser,
             allowed_origins=options.allowed_origins,
         )
@@ -137,15 +143,50 @@ def serve(options: Namespace) -> int:
         )
 
 
+def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
+    """Load a model into this process, wrap it, and make its engine, not started yet; `stack` ends all."""
+    import elastic
+    from elastic.model_files import load_model
+
+    places = [Place.parse(place) for place in options.place or ["cpu"]]
+    require_memory(places)
+    device = places[0].device
+    model, tokenizer = load_model(options.model, device, option="MODEL")
+    max_model_len = longest(model, options)
+    elastic.wrap(model.to(device), **chosen)
+    stack.callback(elastic.unwrap, model)
+    engine, grammars = make_engine(model, tokenizer, options)
+    stack.callback(engine.stop, drain=False)
+    return Served(engine, tokenizer, max_model_len, sampling_defaults(model, options.generation_config), grammars)
+
+
+def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
+    """Start the ranks of a fleet, which load the model; this process has its tokenizer alone. `stack` ends them."""
+    tokenizer, model = read_configs(options.model)
+    max_model_len = longest(model, options)
+    defaults = sampling_defaults(model, options.generation_config)
+    grammars = compiler(model, tokenizer)
+    fleet = make_fleet(options, chosen, grammars)
+    stack.callback(fleet.stop, drain=False)
+    fleet.start()
+    return Served(fleet, tokenizer, max_model_len, defaults, grammars)
+
+
 def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine, GrammarCompiler | None]:
     """Make the engine that serves the model, not started yet, and its compiler of grammars if answers can end."""
     from elastic.engines.continuous.engine import ContinuousEngine
+
+    grammars = compiler(model, tokenizer)
+    return ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars), grammars
+
+
+def compiler(model: Any, tokenizer: Any) -> GrammarCompiler | None:
+    """Make the compiler of grammars, if answers can end; only the configurations of `model` are read."""
     from elastic.engines.stopping import end_tokens
     from elastic.engines.structured import LlguidanceCompiler
 
     ends = dict.fromkeys([*end_tokens(model), *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
-    grammars = LlguidanceCompiler(tokenizer, tuple(ends)) if ends else None
-    return ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars), grammars
+    return LlguidanceCompiler(tokenizer, tuple(ends)) if ends else None
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, float]:
@@ -184,6 +225,7 @@ def _check(options: Namespace, token: str | None) -> None:
         raise ConfigError(f"--enable-actions needs a token: give --token-file FILE, or set {TOKEN}")
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
+    check_fleet(options)
     require_at_least(0, options.drain_seconds, "--drain-seconds")
     for option in ("header_timeout", "body_timeout"):
         if not getattr(options, option) > 0:
@@ -193,18 +235,7 @@ def _check(options: Namespace, token: str | None) -> None:
     require_at_least(1, parse_bytes(options.max_body, option="--max-body"), "--max-body")
 
 
-def _secret(option: str, path: str | None, variable: str) -> str | None:
-    """Read a secret from a file, or else from the environment. Raises `ConfigError` for an empty one."""
-    if path is None and variable not in os.environ:
-        return None
-    secret = os.environ[variable] if path is None else read_text(path, option)
-    if not secret.strip():
-        source = variable if path is None else f"{option} {path}"
-        raise ConfigError(f"{source} is empty; put the secret there, or do without it")
-    return secret.strip()
-
-
-def _max_model_len(model: Any, options: Namespace) -> int | None:
+def longest(model: Any, options: Namespace) -> int | None:
     """Return the most tokens of prompt and answer: the option's, or the model's. Raises `ConfigError`."""
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     wanted: int | None = options.max_model_len

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, TypeVar
+from uuid import uuid4
 
 from elastic.actions.agreement import Agreement
-from elastic.actions.event_log import EventLog
-from elastic.actions.executor import ActionExecutor, ActionOutcome, ActionTiming
-from elastic.actions.results import merge_changes
+from elastic.actions.transactions.event_log import EventLog
+from elastic.actions.transactions.executor import ActionExecutor
+from elastic.actions.transactions.held import LONGEST_S
+from elastic.actions.transactions.transaction import ActionOutcome, ActionTiming
 from elastic.config import SLO
 from elastic.controller.loop import Controller, ControllerHealth
 from elastic.controller.sensors.monitor import Monitor
@@ -28,27 +30,30 @@ from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
 from elastic.runtime import lifecycle
 from elastic.runtime.parts import ModelParts
+from elastic.runtime.verbs import LayerVerbs
 from elastic.types import (
     Action,
-    Change,
     Event,
     Evict,
     Migrate,
     MigrateKV,
     PlanStep,
+    Prepared,
     Release,
     Replicate,
     Resize,
     ResizeKV,
     Restore,
+    Result,
     Status,
     Swap,
 )
 
 ON_LAYERS = Release | Swap | Restore | Migrate | Replicate | Evict
-Layers = int | str | Iterable[int | str]
-"""Decoder layers by index or module name."""
-Done = Change | Future[tuple[Change, ...]]
+T = TypeVar("T")
+PREPARED_S = 60.0
+"""For how long actions are held that were prepared, unless it is said."""
+LONGEST_ID = 200
 
 
 class RuntimeState(Enum):
@@ -57,7 +62,7 @@ class RuntimeState(Enum):
     CLOSED = "closed"
 
 
-class Runtime:
+class Runtime(LayerVerbs):
     """Everything that changes a wrapped model goes through here. Thread-safe.
 
     Actions run one after another on a worker thread. It prepares them beside running forward passes and commits them
@@ -81,7 +86,9 @@ class Runtime:
         self._weights, self._places, self._gate = parts.weights, parts.pools, parts.gate
         self._log = EventLog()
         self.event_listeners = self._log.listeners
-        self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement or Agreement())
+        agreement = agreement or Agreement()
+        self._one_of_several = agreement.several
+        self._executor = ActionExecutor(parts.gate, parts.handlers, self._log.record, agreement)
         self._occupied: list[str] = []
         self._pid = os.getpid()
 
@@ -175,140 +182,66 @@ class Runtime:
         inside a forward pass of the same thread is a `StateError`, as is any call while it captures a CUDA graph.
         """
         self._require_possible(actions)
-        if wait and self._gate.inside:
-            raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
-        results = self._executor.submit(actions, why)
         if not wait:
-            return results
-        try:
-            return results.result()
-        finally:
-            del results  # an error knows this frame: it must not know the error, or both live until collected
+            return self._executor.submit(actions, why)
+        self._require_outside()
+        return _awaited(self._executor.submit(actions, why))
 
     def request(self, actions: Sequence[Action], why: str) -> Any:
         """Have actions done that nobody waits for, on all ranks of the model. Returns a future, or None."""
         self._require_possible(actions)
         return self._executor.request(actions, why)
 
-    def _change(self, actions: Sequence[Action], wait: bool) -> Done:
-        results = self.apply(actions, wait=wait)
-        return results if isinstance(results, Future) else merge_changes(results)
+    def prepare(
+        self, actions: Action | Sequence[Action], *, id: str | None = None, timeout_s: float = PREPARED_S
+    ) -> Prepared:
+        """Check actions, take their pages and make their copies; `commit` switches to them, `rollback` gives all back.
 
-    @overload
-    def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def release(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+        For orchestrators that act on several models, all or none. Until then the model serves as before. What is
+        neither committed nor rolled back within `timeout_s` seconds is rolled back. Other actions may be done
+        meanwhile, but on the same layers, or the same place's KV limit: these are a `StateError`. `id` names the
+        transaction, so that a call whose answer was lost can be made again; None: a new one.
 
-    def release(self, layers: Layers, *, wait: bool = True) -> Done:
-        """Have the weights of decoder layers leave their place, for host memory; their pages are KV capacity then.
-
-        `layers` are indices or module names, one or several. A released layer that is called is streamed back for the
-        time of the call, so the model goes on working, slower. Raises `ConfigError` for what is no layer, and
-        `CapacityError` if host memory is short or there is no room for a stage. With `wait=False`, a future.
+        Raises what `apply` would, and `CapacityError` where `apply` would defer layers: what is prepared can be
+        committed as a whole. (A KV limit below what live caches hold is in force from the commit on; its result is
+        `deferred` until they end.) Then nothing is held.
         """
-        return self._change((Release(self._weights.layer_indices(layers)),), wait)
+        actions = (actions,) if isinstance(actions, Action) else tuple(actions)
+        self._require_possible(actions)
+        if self._one_of_several:
+            raise ConfigError("this model is one of several ranks, which agree among themselves; use apply")
+        if not actions:
+            raise ConfigError("actions=() has nothing to prepare")
+        if not 0 < timeout_s <= LONGEST_S:
+            raise ConfigError(f"timeout_s={timeout_s!r} must be above 0 and at most {LONGEST_S:g}")
+        if id is not None and not (0 < len(id) <= LONGEST_ID and id.isprintable()):
+            raise ConfigError(f"id={id[:LONGEST_ID]!r} must have 1 to {LONGEST_ID} printable characters")
+        self._require_outside()
+        return _awaited(self._executor.prepare(id or uuid4().hex, actions, timeout_s))
 
-    @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def commit(self, id: str) -> tuple[Result, ...]:
+        """Commit what was prepared, between two forward passes; return the results of the actions in order.
 
-    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Done:
-        """Have the full weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
-
-        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped.
-        The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
-        then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
-        Raises `ConfigError` for what is no layer, and `CapacityError` for more layers than the place has room for.
+        Committing it again returns the same. Raises `StateError` if it was rolled back, by hand or since its time was
+        over, or cannot be committed; then nothing has changed. `ConfigError` for an id that is not known.
         """
-        by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
-        return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
+        self._require_running()
+        self._require_outside()
+        return _awaited(self._executor.commit(id))
 
-    @overload
-    def swap(self, layers: Layers, variant: str, *, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def swap(self, layers: Layers, variant: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def rollback(self, id: str) -> None:
+        """Give back what was prepared. Doing it again, or after its time was over, changes nothing.
 
-    def swap(self, layers: Layers, variant: str, *, wait: bool = True) -> Done:
-        """Have decoder layers at their place in a variant that `wrap` was asked for, such as `"int4"`.
-
-        `layers` are indices or module names, also of modules inside a layer (`"model.layers.3.mlp"`). It goes from any
-        variant to any other, and from host memory; the KV cache and all generations go on, and what the layers no
-        longer need is KV capacity. Where pages are short, layers go one after another through a reserve; those that
-        find none are `deferred`, as by `restore`. The full weights stay in host memory. Raises `ConfigError` for what
-        is no layer or no variant. With `wait=False`, a future. (MorphServe, section 3.3.)
+        Raises `StateError` if it was committed, `ConfigError` for an id that is not known.
         """
-        by_parts = self._weights.find_parts(layers)
-        return self._change([Swap(indices, variant, parts) for parts, indices in by_parts.items()], wait)
+        self._require_running()
+        self._require_outside()
+        _awaited(self._executor.roll_back(id))
 
-    @overload
-    def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def migrate(
-        self, target: Layers, place: str, *, kv: bool = True, wait: Literal[False]
-    ) -> Future[tuple[Change, ...]]: ...
-
-    def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: bool = True) -> Done:
-        """Have decoder layers, or modules of them, at another place that `wrap` opened.
-
-        `target` are indices or module names, down to a projection (`"model.layers.5.self_attn.q_proj"`). They move in
-        the variant that they are in while the model goes on generating; the pages that they leave are KV capacity. A
-        module that comes to its layer's own place is part of the layer again. On another device, what they are given
-        travels to them, and results back when they are needed; a layer of which only norms and biases would stay goes
-        as a whole. The KV cache of whole layers goes with them, unless `kv=False`; that of modules stays. Raises
-        `ConfigError` for what is no layer or no place, and for a layer with shared parameters or adapters that is to go
-        to another device; `CapacityError` where the place has no room; `StateError` for a layer whose swap is deferred,
-        or whose cache a continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
-        """
-        by_parts = self._weights.find_parts(target)
-        actions: list[Action] = [Migrate(indices, place, parts) for parts, indices in by_parts.items()]
-        if kv and () in by_parts:
-            actions.append(MigrateKV(by_parts[()], place))
-        return self._change(actions, wait)
-
-    @overload
-    def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
-
-    def migrate_kv(self, layers: Layers, place: str, *, wait: bool = True) -> Done:
-        """Have the KV cache of decoder layers at another place, that of running generations too; weights stay.
-
-        On another device, attention goes there or fetches what it needs, whichever moves fewer bytes. Errors are those
-        of `migrate`. With `wait=False`, a future. (CoCoServe, section 3.3)
-        """
-        return self._change((MigrateKV(self._weights.layer_indices(layers), place),), wait)
-
-    @overload
-    def replicate(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def replicate(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
-
-    def replicate(self, layers: Layers, place: str, *, wait: bool = True) -> Done:
-        """Have decoder layers at one more place, which computes a part of the rows of each batch from then on.
-
-        Rows are scattered where consecutive layers with the same replicas begin and gathered where they end; each place
-        gets as many as it has been fast, and keeps the KV cache of those. Running generations go on, their rows' KV
-        moving with them. Under an engine requests are shared out instead, and their KV stays where it is. A layer with
-        replicas is not swapped, released or migrated before they are evicted. Raises `ConfigError` for what is no layer
-        or no place, `CapacityError` where the place has no room, `StateError` for a layer that is there itself, or is
-        released. With `wait=False`, a future. (CoCoServe, section 3.2)
-        """
-        return self._change((Replicate(self._weights.layer_indices(layers), place),), wait)
-
-    @overload
-    def evict(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
-    @overload
-    def evict(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
-
-    def evict(self, layers: Layers, place: str, *, wait: bool = True) -> Done:
-        """Undo `replicate`: the replicas of decoder layers leave a place, and their pages are KV capacity there.
-
-        KV rows that were there return with the next token of their generation; where they find no room they stay, and
-        the generation goes on, slower. Raises `ConfigError` for what is no layer or no place, `StateError` for a layer
-        without a replica there. With `wait=False`, a future.
-        """
-        return self._change((Evict(self._weights.layer_indices(layers), place),), wait)
+    @property
+    def held(self) -> tuple[Prepared, ...]:
+        """What is prepared and waits to be committed, oldest first."""
+        return self._executor.held
 
     # -- for engines, and for what the model is connected to
 
@@ -372,6 +305,10 @@ class Runtime:
     def __reduce__(self) -> tuple[Any, ...]:
         return lifecycle.nothing, ()
 
+    def _require_outside(self) -> None:
+        if self._gate.inside:
+            raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
+
     def _require_possible(self, actions: Sequence[Action]) -> None:
         self._require_running()
         require_no_capture("weights and caches cannot be moved or resized")
@@ -385,6 +322,13 @@ class Runtime:
             raise StateError("this model was wrapped before the process forked; wrap it again in the child")
         if self.state is not RuntimeState.RUNNING:
             raise StateError("the model was unwrapped; wrap it again")
+
+
+def _awaited(future: Future[T]) -> T:
+    try:
+        return future.result()
+    finally:
+        del future  # an error knows this frame: it must not know the error, or both live until collected
 
 
 def runtime(model: Any) -> Runtime:

@@ -20,13 +20,15 @@ from elastic.server.middleware import RequestMiddleware
 from elastic.server.protocol import errors
 from elastic.server.request_ids import REQUEST_ID, RequestIdMiddleware
 from elastic.server.routes import actions as action_routes
-from elastic.server.routes import openai, responses, status, tokens
+from elastic.server.routes import fleet, openai, responses, status, tokens
 from elastic.server.tools.formats import TOOL_FORMATS
 
 MAX_BODY = "4MiB"
 BODY_TIMEOUT_S = 60.0
 KEYED = ("/v1/", "/tokenize", "/detokenize")
 """Beginnings of the paths that ask for the key."""
+ACTING = ("/elastic/actions", "/elastic/fleet")
+"""Those that ask for the token."""
 
 
 def create_app(
@@ -48,10 +50,11 @@ def create_app(
     """Make an ASGI application that serves one model under `name`.
 
     It starts the engine with itself and stops it at its end, unless the engine serves already: who starts an engine
-    stops it. `tokenizer` is the model's, from transformers. `max_model_len` is the most tokens of prompt and answer
-    together; None: not bounded here. With `api_key`, the paths of `KEYED` want it as a bearer token. `actions=True`
-    opens `/elastic/actions` to those who have `token`. `max_body` bounds the bodies of requests, in bytes or as text,
-    and `body_timeout_s` the seconds that one may take to arrive.
+    stops it. The engine may be a fleet. `tokenizer` is the model's, from transformers. `max_model_len` is the most
+    tokens of prompt and answer together; None: not bounded here. With `api_key`, the paths of `KEYED` want it as a
+    bearer token. `actions=True` opens `/elastic/actions`, and of a fleet `/elastic/fleet`, to those who have `token`.
+    `max_body` bounds the bodies of requests, in bytes or as text, and `body_timeout_s` the seconds that one may take to
+    arrive.
 
     `sampling_defaults` are the model's own, for what a request leaves open (`generation/sampling_defaults.py`).
     `grammars` compiles the rules of structured output: the engine's compiler; None: structured output is refused.
@@ -79,9 +82,11 @@ def create_app(
     app.include_router(openai.routes(serving))
     app.include_router(responses.routes(serving))
     app.include_router(tokens.routes(serving))
-    app.include_router(action_routes.routes(engine) if actions else action_routes.closed())
+    app.include_router(action_routes.routes(serving) if actions else action_routes.closed())
+    if actions:
+        app.include_router(fleet.routes(serving))
     app.include_router(status.routes(serving))
-    keys = {**dict.fromkeys(KEYED, api_key), "/elastic/actions": token if actions else None}
+    keys = {**dict.fromkeys(KEYED, api_key), **dict.fromkeys(ACTING, token if actions else None)}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
 

@@ -19,8 +19,8 @@ from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
 from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError
+from elastic.server.protocol.actions import ActionsBody, AnyActionBody, ReleaseBody, ResizeKVBody, RestoreBody, SwapBody
 from elastic.server.routes import STATUS_VERSION
-from elastic.server.routes.actions import ActionsBody, AnyActionBody, ReleaseBody, ResizeKVBody, RestoreBody, SwapBody
 from elastic.server.routes.status import EVENTS_SHOWN, plain, with_kind
 from elastic.types import Action, Release, ResizeKV, Restore, Swap
 

@@ -66,8 +66,15 @@ class WeightStreamer:
         self._wanted = 0
         self.least = 1
         """Buffers that are kept while no layer is absent, so that there is one when a layer is released."""
+        self.awaited = 0
+        """Releases that are prepared: a buffer is kept for them."""
         self._changed = threading.Condition()
         self._thread = _EnteredBuffers()
+
+    @property
+    def fewest(self) -> int:
+        """The number of buffers that are kept although no layer is absent."""
+        return max(self.least, min(1, self.awaited))
 
     @property
     def stages(self) -> int:

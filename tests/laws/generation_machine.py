@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]
         self.pools = self.rt.kv.memory.pools
         self.backends: list[Any] = [pool.pool.backend for pool in self.pools]
-        self.rt._executor._handlers[Look] = LookHandler(self)  # type: ignore[index]
+        self.rt._executor._runner.handlers[Look] = LookHandler(self)  # type: ignore[index]
         self.shared = {pool: pool.limits.maximum + self.pages_of_weights(pool) for pool in self.pools}
         for pool in self.pools:
             pool.host_offload = offload

@@ -37,6 +37,26 @@ def test_importing_elastic_imports_no_transformers_and_starts_nothing() -> None:
     assert child.stdout.split() == ["[]", "1", "False"]
 
 
+@pytest.mark.slow
+def test_a_small_program_imports_nothing_of_fleets() -> None:
+    code = """
+        import sys
+        import torch
+        from transformers import AutoModelForCausalLM
+        import elastic
+        from elastic.assets import MODEL_DIR
+        model = elastic.wrap(AutoModelForCausalLM.from_pretrained(MODEL_DIR))
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+        elastic.unwrap(model)
+        print(sorted({"elastic.cluster", "multiprocessing.forkserver", "ray"} & sys.modules.keys()))
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    child = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "[]"
+    using = {file.relative_to(ROOT).parts[0] for file in ROOT.rglob("*.py") if "multiprocessing" in file.read_text()}
+    assert using <= {"cluster"}
+
+
 def test_functions_and_files_stay_short() -> None:
     for file in ROOT.rglob("*.py"):
         source = file.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from elastic.config import Place
@@ -62,3 +63,14 @@ def read_text(path: str, option: str) -> str:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{option} {path} is not UTF-8 text from byte {error.start + 1} on") from error
+
+
+def read_secret(option: str, path: str | None, variable: str) -> str | None:
+    """Read a secret from a file, or else from the environment. Raises `ConfigError` for an empty one."""
+    if path is None and variable not in os.environ:
+        return None
+    secret = os.environ[variable] if path is None else read_text(path, option)
+    if not secret.strip():
+        source = variable if path is None else f"{option} {path}"
+        raise ConfigError(f"{source} is empty; put the secret there, or do without it")
+    return secret.strip()

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from elastic.cli.inputs.checks import require_at_least, require_characters, require_seed
-from elastic.cli.inputs.model_files import read_config, read_model, read_tokenizer
 from elastic.errors import ConfigError
-from elastic.memory.backends.cuda import require_cuda
+from elastic.model_files import load_model
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,6 @@ def load(options: Namespace, device: torch.device) -> Loaded:
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     _check_length(model.config, inputs["input_ids"].shape[1], options.max_new_tokens)
     return Loaded(model.to(device), tokenizer, inputs.to(device))
-
-
-def load_model(path: str, device: torch.device, *, option: str) -> tuple[Any, Any]:
-    """Load a model in evaluation mode, for this device but not to it yet, and its tokenizer.
-
-    Its dtype is the checkpoint's own on CUDA, and float32 on CPUs, where half precision is often slow.
-    """
-    if device.type == "cuda":
-        require_cuda(device)
-    read_config(path, option=option)
-    tokenizer = read_tokenizer(path, option=option)
-    model = read_model(path, torch.float32 if device.type == "cpu" else "auto", option=option)
-    return model.eval().requires_grad_(False), tokenizer
 
 
 def _check_length(config: Any, prompt_tokens: int, new_tokens: int) -> None:

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.cli.views.fleet import fleet_events, ranks
 from elastic.cli.views.layer_grid import layers_at, of_status
 from elastic.cli.views.panels import actions, mib, pages_by_owner
 from elastic.cli.views.status_document import StatusDocument
@@ -40,7 +41,11 @@ class Sample:
 
 def sample(document: StatusDocument) -> Sample:
     """Return the use of the KV cache in a status document."""
-    return Sample(document.at_s, memory(document.status).use if document.status else 0.0)
+    told = [document.status] if document.status else [rank.status for rank in document.ranks if rank.status]
+    caches = [memory(status) for status in told]
+    capacity = sum(kv.capacity_bytes for kv in caches)
+    use = sum(kv.used_bytes for kv in caches) / capacity if len(caches) > 1 and capacity else 0.0
+    return Sample(document.at_s, caches[0].use if len(caches) == 1 else use)
 
 
 def frame(document: StatusDocument, history: Sequence[Sample], url: str, problem: str = "") -> RenderableType:
@@ -52,7 +57,14 @@ def frame(document: StatusDocument, history: Sequence[Sample], url: str, problem
     if status is not None:
         panels += [kv_cache(memory(status), history), layers(document.layers)]
         panels += [layers_at(*of_status(status))] if len(status.places) > 1 else []
-    panels.append(controller(document.controller))
+    if document.ranks:
+        panels.append(ranks(document))
+    if len(document.ranks) > 1:
+        panels += [layers(rank.layers, rank.name) for rank in document.ranks if rank.layers]
+    if document.fleet_events:
+        panels.append(fleet_events(document.fleet_events, last=EVENTS))
+    if len(document.ranks) < 2:
+        panels.append(controller(document.controller))
     if status is not None:
         panels.append(actions(document.events, last=EVENTS))
         panels += [pages_by_owner(p, kv) for p, kv in zip(status.places, status.kv, strict=False)]
@@ -136,15 +148,17 @@ def sparkline(history: Sequence[Sample], now_s: float, *, span_s: float = SPAN_S
     return cells
 
 
-def layers(variants: Sequence[str]) -> Panel:
-    """Draw one cell for each layer, and a legend."""
+def layers(variants: Sequence[str], rank: str = "") -> Panel:
+    """Draw one cell for each layer, and a legend; `rank` says whose they are, where there are several."""
     strip = Text()
     for variant in variants:
         strip.append(*_cell(variant))
     legend = Text()
     for variant, count in Counter(variants).most_common():
         legend.append(*_cell(variant)).append(f" {variant}: {count}   ")
-    return Panel(Group(strip, legend), title=f"{len(variants)} layers")
+    return Panel(
+        Group(strip, legend), title=Text(f"{rank}: {len(variants)} layers" if rank else f"{len(variants)} layers")
+    )
 
 
 def controller(health: ControllerHealth | None) -> Text:

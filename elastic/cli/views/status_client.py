@@ -7,6 +7,8 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
+from typing import Any
 
 from elastic.cli.views.status_document import NotAStatus, StatusDocument, printable, read_status
 from elastic.errors import ConfigError, ElasticError
@@ -32,6 +34,24 @@ def base_url(text: str) -> str:
     return url.rstrip("/").removesuffix(PATH)
 
 
+def post(url: str, path: str, body: Mapping[str, Any], token: str | None, timeout_s: float) -> dict[str, Any]:
+    """Ask a server to do something. Raises `ConfigError` in its words, `NoAnswer` where there are none."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            document = json.loads(answer.read(MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        with error:
+            words = _words_of(error.read(MOST_BYTES))
+        raise ConfigError(f"{url} answers {error.code}: {words}") from None
+    except TimeoutError:
+        raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
+    return document if isinstance(document, dict) else {}
+
+
 def ask(url: str, timeout_s: float) -> StatusDocument:
     """Ask for the server's present status. Raises `NoAnswer` with one line that says what is wrong."""
     try:
@@ -44,9 +64,7 @@ def ask(url: str, timeout_s: float) -> StatusDocument:
     except TimeoutError:
         raise NoAnswer(f"{url} does not answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        reason = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise NoAnswer(f"{url} cannot be reached: {' '.join(printable(str(reason)).split())}") from None
+        raise NoAnswer(f"{url} cannot be reached: {_reason(error)}") from None
     if len(body) > MOST_BYTES:
         raise NoAnswer(f"{url} answers more than {MOST_BYTES >> 20} MiB to {PATH}; is it a server of Elastic?")
     try:
@@ -55,3 +73,18 @@ def ask(url: str, timeout_s: float) -> StatusDocument:
         raise NoAnswer(f"{url}{PATH} is not the status of a server of Elastic: {error}") from None
     except (ValueError, RecursionError):
         raise NoAnswer(f"{url}{PATH} is not JSON; is it a server of Elastic?") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return why a server cannot be reached, in one line."""
+    reason = getattr(error, "reason", error)
+    reason = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+    return " ".join(printable(str(reason)).split())
+
+
+def _words_of(body: bytes) -> str:
+    """Return the message of an error of a server."""
+    try:
+        return printable(str(json.loads(body)["error"]["message"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "no words of a server of Elastic"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -30,6 +30,71 @@ class OtherEvent:
 
 
 @dataclass(frozen=True)
+class RankDocument:
+    """One process of a fleet, and what it last said of itself."""
+
+    name: str
+    state: str
+    pid: int = 0
+    host: str = ""
+    launcher: str = ""
+    places: tuple[str, ...] = ()
+    beat_s: float | None = None
+    """Seconds since it was last heard of."""
+    why: str = ""
+    layers: tuple[str, ...] = ()
+    status: Status | None = None
+    events: tuple[Event, ...] = ()
+    controller: ControllerHealth | None = None
+    traffic: RequestStats | None = None
+
+
+@dataclass(frozen=True)
+class LoadDocument:
+    """What an instance has to do."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class InstanceDocument:
+    """One model that is served by ranks."""
+
+    name: str
+    ranks: tuple[str, ...]
+    load: LoadDocument = LoadDocument()
+    requests: int = 0
+    freeness: float | None = None
+
+
+@dataclass(frozen=True)
+class FleetEventDocument:
+    """Something that happened to a fleet."""
+
+    kind: str
+    when_s: float
+    rank: str = ""
+    instance: str = ""
+    request: str = ""
+    requests: int = 0
+    moved_bytes: int = 0
+    recomputed_tokens: int = 0
+    stalled_ms: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class FleetDocument:
+    """What a fleet says of itself as a whole."""
+
+    queued: int = 0
+    totals: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
 class StatusDocument:
     """One status document."""
 
@@ -46,6 +111,11 @@ class StatusDocument:
     events: tuple[Event, ...] = ()
     """The last events, oldest first."""
     controller: ControllerHealth | None = None
+    ranks: tuple[RankDocument, ...] = ()
+    """Of a fleet; empty for one model, and in documents of version 1."""
+    instances: tuple[InstanceDocument, ...] = ()
+    fleet_events: tuple[FleetEventDocument, ...] = ()
+    fleet: FleetDocument | None = None
 
 
 def read_status(document: object) -> StatusDocument:
@@ -54,7 +124,8 @@ def read_status(document: object) -> StatusDocument:
     if isinstance(version, int) and version > STATUS_VERSION:
         raise NotAStatus(f"its status is of version {version}; this Elastic reads {STATUS_VERSION}: update it")
     record: StatusDocument = read(StatusDocument, document, "the document")
-    if record.status is not None and any(place.page_bytes < 1 for place in record.status.places):
+    told = [record.status, *(rank.status for rank in record.ranks)]
+    if any(place.page_bytes < 1 for status in told if status is not None for place in status.places):
         raise NotAStatus("a place has no page_bytes")
     return record
 

@@ -1,16 +1,16 @@
 """The messages between a fleet and its ranks: frozen records that can be pickled. `PROTOCOL` changes with them.
 
-A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its engine,
-`Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is unpickled
-before both ends have proven that they know the key.
+A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its
+engine, `Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is
+unpickled before both ends have proven that they know the key.
 """
 
 from __future__ import annotations
 
-
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from elastic.cluster.control.columns import Columns, from_columns, to_columns
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
@@ -120,10 +120,17 @@ class News:
     forms: tuple[tuple[str, ...], ...] = ()
     """Forms that were added to `Engine.weights`."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _news, (tuple(to_columns(self.outputs)), self.starts, astuple(self.load), self.kv, self.forms)
+
+
+def _news(columns: tuple[Any, ...], starts: tuple[int, ...], load: tuple[int, ...], kv: Any, forms: Any) -> News:
+    return News(from_columns(Columns(*columns)), starts, RankLoad(*load), kv, forms)
+
 
 @dataclass(frozen=True)
 class Refused:
-    """Rank to fleet: a request was not taken; nothing of it is there."""
+    """Rank to fleet: a request was not taken; nothing of it is there. Instead of Hello: there is no rank, and why."""
 
     request: str
     error: Exception
@@ -138,7 +145,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Bye:
-    """Fleet to rank: end. With `drain`, when what it was given has ended."""
+    """Fleet to rank: end. With `drain`, when what it was given has ended. Rank to fleet, last: it ends in order."""
 
     drain: bool = False
 
@@ -280,4 +287,4 @@ Question = (
 )
 
 ToRank = Submit | Cancel | Ask | Bye
-FromRank = Hello | News | Refused | Answer | Beat
+FromRank = Hello | News | Refused | Answer | Beat | Bye

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +18,12 @@ from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.compatibility import kv_shape
+from elastic.engines.continuous.moves import MovingRequests, one_request
+from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
 from elastic.engines.core.scheduler import Scheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
@@ -26,7 +31,7 @@ from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_vocabulary
 from elastic.engines.stopping import end_tokens, with_ends
-from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
+from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.runtime.runtime import Runtime, runtime
@@ -35,7 +40,7 @@ logger = logging.getLogger(__name__)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
-class ContinuousEngine:
+class ContinuousEngine(MovingRequests):
     """The embedded engine: its cache is in blocks on the pages of the wrapped model.
 
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
@@ -84,9 +89,14 @@ class ContinuousEngine:
             shape = BlockShape(block_tokens, *kv_shape(model))
             sizes = [BlockGroup(group.layers, shape.elements * model.dtype.itemsize) for group in groups]
             windows = [group.window for group in groups]
+            forms = tuple((group.layers, group.window) for group in groups)
+            dtype = str(model.dtype).removeprefix("torch.")
+            self.kv_format = KVFormat(block_tokens, block_layout, dtype, shape.heads, shape.dim, forms)
             self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, block_tokens, share_prefixes)
             memory = self._blocks.memory
             assert isinstance(memory, BlockMemory)
+            self._memory = memory
+            self._received, self._held = ReceivedRequests(self._blocks, memory, self.kv_format), {}
             stack.callback(memory.close)
             self._runner = ModelRunner(model, memory, groups, LAYOUTS[block_layout](shape), grammars)
             stack.callback(self._runner.close)
@@ -122,6 +132,7 @@ class ContinuousEngine:
             if self._state != "new":
                 raise StateError(f"the engine is {self._state}; make a new one")
             self._state = "serving"
+            self._keep_journal()
             _engines.add(self)
             self._thread = threading.Thread(target=self._loop.run, name="elastic-engine", daemon=True)
             self._thread.start()
@@ -134,32 +145,53 @@ class ContinuousEngine:
         states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
         self._add(states, listener)
 
-    def adopt(self, states: Sequence[SequenceState], listener: Listener) -> None:
-        """Go on with the answers of one request that another engine has exported; raises as `submit` does.
+    def adopt(
+        self,
+        states: Sequence[SequenceState],
+        listener: Listener,
+        *,
+        kv: Sequence[SequenceKV] = (),
+        source: KVSource | None = None,
+        waited_s: float | None = None,
+    ) -> int:
+        """Go on with the answers of one request that another engine had; raises as `submit` does.
 
-        Their keys and values are computed anew from their tokens; the listener gets the tokens from here on.
+        The listener gets the tokens from here on. `kv` says of which answers keys and values are there, and of how
+        many tokens: they were received (`source` None), or are copied now. What is not there, or cannot be read, is
+        computed anew from the tokens. Returns the tokens that are not. `waited_s`: how long ago the request arrived,
+        None: as it says itself. Raises `Overloaded` if there is no room for the blocks now; nothing is kept then.
         """
-        if not states or len({state.request.id for state in states}) > 1:
-            raise ConfigError(f"adopt: {len(states)} sequences; give those of one request, at least one")
-        request = states[0].request
+        request = one_request(states)
         self._check(request)
         for state in states:
             if len(state.generated) >= request.max_tokens:
                 raise ConfigError(f"adopt: {state.id!r} has all of its {request.max_tokens} tokens; it has ended")
-        self._add(states, listener)
+        if waited_s is not None:
+            request = replace(request, arrived_s=time.perf_counter() - waited_s)
+            states = [replace(state, request=request) for state in states]
+        received = self._take_received(states, kv, source)
+        try:
+            self._add(states, listener, received)
+        except ElasticError:
+            for each in received.values():
+                self._blocks.release(each.table)
+            raise
+        return sum(each.computed for each in received.values())
 
     def export(self, request: str) -> tuple[SequenceState, ...]:
         """End a request here between two steps, for another engine to adopt; its listener gets no further word.
 
-        Returns the states of its answers that have not ended; none if it is unknown or has ended. Raises `StateError`
-        if the engine is not serving.
+        Its KV is lost, and a token that is in flight: `hand_over` keeps both. Returns the states of its answers that
+        have not ended; none if it is unknown, has ended or was handed over. Raises `StateError` if the engine is not
+        serving.
         """
         found: Future[tuple[SequenceState, ...]] = Future()
 
         def leave() -> None:
             exported = map(self._loop.scheduler.export, self._requests.sequences(request))
             found.set_result(tuple(state for state in exported if state is not None))
-            self._requests.forget(request, "moved")
+            if request not in self._held:
+                self._requests.forget(request, "moved")
 
         if self._thread is None:
             raise StateError("the engine is not serving; start it first")
@@ -197,6 +229,7 @@ class ContinuousEngine:
                 self._loop.stop(drain=False)
                 thread.join()
         if was != "stopped":
+            self._end_moves()
             self._stack.close()
 
     def __enter__(self) -> ContinuousEngine:
@@ -208,7 +241,11 @@ class ContinuousEngine:
 
     # -- inside
 
-    def _add(self, states: Sequence[SequenceState], listener: Listener) -> None:
+    def _add(
+        self, states: Sequence[SequenceState], listener: Listener, received: Mapping[str, ReceivedKV] | None = None
+    ) -> None:
+        """Have the loop take a request, with the blocks of its sequences that have `received` some."""
+        received = received or {}
         request = states[0].request
         tokens = len(request.prompt) + request.max_tokens
         with self._lock:
@@ -217,17 +254,18 @@ class ContinuousEngine:
             waiting = self._requests.waiting if self._max_queue is not None else 0
             self._requests.add(states, listener)
             try:
-                self._require_place_in_queue(waiting)
+                if not received:
+                    self._require_place_in_queue(waiting)
+                for name, each in received.items():
+                    self._blocks.attach(name, each.table)
                 self._blocks.expect([state.id for state in states], tokens)
-            except (Overloaded, CapacityError):
-                self._requests.forget(request.id, "rejected")
-                raise
-            try:
-                self._loop.post(partial(self._loop.scheduler.add, states))
-            except StateError:
+                computed = {name: each.computed for name, each in received.items()}
+                self._loop.post(partial(self._loop.scheduler.add, states, computed))
+            except ElasticError as error:
                 for state in states:
                     self._blocks.forget(state.id)
-                self._requests.forget(request.id, "failed")
+                refused = isinstance(error, (Overloaded, CapacityError))
+                self._requests.forget(request.id, "rejected" if refused else "failed")
                 raise
 
     def _check(self, request: Request) -> None:

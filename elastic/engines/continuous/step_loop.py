@@ -81,6 +81,7 @@ class StepLoop:
             while not self._halting:
                 self._news.clear()  # before looking: what comes later is seen the next time
                 self._run_commands()
+                self._tell(always=False)
                 if self._halting or (self._draining and not self.scheduler.has_work):
                     break
                 if not self.advance():
@@ -93,6 +94,9 @@ class StepLoop:
             self._run_commands()
             for name in list(self.scheduler.sequences):
                 self.cancel(name)
+            for held in list(self.scheduler.held.values()):
+                self.scheduler.release(held)
+            self._tell(always=False)
             self._executor.remove(self.scheduler.take_removed())
 
     def advance(self) -> bool:
@@ -118,6 +122,12 @@ class StepLoop:
         if found is not None:
             self._listener.cancelled(found)
 
+    def settle(self, sequences: Iterable[str]) -> None:
+        """Finish steps until none of these sequences is in one. On the loop's thread."""
+        found = [self.scheduler.sequences[name] for name in sequences if name in self.scheduler.sequences]
+        while any(sequence.in_flight for sequence in found):
+            self._finish_step()
+
     def _finish_step(self) -> None:
         step, future = self._in_flight.popleft()
         try:
@@ -128,6 +138,11 @@ class StepLoop:
                 self._listener.failed(sequence, error)
         else:
             self._listener.produced(self.scheduler.update(step, result))
+        self._tell(always=True)
+
+    def _tell(self, *, always: bool) -> None:
+        if self.scheduler.journal is not None:
+            self.scheduler.journal.tell(always=always)
 
     def _run_commands(self) -> None:
         while self._commands:

@@ -76,14 +76,15 @@ class AdmissionLedger:
         wanted besides. A group keeps the sectors that it got, so the sum over groups is more than enough where there
         are several.
         """
-        total = 0
-        for group, (free, size) in enumerate(zip(free_blocks, self._sizes, strict=True)):
-            returned = [demand.held[group] for demand in self._order]
-            if self._shared[group]:
-                place = {demand: i for i, demand in enumerate(self._order)}
-                for users, count in self._shared[group].items():
-                    returned[max(place[demand] for demand in users)] += count  # they come free with the last of these
-            needed = [demand.needed[group] for demand in self._order]
-            most = max(map(sub, needed, accumulate(returned, initial=0)), default=0)
-            total += -(-max(0, most - free) // size)
-        return total
+        groups = enumerate(zip(free_blocks, self._sizes, strict=True))
+        return sum(-(-max(0, self.reserved_blocks(group) - free) // size) for group, (free, size) in groups)
+
+    def reserved_blocks(self, group: int) -> int:
+        """Count the blocks of a group that must be to be had so that all can end."""
+        returned = [demand.held[group] for demand in self._order]
+        if self._shared[group]:
+            place = {demand: i for i, demand in enumerate(self._order)}
+            for users, count in self._shared[group].items():
+                returned[max(place[demand] for demand in users)] += count  # they come free with the last of these
+        needed = [demand.needed[group] for demand in self._order]
+        return max(map(sub, needed, accumulate(returned, initial=0)), default=0)

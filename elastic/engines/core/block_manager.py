@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers
 from elastic.engines.core.block_pool import BlockPool, SectorMemory
 from elastic.engines.core.prefix_cache import PrefixCache, block_hash
-from elastic.errors import CapacityError, IntegrityError
+from elastic.errors import CapacityError, IntegrityError, Overloaded
 
 NOBODY: Sharers = frozenset()
 NEVER = (-1, 0, 0)
+RETRY_AFTER_S = 1.0
+"""For blocks that other sequences have now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,9 +94,7 @@ class BlockManager:
                 return
             self.memory.require_possible(self._sectors_for(tokens), f"a request of {tokens} tokens")
             for sequence in new:
-                groups = len(self._windows)
-                demand = Demand(self._blocks_for(tokens), [0] * groups)
-                self._tables[sequence] = BlockTable(tokens, tuple([] for _ in range(groups)), demand)
+                self._tables[sequence] = self._new_table(tokens)
                 self._waiting[sequence] = tokens
             self._promised = None
 
@@ -116,6 +116,23 @@ class BlockManager:
     def reusable_sectors(self) -> int:
         """Count the allocated sectors that hold only blocks kept for reuse."""
         return sum(pool.reusable_sectors for pool in self._pools)
+
+    def free_blocks(self) -> int:
+        """Count the blocks of the first group that could be given to new sequences, after what live ones may need."""
+        with self.memory.lock:
+            sectors = max(0, self.memory.room(growing=False) - self.promised_sectors())
+            spare = self._pools[0].free_blocks - self._ledger.reserved_blocks(0)
+            return sectors * self._pools[0].size + max(0, spare)
+
+    @property
+    def running(self) -> int:
+        """Count the sequences that have blocks."""
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Count those that have none yet."""
+        return len(self._waiting)
 
     def give_up_reusable(self, sectors: int) -> None:
         """Give up about so many of these."""
@@ -156,9 +173,7 @@ class BlockManager:
             version, room_before, _ = table.refused
             if version == self._version and room <= room_before:
                 return None
-            self._live[table] = None
-            self._ledger.add(table.demand)
-            cached = self._share_prefix(table, tokens) if share and self.shares else 0
+            cached = self._begin(table, tokens if share else ())
             if self._extend(table, min(len(tokens), cached + most), growing=False):
                 del self._waiting[sequence]
                 return cached
@@ -167,6 +182,30 @@ class BlockManager:
             if not safe:
                 table.refused = self._version, room, 0
             return None
+
+    def reserve(self, most_tokens: int, tokens: Sequence[int], computed: int) -> tuple[BlockTable, int]:
+        """Give a sequence that may come the blocks for its first `computed` tokens; `attach` it, or `release` them.
+
+        Until then they are in use, and what it may still need is promised, as for any that lives. Returns its table,
+        and how many of its tokens are in blocks that it shares. Raises `CapacityError` where it never fits,
+        `Overloaded` where it does not now; nothing has changed then.
+        """
+        with self.memory.lock:
+            what = f"a request of {most_tokens} tokens"
+            self.memory.require_possible(self._sectors_for(most_tokens), what)
+            table = self._new_table(most_tokens)
+            cached = self._begin(table, tokens)
+            if not self._extend(table, max(cached, computed), growing=False):
+                self._release(table)
+                raise Overloaded(
+                    f"there are no blocks for {computed} tokens of {what} now", retry_after_s=RETRY_AFTER_S
+                )
+            return table, cached
+
+    def attach(self, sequence: str, table: BlockTable) -> None:
+        """Have blocks that were reserved be those of a sequence."""
+        with self.memory.lock:
+            self._tables[sequence] = table
 
     def grow(self, table: BlockTable, tokens: int) -> tuple[tuple[int, ...], ...] | None:
         """Give a live sequence the blocks for `tokens` tokens; return the new ones, None if it has to wait."""
@@ -208,6 +247,17 @@ class BlockManager:
                         raise IntegrityError(f"a sequence alone has {alone} blocks, counted {table.demand.held[group]}")
 
     # -- inside, under the lock
+
+    def _new_table(self, most_tokens: int) -> BlockTable:
+        groups = len(self._windows)
+        demand = Demand(self._blocks_for(most_tokens), [0] * groups)
+        return BlockTable(most_tokens, tuple([] for _ in range(groups)), demand)
+
+    def _begin(self, table: BlockTable, tokens: Sequence[int]) -> int:
+        """Have a table be of a live sequence; return how many of these tokens are in blocks that it shares now."""
+        self._live[table] = None
+        self._ledger.add(table.demand)
+        return self._share_prefix(table, tokens) if self.shares else 0
 
     def _blocks_for(self, tokens: int) -> list[int]:
         size = self.block_tokens

@@ -1,13 +1,18 @@
 """Where the keys and values of sequences lie in an engine's memory, as records that can be sent to another process.
 
-A block of a sequence lies, in each layer of its group, in pages of the place's memory file: those of the sector that it is
-in. A process that knows the sectors' pages and the blocks of a sequence can read its keys and values, also after the
+A block of a sequence lies, in each layer of its group, in pages of the place's memory file: those of the sector that it
+is in. A process that knows the sectors' pages and the blocks of a sequence can read its keys and values, also after the
 engine's process has died, as long as somebody holds the file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from elastic.memory.backends.shared_file import SharedFile
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -18,10 +23,16 @@ class KVFormat:
     layout: str
     """A name of `executor.block_layout.LAYOUTS`."""
     dtype: str
+    """A name of `ITEM_BYTES`."""
     heads: int
     dim: int
     groups: tuple[tuple[tuple[int, ...], int | None], ...]
     """For each group of layers these, and their sliding window."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Count the bytes of one block in one layer."""
+        return 2 * self.block_tokens * self.heads * self.dim * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,9 @@ class SequenceKV:
     """Tokens, from its first on, that have keys and values."""
     blocks: tuple[tuple[int, ...], ...]
     """For each group the engine's blocks, in order."""
+    decoding: bool = False
+    """Whether it is past its prompt: all of its tokens but the last are computed then. In a report `computed` is as of
+    the last time that it got blocks."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +67,7 @@ class KVReport:
     sequences: tuple[SequenceKV, ...] = ()
     """Of each sequence that got blocks or is in its prompt: the new blocks alone, and how much is computed."""
     ended: tuple[str, ...] = ()
-    """Sequences whose blocks mean nothing any more."""
-
-
-@dataclass(frozen=True)
-class SharedFile:
-    """A memory file that other processes of the same host and user can open: by /proc, while one holds it."""
-
-    host: str
-    """Names the host and its process namespace."""
-    pid: int
-    descriptor: int
-    inode: int
-    """So that another file that got the number is noticed."""
-    nbytes: int = 0
+    """Sequences whose blocks mean nothing any more: they come first, a sequence of that name may have begun anew."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,68 @@ class KVSource:
     format: KVFormat
     sectors: tuple[SectorPages, ...] = field(default=(), repr=False)
     """Those that the blocks which are spoken of lie in; empty where they are told otherwise."""
+
+    def sector_of(self, group: int, block: int, sector_pages: int) -> tuple[int, int]:
+        """Return the sector of a block, and where in the sector's memory of each layer it begins, in bytes.
+
+        `sector_pages` are those of the whole sector, all layers together.
+        """
+        layer_bytes = sector_pages // len(self.format.groups[group][0]) * self.page_bytes
+        sector, place = divmod(block, layer_bytes // self.format.block_bytes)
+        return sector, place * self.format.block_bytes
+
+
+class KVDirectory:
+    """Where the KV of an engine's sequences lies, from its reports: so that it is known when its process is killed.
+
+    It holds what the engine had told when it last finished a step. What a step in flight writes is not of it: that goes
+    to blocks which were not told yet, behind the tokens that were, or over tokens that the next one does not see.
+    """
+
+    def __init__(self, source: KVSource) -> None:
+        """Know nothing yet. `source` is that of the engine: without sectors."""
+        self._source = source
+        self._sectors: dict[tuple[int, int], SectorPages] = {}
+        self._sizes: dict[int, int] = {}  # group -> pages of a sector
+        self._sequences: dict[str, SequenceKV] = {}
+
+    def apply(self, report: KVReport) -> None:
+        """Note what has changed."""
+        for sector in report.sectors:
+            self._sectors[sector.group, sector.sector] = sector
+            self._sizes[sector.group] = len(sector.pages)
+        for name in report.ended:
+            self._sequences.pop(name, None)
+        for new in report.sequences:
+            known = self._sequences.get(new.sequence)
+            if known is not None:
+                new = replace(new, blocks=tuple(a + b for a, b in zip(known.blocks, new.blocks, strict=True)))
+            self._sequences[new.sequence] = new
+
+    def of(self, sequence: str, tokens: int) -> SequenceKV | None:
+        """Return where the KV of a sequence lies, of which so many tokens are known, prompt and answer; None: nowhere.
+
+        Layers with a sliding window keep a token in the place of one that fell out of it. A prompt is computed in
+        chunks: one that was in flight may have written over tokens that have to be there to compute it again, so of a
+        prompt longer than a window there is nothing.
+        """
+        found = self._sequences.get(sequence)
+        if found is None:
+            return None
+        if found.decoding:
+            return replace(found, computed=tokens - 1)
+        windows = [window for _, window in self._source.format.groups if window is not None]
+        if windows and tokens > min(windows):
+            return None
+        return found
+
+    def sectors_of(self, sequences: Iterable[SequenceKV]) -> tuple[SectorPages, ...]:
+        """Return the pages of the sectors in which the blocks of sequences are, as far as they are known."""
+        found: dict[tuple[int, int], SectorPages] = {}
+        for kv in sequences:
+            for group, blocks in enumerate(kv.blocks):
+                for block in blocks if group in self._sizes else ():
+                    key = group, self._source.sector_of(group, block, self._sizes[group])[0]
+                    if key in self._sectors:
+                        found[key] = self._sectors[key]
+        return tuple(found.values())

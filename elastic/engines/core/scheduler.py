@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from elastic.engines.base import FinishReason, SampledToken
 from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.kv_journal import KVJournal
+from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
 
@@ -59,6 +61,10 @@ class Scheduler:
         self.blocks = blocks
         self.sequences: dict[str, Sequence] = {}
         """All that have not ended."""
+        self.held: dict[str, Sequence] = {}
+        """Those that have stopped, with what they have, for another engine to go on with."""
+        self.journal: KVJournal | None = None
+        """Where changes of blocks are noted, if somebody wants to know; it frees those of sequences that ended."""
         self.stalled = 0
         """Live sequences that were left out of the last step for want of blocks."""
         self.short_of_kv_s = 0.0
@@ -69,6 +75,7 @@ class Scheduler:
         self._last_s = clock()
         self._cohorts = [_Cohort(number) for number in range(cohorts)]
         self._waiting: deque[Sequence] = deque()  # some may have ended
+        self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
         self._followers: dict[Sequence, list[Sequence]] = {}  # they wait for the prompt's blocks of the key
         self._steps: dict[int, tuple[_Cohort, list[Sequence]]] = {}  # in flight, by number
         self._next_step = 0
@@ -80,20 +87,25 @@ class Scheduler:
         """True while a sequence has not ended, or a step is in flight."""
         return bool(self.sequences or self._steps)
 
-    def add(self, states: SequenceOf[SequenceState]) -> None:
+    @property
+    def steps(self) -> int:
+        """Count the steps that were begun."""
+        return self._next_step
+
+    def add(self, states: SequenceOf[SequenceState], computed: Mapping[str, int] | None = None) -> None:
         """Queue the answers of one request; the later ones share the blocks of the prompt that the first computes.
 
-        Raises `CapacityError` and `Overloaded` like `BlockManager.expect`, and nothing is queued.
+        `computed`: of those that have blocks already, by name, how many tokens have keys and values in these. Raises
+        `CapacityError` and `Overloaded` like `BlockManager.expect`, and nothing is queued.
         """
         request = states[0].request
         self.blocks.expect([state.id for state in states], len(request.prompt) + request.max_tokens)
         added = [Sequence(state, self.blocks.table(state.id), self.short_of_kv_s) for state in states]
-        self.sequences.update((sequence.id, sequence) for sequence in added)
-        if self.blocks.shares and len(request.prompt) > self.blocks.block_tokens:
-            self._waiting.append(added[0])
-            self._followers[added[0]] = added[1:]
-        else:
-            self._waiting.extend(added)
+        for sequence in added if computed else ():
+            sequence.computed = sequence.cached_tokens = (computed or {}).get(sequence.id, 0)
+            if sequence.computed:
+                self._note_blocks(sequence)
+        self._queue(added)
 
     def cancel(self, sequence: str) -> Sequence | None:
         """End a sequence; return it. Unknown or ended: None. What a step in flight uses comes free with the step."""
@@ -107,6 +119,35 @@ class Scheduler:
         found = self.cancel(sequence)
         return None if found is None else found.state()
 
+    def hold(self, sequences: SequenceOf[str]) -> list[Sequence]:
+        """Stop sequences of one request, of which no step is in flight; those that are unknown are left out.
+
+        They keep what they have, and are told of as if they lived, until `resume` or `release`.
+        """
+        found = [self.sequences[name] for name in sequences if name in self.sequences]
+        for sequence in found:
+            assert not sequence.in_flight, sequence.id
+            del self.sequences[sequence.id]
+            self.held[sequence.id] = sequence
+            self._followers.pop(sequence, None)
+            self._leave_cohort(sequence)
+            for queue in (self._waiting, self._placed):
+                if sequence in queue:
+                    queue.remove(sequence)
+        return found
+
+    def resume(self, sequences: SequenceOf[Sequence]) -> None:
+        """Go on with sequences that were held together."""
+        for sequence in sequences:
+            del self.held[sequence.id]
+        self._queue(sequences, front=True)
+
+    def release(self, sequence: Sequence) -> None:
+        """End a sequence that was held."""
+        del self.held[sequence.id]
+        sequence.ended = True
+        self._free(sequence)
+
     def schedule(self) -> Step | None:
         """Choose the next step, of a cohort that has none in flight; None if nothing can go on now."""
         now = self._clock()
@@ -114,6 +155,8 @@ class Scheduler:
             self.short_of_kv_s += now - self._last_s
         self._last_s = now
         self.stalled = 0
+        if self._placed:
+            self._place(now)
         for cohort in sorted(self._cohorts, key=len) if len(self._cohorts) > 1 else self._cohorts:
             if not cohort.in_flight and (step := self._step_of(cohort, now)):
                 return step
@@ -127,12 +170,19 @@ class Scheduler:
         sampled = iter(result.sampled)
         size = self.blocks.block_tokens
         shares = self.blocks.shares
+        journal, no_blocks = self.journal, self.blocks.no_blocks
         for chunk, sequence in zip(step.chunks, sequences, strict=True):
             token = next(sampled) if chunk.samples else None
-            sequence.in_flight = False
+            sequence.in_flight = 0
             if sequence.ended:
                 self._free(sequence)
                 continue
+            if journal is not None and (chunk.blocks is not no_blocks or len(chunk.tokens) > 1 or not chunk.samples):
+                blocks = chunk.blocks
+                if sequence.noted is not None:
+                    blocks = tuple(new[count:] for new, count in zip(blocks, sequence.noted, strict=True))
+                    sequence.noted = None
+                journal.note(SequenceKV(sequence.id, sequence.computed, blocks, chunk.samples))
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))
             if shares and sequence.computed // size > sequence.table.shared:
@@ -159,7 +209,7 @@ class Scheduler:
         cohort.in_flight = False
         failed = [sequence for sequence in sequences if not sequence.ended]
         for sequence in sequences:
-            sequence.in_flight = False
+            sequence.in_flight = 0
             if sequence.ended:
                 self._free(sequence)
             else:
@@ -178,23 +228,73 @@ class Scheduler:
         cohort.refused = False
         chunks: list[Chunk] = []
         sequences: list[Sequence] = []
-        budget = self._add_live(cohort, chunks, sequences)
+        added: list[Sequence] = []
+        budget = self._add_live(cohort, chunks, sequences, added)
         first_new = len(sequences)
         if self._waiting and not any(other.refused for other in self._cohorts):
             self._add_new(cohort, chunks, sequences, budget, now)
         if not chunks:
             return None
-        for sequence in sequences:
-            sequence.in_flight = True
-        added = tuple(sequence.state() for sequence in sequences[first_new:])
-        step = Step(self._next_step, cohort.number, tuple(chunks), added, self.take_removed())
+        for chunk, sequence in zip(chunks, sequences, strict=True):
+            sequence.in_flight = len(chunk.tokens)
+        added += sequences[first_new:]
+        for sequence in added:
+            sequence.known = True
+        states = tuple(sequence.state() for sequence in added)
+        step = Step(self._next_step, cohort.number, tuple(chunks), states, self.take_removed())
         self._next_step += 1
         cohort.in_flight = True
         self._steps[step.number] = cohort, sequences
         return step
 
-    def _add_live(self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence]) -> int:
-        """Append the chunks of live sequences; return how many tokens the step has room for besides."""
+    def _queue(self, sequences: SequenceOf[Sequence], *, front: bool = False) -> None:
+        """Have the answers of one request be computed: those that have blocks as soon as they can, others in turn."""
+        request = sequences[0].request
+        self.sequences.update((sequence.id, sequence) for sequence in sequences)
+        begun = [sequence for sequence in sequences if sequence.computed]
+        new = [sequence for sequence in sequences if not sequence.computed]
+        self._placed.extend(begun)
+        if new and self.blocks.shares and len(request.prompt) > self.blocks.block_tokens:
+            leader = next((sequence for sequence in begun if sequence.computed < len(request.prompt)), None)
+            if leader is not None:
+                self._followers[leader], new = new, []
+            elif not begun:
+                self._followers[new[0]], new = new[1:], new[:1]
+        if front:
+            self._waiting.extendleft(reversed(new))
+        else:
+            self._waiting.extend(new)
+
+    def _place(self, now: float) -> None:
+        """Have sequences that have blocks join cohorts, in order, while at most `max_requests` live."""
+        live = sum(map(len, self._cohorts))
+        while self._placed and live < self._max_requests:
+            sequence = self._placed[0]
+            if not sequence.ended:
+                if sequence.id in self._ending:  # the executor has to forget that one first
+                    return
+                if sequence.cohort is None:
+                    sequence.cohort = min(self._cohorts, key=len).number
+                cohort = self._cohorts[sequence.cohort]
+                (cohort.prefilling if sequence.in_prompt else cohort.decoding)[sequence] = None
+                if sequence.scheduled_s is None:
+                    sequence.scheduled_s = now
+                live += 1
+            self._placed.popleft()
+
+    def _note_blocks(self, sequence: Sequence) -> None:
+        """Have others share the blocks of a sequence that begins with some, and be told of them."""
+        if self.blocks.shares:
+            self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
+        if self.journal is not None:
+            self.journal.note(sequence.kv())
+            sequence.noted = tuple(map(len, sequence.table.blocks))
+
+    def _add_live(self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence], added: list[Sequence]) -> int:
+        """Append the chunks of live sequences; return how many tokens the step has room for besides.
+
+        Those that the executor does not know yet are `added`.
+        """
         budget = self._max_batch_tokens
         no_blocks = self.blocks.no_blocks
         for sequence in (*cohort.decoding, *cohort.prefilling):
@@ -211,6 +311,9 @@ class Scheduler:
                     self.stalled += 1
                     continue
                 blocks = more
+            if not sequence.known:
+                blocks = tuple(map(tuple, sequence.table.blocks))
+                added.append(sequence)
             chunks.append(Chunk(sequence.id, start, tuple(tokens[start:stop]), stop == total, blocks))
             sequences.append(sequence)
             sequence.computed = stop
@@ -252,13 +355,10 @@ class Scheduler:
         """End a sequence. What it has comes free now, or with the step that is in flight."""
         sequence.ended = True
         del self.sequences[sequence.id]
-        if sequence.scheduled_s is not None:
-            cohort = self._cohorts[sequence.cohort]
-            cohort.decoding.pop(sequence, None)
-            cohort.prefilling.pop(sequence, None)
+        self._leave_cohort(sequence)
         followers = [follower for follower in self._followers.pop(sequence, []) if not follower.ended]
         if followers:  # the next one computes the prompt, in its place
-            place = self._waiting.index(sequence) if sequence.scheduled_s is None else 0
+            place = self._waiting.index(sequence) if sequence in self._waiting else 0
             self._waiting.insert(place, followers[0])
             self._followers[followers[0]] = followers[1:]
         if sequence.in_flight:
@@ -267,12 +367,21 @@ class Scheduler:
         else:
             self._free(sequence)
 
+    def _leave_cohort(self, sequence: Sequence) -> None:
+        if sequence.cohort is not None:
+            cohort = self._cohorts[sequence.cohort]
+            cohort.decoding.pop(sequence, None)
+            cohort.prefilling.pop(sequence, None)
+
     def _free(self, sequence: Sequence) -> None:
         """Free what a sequence has that has ended, and of which no step is in flight."""
         if self._ending.get(sequence.id) is sequence:
             del self._ending[sequence.id]
-            self.blocks.release(sequence.table)
         else:
-            self.blocks.forget(sequence.id)
-        if sequence.scheduled_s is not None:
+            self.blocks.detach(sequence.id)
+        if self.journal is not None:
+            self.journal.end(sequence.id, sequence.table)
+        else:
+            self.blocks.release(sequence.table)
+        if sequence.known:
             self._removed.append(sequence.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic.engines.base import FinishReason, Request, TokenLogprobs
 from elastic.engines.core.block_manager import BlockTable
+from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.step import SequenceState
 
 
@@ -11,8 +12,8 @@ class Sequence:
     """A sequence that has not ended. `tokens[:computed]` have keys and values, or a step is about to write them."""
 
     __slots__ = (
-        "cached_tokens", "cohort", "computed", "ended", "id", "in_flight", "index", "prompt_logprobs", "request",
-        "scheduled_s", "seed", "short_of_kv_s", "table", "tokens", "waited_for_kv_s",
+        "cached_tokens", "cohort", "computed", "ended", "id", "in_flight", "index", "known", "noted",
+        "prompt_logprobs", "request", "scheduled_s", "seed", "short_of_kv_s", "table", "tokens", "waited_for_kv_s",
     )  # fmt: skip
 
     def __init__(self, state: SequenceState, table: BlockTable, short_of_kv_s: float) -> None:
@@ -23,8 +24,14 @@ class Sequence:
         self.tokens: list[int] = [*state.request.prompt, *state.generated]
         self.computed = 0
         self.table = table
-        self.cohort = 0
-        self.in_flight = False
+        self.cohort: int | None = None
+        """Which one it is of, since it has blocks."""
+        self.in_flight = 0
+        """Of `computed`, the tokens that a step in flight computes."""
+        self.known = False
+        """Whether the executor knows it."""
+        self.noted: tuple[int, ...] | None = None
+        """Of a sequence that came with blocks, until its first step: how many of each group were noted then."""
         self.ended = False
         self.cached_tokens = 0
         """Of its tokens, those whose blocks were there when it began."""
@@ -46,7 +53,17 @@ class Sequence:
             return "stop"
         return "length" if len(self.tokens) >= self.table.most_tokens else None
 
+    @property
+    def in_prompt(self) -> bool:
+        """True until all of its tokens but the last are computed: then it decodes."""
+        return self.computed < len(self.tokens) - 1
+
     def state(self) -> SequenceState:
         """Return what another engine needs to go on with it."""
         generated = tuple(self.tokens[len(self.request.prompt) :])
         return SequenceState(self.id, self.request, self.index, self.seed, generated)
+
+    def kv(self) -> SequenceKV:
+        """Return where its keys and values are, as far as no step is about to write them."""
+        blocks = tuple(map(tuple, self.table.blocks))
+        return SequenceKV(self.id, self.computed - self.in_flight, blocks, not self.in_prompt)

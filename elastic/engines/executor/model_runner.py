@@ -111,8 +111,8 @@ class ModelRunner:
                     row = self.batch.rows[chunk.sequence]
                     physical = self._physical[group][list(new)]
                     table.extend(row, physical)
-                    first_token = (int(table.counts[row]) - 1) * table.block_tokens
-                    if first_token >= chunk.start or table.window is not None:  # else it is shared, and full
+                    first_slot = (int(table.counts[row]) - 1) * table.block_tokens
+                    if first_slot >= chunk.start:  # else it came with tokens in it
                         cleared.append(physical[-1])
             if cleared:
                 self.cache.clear(group, np.array(cleared))

@@ -114,6 +114,8 @@ def _common(layers: Layers, others: Sequence[Layers]) -> Layers:
 class RankAgreement(Agreement):
     """The side of one rank. Its executor's thread votes and waits; the thread of the steps reports and executes."""
 
+    several = True
+
     def __init__(self) -> None:
         self.begin: Callable[[Sequence[Action], str], Any] = lambda actions, why: None
         """Runs a job on this rank without waiting for it; set when there is a runtime."""

@@ -63,6 +63,11 @@ class GroupRanges:
         del self.mapped[sector]
         return pages
 
+    def pages_of(self, sector: int) -> tuple[int, ...]:
+        """Return the pages of a mapped sector, those of the first layer first."""
+        slots = range(sector * self.layer_pages, (sector + 1) * self.layer_pages)
+        return tuple(layer_range.slots[slot] for layer_range in self.ranges for slot in slots)
+
     def close(self) -> None:
         """Give everything back."""
         for storage in self._storages:
@@ -101,6 +106,8 @@ class BlockMemory:
         self.sectors = kv.pool.budget_pages // self.sector_pages
         self.groups = [GroupRanges(kv, g, self.sectors, self.sector_pages // len(g.layers)) for g in groups]
         self._absent = list(range(self.sectors))  # heap: low ids first
+        self.log: list[tuple[int, int, tuple[int, ...]]] | None = None
+        """If somebody wants to know: the sectors that were mapped, as (group, sector, pages), in order."""
         self._idle: list[dict[int, None]] = [{} for _ in groups]
         kv.join(self)
 
@@ -170,6 +177,8 @@ class BlockMemory:
                 heapq.heappush(self._absent, sector)
                 self.kv.pool.free(pages)
                 raise
+            if self.log is not None:
+                self.log.append((group, sector, tuple(pages)))
             return sector
 
     def free(self, group: int, sector: int) -> None:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from elastic.memory.backends.shared_file import SharedFile
+
 
 class PageBackend(Protocol):
     """Physical pages and address space of one place.
@@ -49,6 +51,12 @@ class PageBackend(Protocol):
         """Take `count` mapped pages out of the address space from `address` on. The pages keep their contents.
 
         `readable_gaps` is that of the reservation: it says what the addresses do afterwards.
+        """
+
+    def shared_file(self) -> SharedFile | None:
+        """Say where other processes of the host can read these pages; page i lies at i * page_bytes.
+
+        None: they cannot. Memory of a GPU is in no file.
         """
 
     def close(self) -> None:

@@ -119,6 +119,9 @@ class CudaBackend:
                 self._map(address, unmapped)
                 raise
 
+    def shared_file(self) -> None:
+        return None
+
     def close(self) -> None:
         if self._closed:
             return

@@ -21,6 +21,7 @@ from elastic.memory.backends.base import runs
 from elastic.memory.backends.libc import FAILED, libc
 from elastic.memory.backends.mapping_quota import AddressSpace, MappingQuota
 from elastic.memory.backends.page_table_cache import PageTableCache
+from elastic.memory.backends.shared_file import SharedFile, share
 
 DEFAULT_PAGE_BYTES = 64 * 1024
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -111,6 +112,9 @@ class MemfdBackend:
             self._space.quota.undo(remap.added)
             raise self._failure("unmap pages", size)
         self.mappings += self._space.apply(remap)
+
+    def shared_file(self) -> SharedFile | None:
+        return share(self._file) if self._file >= 0 else None
 
     def close(self) -> None:
         self._page_tables.close()

@@ -25,6 +25,7 @@ class ResponsesFormat:
         self,
         body: ResponsesBody,
         model: str,
+        id: str,
         logprobs: LogprobsFormat,
         parser: Callable[[], ToolParser] | None = None,
     ) -> None:
@@ -32,7 +33,7 @@ class ResponsesFormat:
         self._text = CallsText(parser and parser(), several=body.parallel_tool_calls is not False)
         self._output: list[JSON] = []
         self._sequence = 0
-        self._id, self._model, self._created_s = f"resp_{uuid.uuid4().hex}", model, int(time.time())
+        self._id, self._model, self._created_s = f"resp_{id}", model, int(time.time())
 
     def opening(self) -> list[JSON]:
         """Return the events before anything is there."""

@@ -25,14 +25,10 @@ class Collector:
     """A collector for a registry of `prometheus_client`."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._engine, self._name = engine, name
-        self._gauge = partial(self._family, GaugeMetricFamily)
-        self._counter = partial(self._family, CounterMetricFamily)
-        self._lock = threading.Lock()
-        self._last_event = -1
-        self._done: Counter[Labels] = Counter()
-        self._pauses: dict[Labels, float] = {}
-        self._moved: Counter[Labels] = Counter()
+        self._engine = engine
+        self._families = Families(name)
+        self._gauge, self._counter = self._families.gauge, self._families.counter
+        self._actions = ActionTotals()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -40,8 +36,9 @@ class Collector:
         yield from self._traffic(self._engine.counters.read())
         runtime = self._engine.runtime
         if runtime is not None:
-            yield from self._memory(runtime.status())
-            yield from self._actions(runtime.events())
+            yield from memory(self._families, {(): runtime.status()})
+            self._actions.add((), runtime.events())
+            yield from self._actions.collect(self._families)
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: the registry need not ask engine and runtime to know the names."""
@@ -68,45 +65,14 @@ class Collector:
                 recent |= {} if value is None else {(measure, quantile): value}
         yield self._gauge("window_seconds", "Latencies of the last seconds.", recent, "measure", "quantile")
 
-    def _memory(self, now: Status) -> Iterator[Metric]:
-        owned: dict[Labels, float] = {(p.name, o): size for p in now.places for o, size in p.owners.items()}
-        owned |= {(place.name, "free"): place.free_bytes for place in now.places}
-        budgets: dict[Labels, float] = {(place.name,): place.budget_bytes for place in now.places}
-        pages: dict[Labels, float] = {(place.name,): place.page_bytes for place in now.places}
-        yield self._gauge("memory_bytes", "A place's budget by owner.", owned, "place", "owner")
-        yield self._gauge("memory_budget_bytes", "The sum of the owners.", budgets, "place")
-        yield self._gauge("page_bytes", "The size of a page.", pages, "place")
-        layers: Counter[Labels] = Counter((variant,) for variant in variants(now))
-        yield self._gauge("layers", "Decoder layers by the variant they are in.", layers, "variant")
-        for word in ("used", "capacity", "limit", "maximum", "idle", "retained"):
-            sizes: dict[Labels, float] = {(kv.place,): getattr(kv, f"{word}_bytes") for kv in now.kv}
-            yield self._gauge(f"kv_{word}_bytes", f"KV cache: {word}.", sizes, "place")
-        uses = [
-            kv.used_bytes / kv.capacity_bytes if kv.capacity_bytes else float(bool(kv.used_bytes))
-            for kv in now.kv
-            if kv.share
-        ]
-        fullest = max(uses, default=0.0)
-        yield self._gauge("kv_cache_usage_perc", "Used share of the KV capacity; 1 is all of it.", {(): fullest})
 
-    def _actions(self, events: Sequence[Event]) -> list[Metric]:
-        """Return totals over all events, although the runtime remembers only the last ones."""
-        with self._lock:
-            for event in events:
-                if event.id <= self._last_event:
-                    continue
-                self._last_event = event.id
-                kind = KINDS.get(type(event.action), "other")
-                outcome = event.outcome if event.outcome in _STATUSES else "applied_later"
-                self._done[kind, outcome if event.ok else "failed"] += 1
-                self._pauses[kind,] = self._pauses.get((kind,), 0.0) + event.pause_ms / 1000
-                self._moved[kind,] += event.moved_bytes
-            pause = "Time in which no forward pass could run."
-            return [
-                self._counter("actions", "Actions by kind and outcome.", self._done, "kind", "outcome"),
-                self._counter("action_pause_seconds", pause, self._pauses, "kind"),
-                self._counter("action_moved_bytes", "Bytes copied by actions.", self._moved, "kind"),
-            ]
+class Families:
+    """Makes families of one model's metrics; `of` are the names of labels that all have, such as instance and rank."""
+
+    def __init__(self, name: str, of: Labels = ()) -> None:
+        self._name, self._of = name, of
+        self.gauge = partial(self._family, GaugeMetricFamily)
+        self.counter = partial(self._family, CounterMetricFamily)
 
     def _family(
         self,
@@ -117,10 +83,75 @@ class Collector:
         *labels: str,
     ) -> Metric:
         """Make a family of the values by their labels."""
-        family = kind(f"elastic_{name}", help, labels=["model_name", *labels])
+        family = kind(f"elastic_{name}", help, labels=["model_name", *self._of, *labels])
         for label_values, value in values.items():
             family.add_metric([self._name, *label_values], value)
         return family
+
+
+def memory(families: Families, models: Mapping[Labels, Status]) -> Iterator[Metric]:
+    """Yield what models say of their memory; each has labels of its own."""
+    gauge = families.gauge
+    places = [(of, place) for of, now in models.items() for place in now.places]
+    caches = [(of, kv) for of, now in models.items() for kv in now.kv]
+    owned: dict[Labels, float] = {(*of, p.name, owner): size for of, p in places for owner, size in p.owners.items()}
+    owned |= {(*of, place.name, "free"): place.free_bytes for of, place in places}
+    yield gauge("memory_bytes", "A place's budget by owner.", owned, "place", "owner")
+    budgets: dict[Labels, float] = {(*of, place.name): place.budget_bytes for of, place in places}
+    yield gauge("memory_budget_bytes", "The sum of the owners.", budgets, "place")
+    pages: dict[Labels, float] = {(*of, place.name): place.page_bytes for of, place in places}
+    yield gauge("page_bytes", "The size of a page.", pages, "place")
+    layers = Counter((*of, variant) for of, now in models.items() for variant in variants(now))
+    yield gauge("layers", "Decoder layers by the variant they are in.", layers, "variant")
+    for word in ("used", "capacity", "limit", "maximum", "idle", "retained"):
+        sizes: dict[Labels, float] = {(*of, kv.place): getattr(kv, f"{word}_bytes") for of, kv in caches}
+        yield gauge(f"kv_{word}_bytes", f"KV cache: {word}.", sizes, "place")
+    fullest = {of: kv_use(now) for of, now in models.items()}
+    yield gauge("kv_cache_usage_perc", "Used share of the KV capacity; 1 is all of it.", fullest)
+
+
+def kv_use(now: Status) -> float:
+    """Return the used share of the KV capacity, of the place where it is the largest."""
+    uses = [
+        kv.used_bytes / kv.capacity_bytes if kv.capacity_bytes else float(bool(kv.used_bytes))
+        for kv in now.kv
+        if kv.share
+    ]
+    return max(uses, default=0.0)
+
+
+class ActionTotals:
+    """Totals over all actions, although runtimes remember only the last ones. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[Labels, int] = {}
+        self._done: Counter[Labels] = Counter()
+        self._pauses: dict[Labels, float] = {}
+        self._moved: Counter[Labels] = Counter()
+
+    def add(self, of: Labels, events: Sequence[Event]) -> None:
+        """Count the events of a model that were not counted yet."""
+        with self._lock:
+            for event in events:
+                if event.id <= self._last.get(of, -1):
+                    continue
+                self._last[of] = event.id
+                kind = KINDS.get(type(event.action), "other")
+                outcome = event.outcome if event.outcome in _STATUSES else "applied_later"
+                self._done[*of, kind, outcome if event.ok else "failed"] += 1
+                self._pauses[*of, kind] = self._pauses.get((*of, kind), 0.0) + event.pause_ms / 1000
+                self._moved[*of, kind] += event.moved_bytes
+
+    def collect(self, families: Families) -> list[Metric]:
+        """Return the totals."""
+        pause = "Time in which no forward pass could run."
+        with self._lock:
+            return [
+                families.counter("actions", "Actions by kind and outcome.", self._done, "kind", "outcome"),
+                families.counter("action_pause_seconds", pause, self._pauses, "kind"),
+                families.counter("action_moved_bytes", "Bytes copied by actions.", self._moved, "kind"),
+            ]
 
 
 def variants(status: Status) -> list[str]:

@@ -19,7 +19,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
 from elastic.engines.base import Engine
+from elastic.server.fleets.fleet import as_fleet
+from elastic.server.fleets.views import RankViews
 from elastic.server.generation.collector import Collector
+from elastic.server.generation.fleet_collector import FleetCollector
 from elastic.server.generation.response_stream import ChoiceStream
 
 Operation = Literal["chat", "text_completion"]
@@ -69,7 +72,8 @@ class InterTokenLatency:
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, ranks: RankViews | None = None) -> None:
+        """`ranks` are those of an engine that is a fleet."""
         self._name = name
         self._registry = CollectorRegistry()
         self._ttft, self._tpot, self._duration = (
@@ -87,6 +91,9 @@ class Metrics:
         self.inter_token_latency = InterTokenLatency(name)
         self._registry.register(self.inter_token_latency)
         self._registry.register(Collector(engine, name))
+        fleet = as_fleet(engine)
+        if fleet is not None and ranks is not None:
+            self._registry.register(FleetCollector(fleet, ranks, name))
         ProcessCollector(registry=self._registry)
 
     def observe(self, operation: Operation, answer: ChoiceStream) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -208,6 +209,7 @@ class RequestBuilder:
             prompt_logprobs=max(counts, default=None),
             grammar=grammar,
             arrived_s=arrived_s,
+            id=uuid.uuid4().hex,
         )
 
     def _sampling(self, body: SamplingBody) -> Sampling:

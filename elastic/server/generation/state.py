@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any, Literal
 
 from elastic.engines.base import Engine, GrammarCompiler, Output, Request
+from elastic.server.fleets.fleet import as_fleet
+from elastic.server.fleets.views import RankViews
 from elastic.server.generation.bodies import Bodies
 from elastic.server.generation.metrics import Metrics, Operation
 from elastic.server.generation.request_builder import RequestBuilder
@@ -40,6 +42,9 @@ class ServerState:
         """`sampling_defaults` and `grammars` are for `RequestBuilder`; `tool_format` is how the model writes calls."""
         self.engine, self.name, self.max_model_len = engine, name, max_model_len
         self.tool_format = tool_format
+        self.fleet = as_fleet(engine)
+        """The engine, if it is a fleet."""
+        self.ranks = RankViews(self.fleet) if self.fleet is not None else None
         self.since_s = time.time()
         self.bodies = Bodies(max_model_len=max_model_len)
         self.prompts = RequestBuilder(
@@ -50,7 +55,7 @@ class ServerState:
             grammars=grammars,
         )
         self.token_texts = TokenTexts(tokenizer)
-        self.metrics = Metrics(engine, name)
+        self.metrics = Metrics(engine, name, self.ranks)
         self.answering = 0
         """HTTP requests whose answers are not complete."""
         self.forced = False

@@ -1,113 +1,44 @@
-"""`/elastic/actions`: the actions on a running model, their dry runs, and doing them.
+"""`/elastic/actions`: the actions on a running model, their dry runs, doing them, and preparing them to be committed.
 
 `GET` lists the kinds. `POST {"actions": [{"kind": "swap", "layers": [3, 4], "variant": "int4"}], "dry_run": true}`
 answers with the steps of a plan; without `dry_run`, with the results, once the actions are committed: all, or none.
+Of a fleet, `"rank"` says which rank is meant; without it, all ranks do the same, all or none.
+
+`POST /elastic/actions/prepare {"actions", "id", "timeout_s", "rank"}` takes the pages and makes the copies; then
+`POST /elastic/actions/ID/commit` switches to them, and `POST /elastic/actions/ID/rollback` gives all back. Both can be
+asked again; a transaction that nobody ends is rolled back after `timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.config import parse_limit
-from elastic.engines.base import Engine
-from elastic.errors import CapacityError, ConfigError
-from elastic.runtime.runtime import Runtime
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.server.fleets.targets import ActionTargets, Target
 from elastic.server.generation.bodies import JSONRoute
+from elastic.server.generation.state import ServerState
+from elastic.server.protocol.actions import (
+    ActionBody,
+    ActionsBody,
+    AnyActionBody,
+    EvictBody,
+    MigrateBody,
+    MigrateKVBody,
+    PrepareBody,
+    ReleaseBody,
+    ReplicateBody,
+    ResizeKVBody,
+    RestoreBody,
+    SwapBody,
+)
 from elastic.server.protocol.errors import APIError
 from elastic.server.routes.status import plain, with_kind
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
-
-WHY = "by HTTP"
-Layers = Annotated[list[int], Field(min_length=1, max_length=10_000, fail_fast=True)]
-Names = Annotated[list[str], Field(max_length=100, fail_fast=True)]
-
-
-class _ActionBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class SwapBody(_ActionBody):
-    """Decoder layers, or parts of them, in another variant."""
-
-    kind: Literal["swap"]
-    layers: Layers
-    variant: str
-    parts: Names = []
-
-
-class RestoreBody(_ActionBody):
-    """The full weights; without `layers`, of all that were at their place when the model was wrapped."""
-
-    kind: Literal["restore"]
-    layers: Layers | None = None
-    parts: Names = []
-
-
-class ReleaseBody(_ActionBody):
-    """The weights of layers leave for host memory."""
-
-    kind: Literal["release"]
-    layers: Layers
-
-
-class MigrateBody(_ActionBody):
-    """Layers, or parts of them, at another place from then on, in the variant that they are in."""
-
-    kind: Literal["migrate"]
-    layers: Layers
-    place: str
-    parts: Names = []
-
-
-class PlaceBody(_ActionBody):
-    """Layers, and the place where the action has them."""
-
-    layers: Layers
-    place: str
-
-
-class MigrateKVBody(PlaceBody):
-    """The KV cache of layers at another place from then on."""
-
-    kind: Literal["migrate_kv"]
-
-
-class ReplicateBody(PlaceBody):
-    """Layers at one more place, which computes a part of each batch."""
-
-    kind: Literal["replicate"]
-
-
-class EvictBody(PlaceBody):
-    """The replicas of layers leave a place."""
-
-    kind: Literal["evict"]
-
-
-class ResizeKVBody(_ActionBody):
-    """The most bytes that new KV caches may hold: `limit` is bytes, text such as "4GiB", or "max"."""
-
-    kind: Literal["resize_kv"]
-    limit: Annotated[int, Field(ge=0, le=2**62)] | str
-    place: str | None = None
-    """None: the only place there is."""
-
-
-AnyActionBody = Annotated[
-    SwapBody | RestoreBody | ReleaseBody | ResizeKVBody | MigrateBody | MigrateKVBody | ReplicateBody | EvictBody,
-    Field(discriminator="kind"),
-]
-
-
-class ActionsBody(_ActionBody):
-    """`POST /elastic/actions`."""
-
-    actions: Annotated[list[AnyActionBody], Field(min_length=1, max_length=100, fail_fast=True)]
-    dry_run: bool = False
 
 
 def closed() -> APIRouter:
@@ -115,40 +46,66 @@ def closed() -> APIRouter:
     router = APIRouter()
 
     @router.api_route("/elastic/actions", methods=["GET", "POST"], include_in_schema=False)
-    async def off() -> None:
+    @router.api_route("/elastic/actions/{rest:path}", methods=["GET", "POST"], include_in_schema=False)
+    @router.api_route("/elastic/fleet/{rest:path}", methods=["GET", "POST"], include_in_schema=False)
+    async def off(rest: str = "") -> None:
         raise APIError(404, "actions are off; start the server with --enable-actions and a token", code="not_found")
 
     return router
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(serving: ServerState) -> APIRouter:
     """Make the endpoints."""
     router = APIRouter(route_class=JSONRoute)
+    targets = ActionTargets(serving.engine)
 
     @router.get("/elastic/actions")
     async def kinds() -> dict[str, Any]:
-        _runtime(engine)
+        targets.require()
         return {"kinds": dict(map(_described, get_args(get_args(AnyActionBody)[0])))}
 
     @router.post("/elastic/actions")
     async def act(body: ActionsBody) -> dict[str, Any]:
-        runtime = _runtime(engine)
-        try:
-            return await asyncio.to_thread(_act, runtime, body)
-        except CapacityError as error:
-            raise APIError(409, str(error), code="capacity_exceeded") from error
+        return await _answered(lambda: _act(targets, body))
+
+    @router.post("/elastic/actions/prepare")
+    async def prepare(body: PrepareBody) -> dict[str, Any]:
+        return await _answered(lambda: _prepare(targets, body))
+
+    @router.post("/elastic/actions/{id}/commit")
+    async def commit(id: str) -> dict[str, Any]:
+        return await _ended(lambda: {"id": id, "results": _results(targets.commit(id))})
+
+    @router.post("/elastic/actions/{id}/rollback")
+    async def rollback(id: str) -> dict[str, Any]:
+        def undo() -> dict[str, Any]:
+            targets.rollback(id)
+            return {"id": id}
+
+        return await _ended(undo)
 
     return router
 
 
-def _runtime(engine: Engine) -> Runtime:
-    """Return the engine's runtime. Raises `APIError` where there is none."""
-    if engine.runtime is None:
-        raise APIError(404, "the model of this server is not wrapped: there is nothing to act on", code="not_found")
-    return engine.runtime
+async def _answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do work on a thread; what finds no memory is a conflict with what the model has to do now."""
+    try:
+        return await asyncio.to_thread(work)
+    except CapacityError as error:
+        raise APIError(409, str(error), code="capacity_exceeded") from error
 
 
-def _described(model: type[_ActionBody]) -> tuple[str, dict[str, Any]]:
+async def _ended(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do the end of a transaction: one that is not known is a 404, one that ended otherwise a conflict."""
+    try:
+        return await _answered(work)
+    except ConfigError as error:
+        raise APIError(404, str(error), code="not_found") from error
+    except StateError as error:
+        raise APIError(409, str(error), code="conflict") from error
+
+
+def _described(model: type[ActionBody]) -> tuple[str, dict[str, Any]]:
     """Return the kind of an action, and its description for clients."""
     schema = model.model_json_schema()
     properties: dict[str, dict[str, Any]] = schema["properties"]
@@ -160,31 +117,52 @@ def _described(model: type[_ActionBody]) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _act(runtime: Runtime, body: ActionsBody) -> dict[str, Any]:
+def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
     """Plan the actions, or do them."""
-    actions = [_action(asked, runtime) for asked in body.actions]
+    asked = {target: [_action(one, target) for one in body.actions] for target in targets.named(body.rank)}
     if body.dry_run:
-        steps = runtime.plan(actions)
-        return {"dry_run": True, "steps": [{**plain(step), "action": with_kind(step.action)} for step in steps]}
-    results = runtime.apply(actions, why=WHY)
-    pairs = zip(actions, results, strict=True)
-    return {"dry_run": False, "results": [{**plain(result), "action": with_kind(action)} for action, result in pairs]}
+        steps = [(target, step) for target, actions in asked.items() for step in target.plan(actions)]
+        return {"dry_run": True, "steps": [_record(target, step.action, step) for target, step in steps]}
+    return {"dry_run": False, "results": _results(targets.apply(asked))}
 
 
-def _action(body: AnyActionBody, runtime: Runtime) -> Action:
-    """Return the runtime's action. Raises `ConfigError`."""
+def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
+    asked = {target: [_action(one, target) for one in body.actions] for target in targets.named(body.rank)}
+    prepared = targets.prepare(asked, body.id, body.timeout_s)
+    steps = [_record(target, step.action, step) for target, told in prepared.items() for step in told.steps]
+    told = list(prepared.values())
+    return {
+        "id": told[0].id,
+        "expires_s": min(one.expires_s for one in told),
+        "moved_bytes": sum(one.moved_bytes for one in told),
+        "pages": sum(one.pages for one in told),
+        "steps": steps,
+    }
+
+
+def _results(done: list[tuple[Target, Action, Any]]) -> list[dict[str, Any]]:
+    return [_record(target, action, result) for target, action, result in done]
+
+
+def _record(target: Target, action: Action, value: Any) -> dict[str, Any]:
+    """Return a step or a result as JSON, with its action, and its rank where there are several."""
+    return {**plain(value), "action": with_kind(action), **({"rank": target.name} if target.name else {})}
+
+
+def _action(body: AnyActionBody, target: Target) -> Action:
+    """Return the action of one model. Raises `ConfigError`."""
+    status = target.status()
     if isinstance(body, ResizeKVBody):
-        place, places = body.place, [kv.place for kv in runtime.status().kv]
+        place, places = body.place, [kv.place for kv in status.kv]
         if place is None and len(places) == 1:
             place = places[0]
         if place not in places:
             raise ConfigError(f"place={place!r}: choose one of {places}")
         return ResizeKV(str(place), parse_limit(body.limit, option="limit"))
-    layers = tuple(runtime.at_home if body.layers is None else body.layers)
-    count = runtime.status().layers
-    wrong = [layer for layer in layers if not 0 <= layer < count]
+    layers = target.at_home() if body.layers is None else tuple(body.layers)
+    wrong = [layer for layer in layers if not 0 <= layer < status.layers]
     if wrong:
-        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {count - 1}")
+        raise ConfigError(f"layers={wrong[:10]}: the model has layers 0 to {status.layers - 1}")
     match body:
         case SwapBody():
             return Swap(layers, body.variant, tuple(body.parts))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -125,7 +124,7 @@ async def _answer(
     options = answer_options(serving, body, calls=isinstance(body, ChatBody) and body.choice_of_tools == "auto")
     stream = serving.respond(requests, options, form.operation, eager=bool(body.stream or body.stops))
     stream.submit()
-    envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": serving.name}
+    envelope = {"id": f"{form.prefix}-{requests[0].id}", "created": int(time.time()), "model": serving.name}
     if body.stream:
         return EventStream(stream, data_events(_chunks(stream, form, envelope, body)))
     async with stream.while_connected(http.receive):

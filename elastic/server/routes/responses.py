@@ -38,7 +38,9 @@ def routes(serving: ServerState) -> APIRouter:
             requests = await serving.prompts.chat(chat, arrived_s)
         except APIError as error:
             raise _of_input(error) from error
-        form = ResponsesFormat(body, serving.name, LogprobsFormat(serving.token_texts, as_ids=False), parser)
+        form = ResponsesFormat(
+            body, serving.name, requests[0].id, LogprobsFormat(serving.token_texts, as_ids=False), parser
+        )
         options = answer_options(serving, chat, calls=chat.choice_of_tools == "auto")
         stream = serving.respond(requests, options, "chat", eager=bool(body.stream))
         stream.submit()

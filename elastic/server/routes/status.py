@@ -3,7 +3,7 @@
 `GET /elastic/status` is for `elastic top` and for other programs. The keys are stable; new ones may be added, and
 `version` grows when one changes its meaning:
 
-- `version`: 1
+- `version`: 2
 - `model`: the name that it is served under
 - `state`: `"serving"`, `"draining"` (running requests are finished, new ones refused) or `"stopped"`
 - `at_s`: seconds since the epoch; `uptime_s`: seconds since the server was made
@@ -18,12 +18,23 @@
   `{"kind": "swap", ...}` with the fields of the action; `kind` is `swap`, `restore`, `release`, `resize_kv`,
   `migrate`, `migrate_kv`, `replicate` or `evict`
 - `controller`: what `health()` of the runtime says, or null where there is no controller
+
+Of a fleet (since version 2), else empty:
+
+- `ranks`: for each process the fields of `elastic.cluster.control.status.RankStatus`, and under `layers`, `status`,
+  `events`, `controller` and `traffic` what it last said of itself, as above; null or empty for one that never did
+- `instances`: the fields of `InstanceStatus`
+- `fleet_events`: the last things that happened to it, oldest first, at most 100: the fields of `FleetEvent`
+- `fleet`: `queued` and `totals` of `FleetStatus`, or null
+
+The keys for one model are those of the rank where a fleet has one; where it has several, they are empty or null.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -32,11 +43,12 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse
 
+from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.generation.collector import variants
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import RETRY_AFTER_S
 from elastic.server.routes import STATUS_VERSION
-from elastic.types import KINDS
+from elastic.types import KINDS, Event, Status
 
 EVENTS_SHOWN = 100
 
@@ -47,9 +59,14 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
+        body: dict[str, Any] = {"status": serving.state}
         ok = serving.state == "serving"
+        if serving.fleet is not None:
+            ranks = serving.fleet.status().ranks
+            body["ranks"] = [{"name": rank.name, "state": rank.state} for rank in ranks]
+            ok = ok and any(rank.state == "serving" for rank in ranks)
         headers = {} if ok else {"Retry-After": str(RETRY_AFTER_S)}
-        return JSONResponse({"status": serving.state}, 200 if ok else 503, headers)
+        return JSONResponse(body, 200 if ok else 503, headers)
 
     @router.get("/metrics")
     def metrics(http: HTTPRequest) -> Response:
@@ -65,11 +82,15 @@ def routes(serving: ServerState) -> APIRouter:
 
 def document(serving: ServerState) -> dict[str, Any]:
     """Return the status document of a server."""
-    engine = serving.engine
+    engine, now = serving.engine, time.time()
     runtime = engine.runtime
-    status = runtime.status() if runtime else None
-    events = (runtime.events() if runtime else ())[-EVENTS_SHOWN:]
-    now = time.time()
+    ranks = _ranks(serving)
+    if runtime is not None:
+        model = _of_model(runtime.status(), runtime.events(), runtime.health())
+    elif len(ranks) == 1:
+        model = {key: ranks[0][key] for key in _NOTHING}
+    else:
+        model = _NOTHING
     return {
         "version": STATUS_VERSION,
         "model": serving.name,
@@ -77,11 +98,46 @@ def document(serving: ServerState) -> dict[str, Any]:
         "at_s": now,
         "uptime_s": now - serving.since_s,
         "traffic": plain(engine.counters.read()),
-        "layers": variants(status) if status else [],
         "token_layers": serving.token_layers(),
+        **model,
+        "ranks": ranks,
+        **_of_fleet(serving.fleet),
+    }
+
+
+_NOTHING: dict[str, Any] = {"layers": [], "status": None, "events": [], "controller": None}
+
+
+def _of_model(status: Status, events: Sequence[Event], controller: Any) -> dict[str, Any]:
+    return {
+        "layers": variants(status),
         "status": plain(status),
-        "events": [{**plain(event), "action": with_kind(event.action)} for event in events],
-        "controller": plain(runtime.health()) if runtime else None,
+        "events": [{**plain(event), "action": with_kind(event.action)} for event in events[-EVENTS_SHOWN:]],
+        "controller": plain(controller),
+    }
+
+
+def _ranks(serving: ServerState) -> list[dict[str, Any]]:
+    """Return what there is to say of each rank."""
+    if serving.fleet is None or serving.ranks is None:
+        return []
+    views = serving.ranks.read()
+    ranks = []
+    for rank in serving.fleet.status().ranks:
+        view = views.get(rank.name)
+        model = _NOTHING if view is None else _of_model(view.status, view.events, view.controller)
+        ranks.append({**plain(rank), **model, "traffic": None if view is None else plain(view.stats)})
+    return ranks
+
+
+def _of_fleet(fleet: FleetEngine | None) -> dict[str, Any]:
+    if fleet is None:
+        return {"instances": [], "fleet_events": [], "fleet": None}
+    status = fleet.status()
+    return {
+        "instances": plain(status.instances),
+        "fleet_events": plain(fleet.events()[-EVENTS_SHOWN:]),
+        "fleet": {"queued": status.queued, "totals": plain(status.totals)},
     }
 
 

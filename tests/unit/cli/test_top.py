@@ -144,7 +144,7 @@ def test_one_frame_is_printed_and_needs_no_terminal(capsys: pytest.CaptureFixtur
         (200, b"\xff\xfe\x00", "is not JSON"),
         (200, b"[]", "is not the status of a server of Elastic: the document is []"),
         (200, b"{}", "the document has no 'version'"),
-        (200, json.dumps(document(version=2)).encode(), "version 2; this Elastic reads 1: update it"),
+        (200, json.dumps(document(version=3)).encode(), "version 3; this Elastic reads 2: update it"),
         (200, json.dumps(document(at_s=float("nan"))).encode(), "the document.at_s is nan"),
         (200, json.dumps(document(layers=[1])).encode(), "the document.layers[0] is 1"),
         (200, json.dumps(document(model=True)).encode(), "the document.model is True"),

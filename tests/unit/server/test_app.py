@@ -86,7 +86,7 @@ def test_status_of_a_plain_engine() -> None:
     engine.counters = Told(RequestStats(waiting=3, ttft_s=Quantiles(2, 0.5, float("nan"), 0.6, None)))
     with TestClient(app_for(engine)) as client:
         status = client.get("/elastic/status").json()
-    assert (status["version"], status["model"], status["state"]) == (1, NAME, "serving")
+    assert (status["version"], status["model"], status["state"]) == (2, NAME, "serving")
     assert (status["layers"], status["status"], status["events"], status["controller"]) == ([], None, [], None)
     assert status["traffic"]["waiting"] == 3
     assert status["traffic"]["ttft_s"].items() >= {"count": 2, "mean": 0.5, "p50": None, "p95": 0.6}.items()

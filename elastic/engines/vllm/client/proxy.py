@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from elastic.controller.loop import ControllerHealth
 from elastic.engines.vllm.client.messages import decode, decode_error, encode
 from elastic.errors import ConfigError
-from elastic.runtime.runtime import Layers
+from elastic.runtime.verbs import Layers
 from elastic.types import Action, Change, Event, KVStatus, PlanStep, Resize, Result, Status
 
 Answer = TypeVar("Answer")

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from elastic.assets import MODEL_DIR
-from elastic.cli.inputs.model_loading import load_model
 from elastic.cli.main import main
 from elastic.errors import ConfigError
+from elastic.model_files import load_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

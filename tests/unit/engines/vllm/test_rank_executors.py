@@ -11,7 +11,8 @@ import pytest
 
 from elastic.actions.agreement import Layers
 from elastic.actions.base import ActionHandler
-from elastic.actions.executor import RETRY, ActionExecutor, ActionOutcome
+from elastic.actions.transactions.executor import ActionExecutor
+from elastic.actions.transactions.transaction import RETRY, ActionOutcome
 from elastic.engines.vllm.agreement import Coordinator, RankAgreement
 from elastic.errors import CapacityError, StateError
 from elastic.hooks.forward_gate import ForwardGate

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic.actions.executor import ActionOutcome
+from elastic.actions.transactions.transaction import ActionOutcome
 from elastic.types import Event
 
 EVENTS_KEPT = 1000

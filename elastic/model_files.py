@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ConfigError, ElasticError
+from elastic.memory.backends.cuda import require_cuda
 
 logger = logging.getLogger(__name__)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,6 +21,26 @@ _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", IN
 _SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
 _LONGEST = 160
 _SHOWN = 3
+
+
+def load_model(path: str, device: torch.device, *, option: str) -> tuple[Any, Any]:
+    """Load a model in evaluation mode, for this device but not to it yet, and its tokenizer.
+
+    Its dtype is the checkpoint's own on CUDA, and float32 on CPUs, where half precision is often slow.
+    """
+    if device.type == "cuda":
+        require_cuda(device)
+    read_config(path, option=option)
+    tokenizer = read_tokenizer(path, option=option)
+    return load_weights(path, device, option=option), tokenizer
+
+
+def load_weights(path: str, device: torch.device, *, option: str) -> Any:
+    """Load a model as `load_model` does, without its tokenizer."""
+    if device.type == "cuda":
+        require_cuda(device)
+    model = read_model(path, torch.float32 if device.type == "cpu" else "auto", option=option)
+    return model.eval().requires_grad_(False)
 
 
 def read_config(path: str, *, option: str) -> Any:

@@ -1,0 +1,173 @@
+"""The executor: the one thread that prepares, commits and finishes actions, and retries deferred ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from elastic.actions.agreement import Agreement
+from elastic.actions.base import ActionHandler
+from elastic.actions.results import followed_by
+from elastic.actions.transactions.held import HeldTransactions
+from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Transaction, TransactionRunner
+from elastic.errors import ElasticError
+from elastic.hooks.forward_gate import ForwardGate
+from elastic.types import Action, Change, Prepared, Result
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Something for the thread to do."""
+
+    work: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+
+
+class ActionExecutor:
+    """Runs jobs one after another, each of one or several actions, all or none."""
+
+    def __init__(
+        self,
+        gate: ForwardGate,
+        handlers: Mapping[type, ActionHandler],
+        record: Callable[[ActionOutcome], object],
+        agreement: Agreement,
+    ) -> None:
+        self._agreement = agreement
+        self._runner = TransactionRunner(gate, handlers, record, agreement)
+        self._held = HeldTransactions(self._runner)
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._retrying = False
+        self._unfinished = 0
+        self._counting = threading.Lock()
+        self._thread = threading.Thread(target=self._run_jobs, name="elastic-runtime", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish the jobs that were submitted, roll back what is held, and end the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def submit(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]]:
+        """Have actions done; the future has their results in order."""
+        return self._post(partial(self._run, tuple(actions), why))
+
+    def prepare(self, id: str, actions: Sequence[Action], timeout_s: float) -> Future[Prepared]:
+        """Have actions prepared and held; the future has what is held for them."""
+        return self._post(partial(self._held.prepare, id, tuple(actions), timeout_s))
+
+    def commit(self, id: str) -> Future[tuple[Result, ...]]:
+        """Have what is held committed; the future has the results in order."""
+        return self._post(partial(self._end, partial(self._held.commit, id)))
+
+    def roll_back(self, id: str) -> Future[None]:
+        """Have what is held undone."""
+        return self._post(partial(self._end, partial(self._held.roll_back, id)))
+
+    @property
+    def held(self) -> tuple[Prepared, ...]:
+        """What is held now, oldest first."""
+        return self._held.told()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job is not done yet, or any action deferred."""
+        return self._unfinished > 0 or bool(self._runner.deferred())
+
+    def retry(self) -> None:
+        """Have deferred actions tried again. May be called under any lock: it only queues a job."""
+        if not self._retrying and self._runner.deferred():
+            self._retrying = True
+            self.request((), RETRY)
+
+    def request(self, actions: Sequence[Action], why: str) -> Future[tuple[Result, ...]] | None:
+        """Have actions done that nobody waits for; None where all ranks are asked to begin them."""
+        return None if self._agreement.propose(actions, why) else self.submit(actions, why)
+
+    def handler(self, action: Action) -> ActionHandler:
+        """Return the handler of an action. Raises `ConfigError` for what is no action of this model."""
+        return self._runner.handler(action)
+
+    def _post(self, work: Callable[[], Any]) -> Future[Any]:
+        job = _Job(work)
+        with self._counting:
+            self._unfinished += 1
+        self._jobs.put(job)
+        return job.done
+
+    def _run_jobs(self) -> None:
+        while (job := self._next()) is not None:
+            self._do(job)
+            del job
+        self._held.close()
+
+    def _next(self) -> _Job | None:
+        """Wait for a job, and roll back what has passed its deadline; None: there are no more."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._held.seconds_left())
+            except Empty:
+                job = None
+            else:
+                if job is None:
+                    return None
+            if self._held.expire():
+                self.retry()
+            if job is not None:
+                return job
+
+    def _do(self, job: _Job) -> None:
+        """Do a job; whoever waits for it gets its result, or its error."""
+        result: Any = None
+        fault: BaseException | None = None
+        try:
+            result = job.work()
+        except BaseException as error:  # handed to whoever waits for the result
+            fault = error
+        with self._counting:
+            self._unfinished -= 1
+        if fault is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(fault)
+        del job, result, fault
+
+    def _run(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+        """Do actions, then deferred ones for as long as pages that came free let one of them be done."""
+        if why == RETRY:
+            self._retrying = False
+            actions = self._deferred()
+        results = latest = self._transact(actions, why)
+        while any(isinstance(result, Change) and result.layers and result.deferred for result in latest):
+            try:
+                latest = self._transact(self._deferred(), RETRY)
+            except (ElasticError, RuntimeError):  # recorded; the actions stay deferred
+                break
+            changes = [result for result in latest if isinstance(result, Change)]
+            results = tuple(followed_by(r, changes) if isinstance(r, Change) else r for r in results)
+        return results
+
+    def _transact(self, actions: tuple[Action, ...], why: str) -> tuple[Result, ...]:
+        """Prepare, commit and finish actions, and record them; if one fails, none is done."""
+        with self._runner.recorded(Transaction(actions, why)):
+            self._held.require_free(actions)
+        return self._runner.commit(self._runner.prepare(actions, why))
+
+    def _end(self, end: Callable[[], Any]) -> Any:
+        """End a held transaction; then others may have its layers, which may have waited for that."""
+        try:
+            return end()
+        finally:
+            self.retry()
+
+    def _deferred(self) -> tuple[Action, ...]:
+        """Return the actions that wait for pages, but for layers that a held transaction has."""
+        return self._held.free_parts(self._runner.deferred())

@@ -1,0 +1,155 @@
+"""Transactions: actions that are prepared together, then committed together between two forward passes, or undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.actions.agreement import Agreement
+from elastic.actions.base import ActionHandler
+from elastic.errors import ConfigError
+from elastic.hooks.forward_gate import ForwardGate
+from elastic.types import Action, Result
+
+RETRY = "pages came free"
+"""Why deferred actions are tried again."""
+
+
+@dataclass
+class ActionTiming:
+    """Milliseconds of the stages of one job."""
+
+    prepare_ms: float = 0.0
+    wait_ms: float = 0.0
+    pause_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class ActionOutcome:
+    """The end of one action, for the record."""
+
+    action: Action
+    why: str
+    timing: ActionTiming
+    result: Result | None
+    error: str = ""
+
+
+@dataclass
+class Transaction:
+    """Actions that have been prepared."""
+
+    actions: tuple[Action, ...]
+    why: str
+    timing: ActionTiming = field(default_factory=ActionTiming)
+    prepared: list[tuple[ActionHandler, Any]] = field(default_factory=list)
+    """Each action's handler, and what its `prepare` returned."""
+
+
+class TransactionRunner:
+    """Takes transactions through their stages, and records how each action ended. For one thread."""
+
+    def __init__(
+        self,
+        gate: ForwardGate,
+        handlers: Mapping[type, ActionHandler],
+        record: Callable[[ActionOutcome], object],
+        agreement: Agreement,
+    ) -> None:
+        self.handlers = dict(handlers)
+        self.agreement = agreement
+        self._gate = gate
+        self._record = record
+
+    def handler(self, action: Action) -> ActionHandler:
+        """Return the handler of an action. Raises `ConfigError` for what is no action of this model."""
+        if type(action) not in self.handlers:
+            kinds = ", ".join(kind.__name__ for kind in self.handlers)
+            raise ConfigError(f"{action!r} is no action of this model; there are {kinds}")
+        return self.handlers[type(action)]
+
+    def deferred(self) -> tuple[Action, ...]:
+        """Return the actions that wait for pages."""
+        return tuple(action for handler in dict.fromkeys(self.handlers.values()) for action in handler.deferred())
+
+    def prepare(self, actions: tuple[Action, ...], why: str) -> Transaction:
+        """Prepare actions beside whatever runs. If one cannot be, everything is as before."""
+        transaction = Transaction(actions, why)
+        start = time.perf_counter()
+        with self.recorded(transaction):
+            try:
+                for action in actions:
+                    handler = self.handler(action)
+                    transaction.prepared.append((handler, handler.prepare(action)))
+            except BaseException as error:
+                self.agreement.refuse(error)
+                self._undo(transaction)
+                raise
+        transaction.timing.prepare_ms = (time.perf_counter() - start) * 1e3
+        return transaction
+
+    def commit(self, transaction: Transaction) -> tuple[Result, ...]:
+        """Commit and finish; return the results in order. If one fails, none is done, and all is rolled back."""
+        with self.recorded(transaction):
+            self._agree(transaction)
+            self._switch(transaction)
+            self.agreement.committed()
+        results = tuple(handler.finish(state) for handler, state in transaction.prepared)
+        for action, result in zip(transaction.actions, results, strict=True):
+            if transaction.why != RETRY or result.layers:
+                self._record(ActionOutcome(action, transaction.why, transaction.timing, result))
+        return results
+
+    def roll_back(self, transaction: Transaction, reason: str) -> None:
+        """Give back what was prepared, at the safe point, and record why."""
+        self.record_failure(transaction, reason)
+        self._undo(transaction)
+
+    @contextmanager
+    def recorded(self, transaction: Transaction) -> Iterator[None]:
+        """Record an error in the `with` as the end of all actions."""
+        try:
+            yield
+        except Exception as error:  # whatever it is: the record has it, and who asked gets it
+            self.record_failure(transaction, str(error))
+            raise
+
+    def record_failure(self, transaction: Transaction, reason: str) -> None:
+        """Record that none of the actions was done."""
+        for action in transaction.actions:
+            self._record(ActionOutcome(action, transaction.why, transaction.timing, None, reason))
+
+    def _agree(self, transaction: Transaction) -> None:
+        """Keep of what was prepared what all ranks have, or roll back with them."""
+        try:
+            agreed = self.agreement.vote([handler.layers(state) for handler, state in transaction.prepared])
+            for (handler, state), layers in zip(transaction.prepared, agreed, strict=True):
+                handler.shorten(state, layers)
+        except BaseException:
+            self._undo(transaction)
+            raise
+
+    def _switch(self, transaction: Transaction) -> None:
+        """Commit between two forward passes: the safe point (law 6)."""
+        with self._gate.exclusive() as waited_s:
+            transaction.timing.wait_ms = waited_s * 1e3
+            start = time.perf_counter()
+            try:
+                for handler, state in transaction.prepared:
+                    handler.commit(state)
+            except BaseException:
+                _roll_back(transaction)
+                raise
+            transaction.timing.pause_ms = (time.perf_counter() - start) * 1e3
+
+    def _undo(self, transaction: Transaction) -> None:
+        with self._gate.exclusive():
+            _roll_back(transaction)
+
+
+def _roll_back(transaction: Transaction) -> None:
+    for handler, state in reversed(transaction.prepared):
+        handler.rollback(state)

@@ -1,0 +1,127 @@
+"""The options of `elastic serve` that make a fleet."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from elastic.cli.inputs.checks import require_at_least
+from elastic.config import Place
+from elastic.engines.base import GrammarCompiler
+from elastic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic.cluster.fleet.fleet import Fleet
+    from elastic.cluster.launch.base import Launcher
+
+LAUNCHERS = ("local", "in-process", "join", "ray")
+ROUTINGS = ("prefix", "freeness", "least_load", "round_robin")
+_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores")
+"""Options that mean nothing without `--ranks`."""
+
+
+def add_fleet(command: ArgumentParser) -> None:
+    """Add the options of a fleet."""
+    group = command.add_argument_group(
+        "a fleet", "several processes that serve the model; --place is then given once for each rank, or once for all"
+    )
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (none: the model is in this one)")
+    group.add_argument("--launch", choices=LAUNCHERS, help="what starts them (local)")
+    group.add_argument("--listen", metavar="HOST:PORT", help="with --launch join: where ranks join (a free port here)")
+    group.add_argument("--key-file", metavar="FILE", help="with --launch join: the key that ranks must know")
+    group.add_argument("--balance", action="store_true", help="move requests to where there is more room")
+    group.add_argument("--routing", choices=ROUTINGS, help="which rank a request goes to (prefix)")
+    group.add_argument(
+        "--cores", action="append", metavar="N,N", help="CPU cores of a rank, such as 0,1; once for each rank"
+    )
+
+
+def check_fleet(options: Namespace) -> None:
+    """Raise `ConfigError` for options of a fleet that cannot work together."""
+    if options.ranks is None:
+        given = next((name for name in _ALONE if getattr(options, name)), None)
+        if given is not None:
+            raise ConfigError(f"--{given.replace('_', '-')} is for a fleet; say how many processes: --ranks N")
+        return
+    require_at_least(1, options.ranks, "--ranks")
+    joined = options.launch == "join"
+    if joined and not options.key_file:
+        raise ConfigError("--launch join needs --key-file FILE: whoever knows the key may serve")
+    for name in ("listen", "key_file"):
+        if getattr(options, name) and not joined:
+            raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
+    _by_rank(options.place or [], options.ranks)
+    _cores(options)
+    for place in options.place or []:
+        Place.parse(place)
+
+
+def make_fleet(options: Namespace, wrap: Mapping[str, Any], grammars: GrammarCompiler | None) -> Fleet:
+    """Make the fleet, not started yet."""
+    from elastic.cluster.fleet.fleet import Fleet
+
+    return Fleet(
+        os.path.abspath(options.model),
+        ranks=_by_rank(options.place or [], options.ranks),
+        cores=_cores(options),
+        launch=_launcher(options),
+        wrap={name: value for name, value in wrap.items() if name != "places"},
+        policy="balance" if options.balance else None,
+        routing=options.routing or "prefix",
+        max_queue=options.max_queue,
+        grammars=grammars,
+    )
+
+
+def read_configs(path: str) -> tuple[Any, Any]:
+    """Return the tokenizer of a model directory, and its configurations under the names that a model has them by."""
+    from transformers import GenerationConfig
+
+    from elastic.model_files import read_config, read_tokenizer
+
+    config = read_config(path, option="MODEL")
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # there is none: transformers makes one of the model's config
+        generation = GenerationConfig.from_model_config(config)
+    return read_tokenizer(path, option="MODEL"), SimpleNamespace(config=config, generation_config=generation)
+
+
+def _launcher(options: Namespace) -> str | Launcher:
+    if options.launch != "join":
+        return options.launch or "local"
+    from elastic.cluster.control.listener import parse_address
+    from elastic.cluster.launch.join import JoinLauncher
+
+    host, port = parse_address(options.listen or "127.0.0.1:0", option="--listen")
+    launcher = JoinLauncher(options.key_file, host=host, port=port)
+    where = f"{launcher.address[0]}:{launcher.address[1]}"
+    count = f"{options.ranks} ranks" if options.ranks > 1 else "a rank"
+    print(f"waiting for {count}: elastic rank MODEL --join {where} --key-file FILE", flush=True)
+    return launcher
+
+
+def _by_rank(places: Sequence[str], ranks: int) -> list[list[str]]:
+    """Share places out: as many to each rank; one place alone is what each has."""
+    if len(places) <= 1:
+        return [list(places) for _ in range(ranks)]
+    if len(places) % ranks:
+        raise ConfigError(
+            f"--place, given {len(places)} times, cannot be shared out to --ranks {ranks}; give one for each"
+        )
+    each = len(places) // ranks
+    return [list(places[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def _cores(options: Namespace) -> list[tuple[int, ...]]:
+    cores = []
+    for text in options.cores or []:
+        if not all(number.strip().isdigit() for number in text.split(",")):
+            raise ConfigError(f"--cores {text!r} is no list of CPU cores; write 0,1")
+        cores.append(tuple(int(number) for number in text.split(",")))
+    if cores and len(cores) != options.ranks:
+        raise ConfigError(f"--cores, given {len(cores)} times, is for --ranks {options.ranks}; give one for each")
+    return cores

@@ -1,0 +1,49 @@
+"""`elastic rank`: a process that serves a model for a fleet that is elsewhere."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+
+from elastic.assets import MODEL_DIR
+from elastic.errors import StateError
+
+
+def add_options(command: ArgumentParser) -> None:
+    """Add the options of the command."""
+    command.add_argument(
+        "model", nargs="?", default=str(MODEL_DIR), metavar="MODEL", help="model directory (the small one inside)"
+    )
+    command.add_argument("--join", required=True, metavar="HOST:PORT", help="where the fleet listens for ranks")
+    command.add_argument("--key-file", required=True, metavar="FILE", help="the fleet's key; only you may read it")
+    command.add_argument(
+        "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
+    )
+    command.add_argument("--name", default="", help="name of this rank (the fleet chooses one)")
+    command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4")
+    command.add_argument("--max-requests", type=int, default=256, metavar="N", help="answers computed at a time (256)")
+    command.add_argument("--cores", type=int, nargs="+", default=[], metavar="N", help="CPU cores to run on (all)")
+
+
+def rank(options: Namespace) -> int:
+    """Prove the key, load, wrap, and serve the fleet until it lets go or is gone; returns the exit code."""
+    from elastic.cluster.control.handshake import connect, read_key
+    from elastic.cluster.control.listener import parse_address
+    from elastic.cluster.rank.process import serve
+    from elastic.cluster.rank.spec import RankSpec
+
+    key, address = read_key(options.key_file), parse_address(options.join, option="--join")
+    spec = RankSpec(
+        options.name,
+        os.path.abspath(options.model),
+        tuple(options.place or ()),
+        wrap={"variants": tuple(options.variants)},
+        engine={"max_requests": options.max_requests},
+        cores=tuple(options.cores),
+    )
+    connection = connect(address, key)  # before minutes are spent on the model
+    try:
+        serve(connection, spec)
+    except EOFError as error:
+        raise StateError("the fleet has gone") from error
+    return 0

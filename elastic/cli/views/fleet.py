@@ -1,0 +1,78 @@
+"""Panels for the ranks and instances of a fleet, and for what happened to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from elastic.cli.views.panels import mib
+from elastic.cli.views.status_document import FleetEventDocument, RankDocument, StatusDocument
+
+STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "lost": "bold red", "ended": "dim"}
+
+
+def ranks(document: StatusDocument) -> Panel:
+    """Draw a line for each rank: its instance, what that has to do, its memory, and when it was last heard of."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("rank", "state", "instance"):
+        table.add_column(name)
+    for name in ("requests", "running", "waiting", "free blocks", "KV used", "beat s"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    instances = {rank: instance for instance in document.instances for rank in instance.ranks}
+    for rank in document.ranks:
+        instance = instances.get(rank.name)
+        counts = ["-"] * 4
+        if instance is not None:
+            load = instance.load
+            blocks = f"{load.free_blocks:,} of {load.total_blocks:,}"
+            counts = [f"{instance.requests:,}", f"{load.running:,}", f"{load.waiting:,}", blocks]
+        table.add_row(
+            Text(rank.name),
+            Text(rank.state, STYLES.get(rank.state, "")),
+            Text(instance.name if instance else "-"),
+            *counts,
+            _kv(rank),
+            "-" if rank.beat_s is None else f"{rank.beat_s:.1f}",
+            Text(rank.why or " ".join(rank.places)),
+        )
+    serving = sum(rank.state == "serving" for rank in document.ranks)
+    title = f"{serving} of {len(document.ranks)} ranks serve"
+    return Panel(table, title=title, subtitle=_sums(document))
+
+
+def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
+    """Tabulate the last things that happened to a fleet."""
+    table = Table(title="fleet", expand=True)
+    for column in ("what", "rank", "instance", "requests", "moved", "computed again", "stalled ms", "why"):
+        table.add_column(column)
+    for event in events[-last:]:
+        table.add_row(
+            Text(event.kind),
+            Text(event.rank),
+            Text(event.instance),
+            Text(event.request or (f"{event.requests:,}" if event.requests else "")),
+            mib(event.moved_bytes) if event.moved_bytes else "",
+            f"{event.recomputed_tokens:,} tokens" if event.recomputed_tokens else "",
+            f"{event.stalled_ms:,.1f}" if event.stalled_ms else "",
+            Text(event.why),
+        )
+    return table
+
+
+def _kv(rank: RankDocument) -> str:
+    """Return the used share of a rank's KV cache as text."""
+    caches = [kv for kv in rank.status.kv if kv.share] if rank.status else []
+    capacity = sum(kv.capacity_bytes for kv in caches)
+    return f"{sum(kv.used_bytes for kv in caches) / capacity:.0%}" if capacity else "-"
+
+
+def _sums(document: StatusDocument) -> str:
+    if document.fleet is None:
+        return ""
+    told = {"moved": "moved", "requests_resumed": "resumed", "recomputed_tokens": "tokens computed again"}
+    counts = [f"{document.fleet.totals.get(key, 0):,} {words}" for key, words in told.items()]
+    return ", ".join([f"{document.fleet.queued:,} queued", *counts])

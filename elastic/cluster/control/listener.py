@@ -1,0 +1,126 @@
+"""A listener that strangers may connect to: each has a bounded time to prove that it knows the key."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.handshake import HANDSHAKE_S, compare_protocols, prove
+from elastic.errors import ConfigError, ElasticError
+
+logger = logging.getLogger(__name__)
+MOST_HANDSHAKES = 32
+LOOPBACK = "127.0.0.1"
+
+
+class Listener:
+    """Listens on an address from its making to `close`, on threads of its own.
+
+    `accepted` is called with the connection of each that has proven the key and speaks this protocol, on a thread of
+    the listener; it returns soon. `refused` gets, in words, who was turned away and why. At most `most` handshakes run
+    at a time: one more ends the one that has lasted longest, so that silent ones cannot keep others out.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        accepted: Callable[[SocketConnection], None],
+        *,
+        refused: Callable[[str], None] | None = None,
+        handshake_s: float = HANDSHAKE_S,
+        most: int = MOST_HANDSHAKES,
+    ) -> None:
+        """Raises `ConfigError` for an address that cannot be listened on."""
+        self._key, self._accepted, self._refused = key, accepted, refused or logger.warning
+        self._handshake_s, self._most = handshake_s, most
+        try:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._socket = socket.create_server(address, family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        """Where it listens: with the port that was chosen, if 0 was asked for."""
+        self._pending: dict[socket.socket, float] = {}  # handshakes in progress -> when they must have ended
+        self._lock = threading.Lock()
+        self._wake, self._woken = socket.socketpair()
+        self._workers = ThreadPoolExecutor(most, thread_name_prefix="elastic-handshake")
+        self._thread = threading.Thread(target=self._run, name="elastic-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more, and end handshakes in progress. Can be called twice."""
+        with suppress(OSError):  # closed before
+            self._wake.send(b"x")
+        self._thread.join()
+        self._cut(time.monotonic() + self._handshake_s)
+        self._workers.shutdown()
+        for end in (self._socket, self._wake, self._woken):
+            end.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                with self._lock:
+                    next_s = min(self._pending.values(), default=None)
+                wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
+                ready = {key.fileobj for key, _ in selector.select(wait_s)}
+                self._cut(time.monotonic())
+                if self._woken in ready:
+                    return
+                if self._socket in ready:
+                    self._accept()
+
+    def _accept(self) -> None:
+        try:
+            stream, peer = self._socket.accept()
+        except OSError as error:  # it has gone again, or there are no descriptors now: others come later
+            logger.warning("a connection could not be accepted: %s", error)
+            time.sleep(0.01)
+            return
+        if len(self._pending) >= self._most:
+            self._cut(min(self._pending.values(), default=0.0))
+        with self._lock:
+            self._pending[stream] = time.monotonic() + self._handshake_s
+        self._workers.submit(self._shake_hands, stream, f"{peer[0]}:{peer[1]}")
+
+    def _cut(self, until: float) -> None:
+        """End the handshakes that had time until then."""
+        with self._lock:
+            late = [stream for stream, deadline in self._pending.items() if deadline <= until]
+            for stream in late:  # under the lock: its number is still its own
+                del self._pending[stream]
+                with suppress(OSError):  # the other end has gone
+                    stream.shutdown(socket.SHUT_RDWR)
+
+    def _shake_hands(self, stream: socket.socket, peer: str) -> None:
+        connection = SocketConnection(stream)
+        try:
+            prove(connection, self._key, first=True)
+            compare_protocols(connection)
+        except ElasticError as error:
+            with self._lock:
+                late = self._pending.pop(stream, None) is None
+                connection.close()
+            self._refused(f"{peer} was refused: {'it took too long' if late else error}")
+            return
+        with self._lock:
+            self._pending.pop(stream, None)
+        self._accepted(connection)
+
+
+def parse_address(text: str, *, option: str) -> tuple[str, int]:
+    """Return the host and port of `HOST:PORT`, or of `PORT` alone for this machine. Raises `ConfigError`."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not int(port) < 65536:
+        raise ConfigError(f"{option} {text!r} is no address; give HOST:PORT, as {LOOPBACK}:4000")
+    return host.strip("[]") or LOOPBACK, int(port)

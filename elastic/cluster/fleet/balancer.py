@@ -1,0 +1,74 @@
+"""The thread that has requests moved so that all instances have room (Llumnix, section 4.4)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.instance import Instance, all_blocks, blocks_of
+from elastic.cluster.fleet.moves import Mover
+from elastic.cluster.fleet.planning.balance import InstanceBooks, Movable, Move, plan_moves
+from elastic.cluster.fleet.records.requests import RequestRecord
+from elastic.errors import ElasticError
+
+logger = logging.getLogger(__name__)
+INTERVAL_S = 0.25
+REST_S = 5.0
+"""How long a request stays after a move, or after one that came to nothing."""
+
+
+class Balancer:
+    """Makes one move at a time, from `start` to `stop`."""
+
+    def __init__(self, dispatcher: Dispatcher, mover: Mover, interval_s: float = INTERVAL_S) -> None:
+        self._dispatcher, self._mover = dispatcher, mover
+        self._interval_s = interval_s
+        self._rests: dict[str, float] = {}  # request -> until when it stays
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic-fleet-balancer", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Move nothing more; return when the move that is being made is done."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            move = self.next_move()
+            if move is None:
+                continue
+            try:
+                self._mover.move(move.request, move.target)
+            except ElasticError as error:
+                logger.debug("request %s stays at %s: %s", move.request, move.source, error)
+            self._rests[move.request] = time.perf_counter() + REST_S
+
+    def next_move(self) -> Move | None:
+        """Return the move that helps the most now."""
+        now = time.perf_counter()
+        self._rests = {request: until for request, until in self._rests.items() if until > now}
+        with self._dispatcher.lock:
+            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            if len(serving) < 2:
+                return None
+            books = [self._books(instance) for instance in serving]
+            head = self._dispatcher.queue[0] if self._dispatcher.queue else None
+            waiting = all_blocks(serving[0].kv_format, head) if head is not None else None
+        return next(iter(plan_moves(books, waiting)), None)
+
+    def _books(self, instance: Instance) -> InstanceBooks:
+        requests = tuple(self._movable(instance, record) for record in instance.records.values())
+        return InstanceBooks(instance.name, instance.load.total_blocks, requests, instance.hello.max_requests)
+
+    def _movable(self, instance: Instance, record: RequestRecord) -> Movable:
+        kv, prompt = instance.kv_format, len(record.request.prompt)
+        held = sum(blocks_of(kv, prompt + len(answer.tokens)) for answer in record.live)
+        steady = record.begun and not record.moving and not record.cancelled and record.request.id not in self._rests
+        return Movable(record.request.id, held, all_blocks(kv, record), len(record.live), steady)

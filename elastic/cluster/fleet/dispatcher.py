@@ -1,0 +1,406 @@
+"""The requests of a fleet: they wait here, go to an instance that can hold them, and are told from here."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic.cluster.control.connection import encode
+from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
+from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
+from elastic.cluster.fleet.planning.router import Candidate, Routing, route
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.requests import RequestRecord, new_record
+from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
+from elastic.engines.base import FinishReason, Listener, Output, Request
+from elastic.errors import CapacityError, ConfigError, IntegrityError, Overloaded, StateError
+
+logger = logging.getLogger(__name__)
+RETRY_S = 0.1
+"""How long an instance that had no room is not asked again for the same request."""
+OUTCOMES: dict[FinishReason, Outcome] = {
+    "stop": "completed",
+    "length": "completed",
+    "cancelled": "cancelled",
+    "failed": "failed",
+}
+
+
+class Dispatcher:
+    """Thread-safe. Ranks' reader threads bring news, users' threads requests; it has no thread of its own.
+
+    `lock` guards all records, the queue, the instances and what is known of them. Under it messages are only put into
+    clients' outboxes, which never waits; listeners are called without it.
+    """
+
+    def __init__(self, routing: Routing, max_queue: int | None, counters: RequestMetrics, log: EventLog) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        """Told when a request has ended or goes on elsewhere, and when instances come and go."""
+        self.instances: dict[str, Instance] = {}
+        self.records: dict[str, RequestRecord] = {}
+        self.queue: deque[RequestRecord] = deque()
+        self.forms: list[tuple[str, ...]] = []
+        self.log = log
+        self._names: set[str] = set()  # of all sequences
+        self._routing, self._max_queue = routing, max_queue
+        self._counters = counters
+        self._prefixes = PrefixIndex()
+        self._ends: deque[float] = deque(maxlen=64)  # when requests ended
+
+    # -- what users ask
+
+    def submit(self, request: Request, listener: Listener, block_tokens: int | None) -> None:
+        """Take a request; `block_tokens`: the size of blocks by whose hashes it is routed, None: it is not.
+
+        Raises `ConfigError` for an id in use, `CapacityError` for what never fits anywhere, `Overloaded` when too many
+        wait; then nothing is queued.
+        """
+        record = new_record(request, listener)
+        if self._routing == "prefix" and block_tokens:
+            record.hashes = block_hashes(request.prompt, block_tokens)
+        with self.lock:
+            names = {answer.state.id for answer in record.answers}
+            if request.id in self.records or not self._names.isdisjoint(names):
+                raise ConfigError(f"request id {request.id!r} is in use; choose another")
+            self._counters.arrived(request.id, len(request.prompt), record.arrived_s, sequences=len(record.answers))
+            try:
+                self._require_possible(request)
+                chosen = None if self.queue else self._choose(record)
+                if chosen is not None:
+                    self._give(record, *chosen)
+                else:
+                    self._require_place_in_queue()
+                    encode(record.states())  # what cannot be sent is refused now
+                    self.queue.append(record)
+            except (CapacityError, ConfigError, Overloaded):
+                self._counters.ended(request.id, "rejected")
+                raise
+            self.records[request.id] = record
+            self._names |= names
+
+    def cancel(self, request: str, index: int | None) -> None:
+        """End a request, or one of its answers; unknown: nothing happens."""
+        delivery = Delivery(self.lock)
+        with self.lock:
+            record = self.records.get(request)
+            if record is None:
+                return
+            record.cancelled.update(answer.state.index for answer in record.live if index in (None, answer.state.index))
+            if record.moving:
+                return  # who moves it says so, where it is then
+            if record.instance is not None:
+                self.instances[record.instance].client.send(Cancel(request, index))
+            else:
+                self.end_answers(record, record.cancelled, "cancelled", delivery)
+        delivery.tell()
+
+    def check(self) -> None:
+        """Recount. Raises `IntegrityError`."""
+        with self.lock:
+            waiting = {id(record) for record in self.queue}
+            for request, record in self.records.items():
+                there = [i.name for i in self.instances.values() if request in i.records]
+                if there != ([record.instance] if record.instance is not None else []):
+                    raise IntegrityError(
+                        f"request {request!r} is at {record.instance}, instances that have it: {there}"
+                    )
+                if record.instance is None and not record.moving and id(record) not in waiting:
+                    raise IntegrityError(f"request {request!r} is at no instance, and does not wait")
+                if not record.live:
+                    raise IntegrityError(f"request {request!r} has ended, and is remembered")
+            if len(waiting) != len(self.queue) or any(record.instance is not None for record in self.queue):
+                raise IntegrityError("a request waits that an instance has, or waits twice")
+            names = {answer.state.id for record in self.records.values() for answer in record.answers}
+            if names != self._names:
+                raise IntegrityError(f"sequences {sorted(names ^ self._names)} are remembered or missing")
+
+    # -- what ranks tell
+
+    def heard(self, instance: Instance, message: News | Refused | Beat) -> None:
+        """Note what a rank tells, on its client's thread. A rank that cannot be right is fenced."""
+        if isinstance(message, News):
+            fault = self._news(instance, message)
+        elif isinstance(message, Refused):
+            fault = self._refused(instance, message)
+        else:
+            fault = None
+            with self.lock:
+                instance.hear(message.load, time.perf_counter())
+                self.dispatch()
+        if fault is not None:
+            instance.client.kill(fault)
+
+    def _news(self, instance: Instance, news: News) -> str | None:
+        """Deliver the tokens of a step; return why the rank cannot be right, if it cannot."""
+        now = time.perf_counter()
+        delivery = Delivery(self.lock)
+        counts: dict[str, int] = {}
+        ended: list[tuple[RequestRecord, FinishReason]] = []
+        fault: str | None = None
+        with self.lock:
+            if self.instances.get(instance.name) is not instance:
+                return None  # it was given up: others go on with what it had
+            instance.hear(news.load, now)
+            if news.kv is not None and instance.directory is not None:
+                instance.directory.apply(news.kv)
+            instance.forms.extend(map(self.form, news.forms))
+            for output, start in zip(news.outputs, news.starts, strict=True):
+                record = self.records.get(output.request)
+                if record is None or record.instance != instance.name:
+                    continue
+                fault = self._take(instance, record, output, start, now, delivery, counts)
+                if fault is not None:
+                    break
+                if output.finish is not None and not record.live:
+                    ended.append((record, output.finish))
+            self._counters.produced_together(counts, news.outputs[-1].at_s if instance.same_host and counts else now)
+            for record, finish in ended:
+                self._end(record, OUTCOMES[finish])
+            if self.queue:
+                self.dispatch()
+        delivery.tell()
+        if self._routing == "prefix":
+            self._remember(instance, [record for record, _ in ended])
+        return fault
+
+    def _take(
+        self,
+        instance: Instance,
+        record: RequestRecord,
+        output: Output,
+        start: int,
+        now: float,
+        delivery: Delivery,
+        counts: dict[str, int],
+    ) -> str | None:
+        """Note one output of a request that is there; return why it cannot be right, if it cannot."""
+        if output.finish == "cancelled" and output.index not in record.cancelled:
+            return f"it ended request {output.request!r}, which nobody cancelled"
+        try:
+            new = record.take(output, start)
+        except IntegrityError as error:
+            return str(error)
+        if new is None:
+            return None
+        if not record.begun:
+            record.begun = True
+            instance.unheard.pop(output.request, None)
+            if not record.scheduled and new.tokens:
+                record.scheduled = True
+                self._counters.scheduled(output.request, new.scheduled_s if instance.same_host else now)
+        if record.resumption is not None:
+            self._resumed(record, output, now)
+        if not instance.same_host:
+            new = replace(new, at_s=now, scheduled_s=None)
+        weights = instance.forms[new.weights] if new.weights < len(instance.forms) else new.weights
+        if weights != new.weights:
+            new = replace(new, weights=weights)
+        if new.tokens:
+            counts[output.request] = counts.get(output.request, 0) + len(new.tokens)
+            record.last_s = now
+        delivery.add(record, new)
+        return None
+
+    def _resumed(self, record: RequestRecord, output: Output, now: float) -> None:
+        """Note the first output of an answer that goes on elsewhere: what it cost."""
+        had, resumption = record.had.pop(output.index, 0), record.resumption
+        assert resumption is not None
+        if output.tokens:
+            recomputed = max(0, had - (output.cached_tokens or 0))
+            resumption.recomputed_tokens += recomputed
+            self.log.count(recomputed_tokens=recomputed)
+            if record.last_s:
+                resumption.stalled_s = max(resumption.stalled_s, now - record.last_s)
+        if not record.had:
+            record.resumption, record.kv, record.source = None, (), None
+            resumption.heard(output.request)
+            self.changed.notify_all()
+
+    def _refused(self, instance: Instance, message: Refused) -> str | None:
+        """Have a request go elsewhere, or end it; return why the rank cannot serve, if it cannot."""
+        delivery = Delivery(self.lock)
+        error = message.error
+        with self.lock:
+            record = self.records.get(message.request)
+            if record is None or record.instance != instance.name:
+                return None
+            instance.take(record)
+            if record.moving:
+                record.refused[instance.name] = time.perf_counter() + RETRY_S
+            elif isinstance(error, CapacityError | Overloaded | StateError):
+                forever = isinstance(error, CapacityError)
+                record.refused[instance.name] = math.inf if forever else time.perf_counter() + RETRY_S
+                self.requeue([record], delivery)
+                if all(record.refused.get(name) == math.inf for name in self.instances):
+                    self.end_answers(record, range(record.request.n), "failed", delivery, str(error))
+                self.dispatch()
+            else:
+                self.end_answers(record, range(record.request.n), "failed", delivery, str(error))
+            self.changed.notify_all()
+        delivery.tell()
+        return f"its engine does not serve: {error}" if isinstance(error, StateError) else None
+
+    # -- under the lock, for others of the fleet too
+
+    def form(self, form: tuple[str, ...]) -> int:
+        """Return the fleet's index of a form that a rank's weights had."""
+        if form not in self.forms:
+            self.forms.append(form)
+        return self.forms.index(form)
+
+    def dispatch(self) -> None:
+        """Give requests that wait to instances that can hold them, in order."""
+        while self.queue:
+            record = self.queue[0]
+            chosen = self._choose(record)
+            if chosen is None:
+                return
+            self.queue.popleft()
+            self._give(record, *chosen)
+
+    def requeue(self, records: Iterable[RequestRecord], delivery: Delivery) -> None:
+        """Put requests that no instance has any more before those that wait; cancelled answers end."""
+        back = []
+        for record in records:
+            self.end_answers(record, record.cancelled, "cancelled", delivery)
+            if record.live:
+                back.append(record)
+        self.queue.extendleft(sorted(back, key=lambda record: record.arrived_s, reverse=True))
+
+    def end_answers(
+        self,
+        record: RequestRecord,
+        indices: Iterable[int],
+        finish: FinishReason,
+        delivery: Delivery,
+        error: str | None = None,
+    ) -> None:
+        """End answers of a request that no instance has."""
+        for output in record.end(indices, finish, error):
+            record.had.pop(output.index, None)
+            delivery.add(record, output)
+        if not record.live:
+            if record in self.queue:
+                self.queue.remove(record)
+            self._end(record, OUTCOMES[finish])
+
+    def fail_waiting(self, why: str, finish: FinishReason, delivery: Delivery) -> None:
+        """End all requests that wait at the fleet."""
+        for record in list(self.queue):
+            self.end_answers(record, range(record.request.n), finish, delivery, why if finish == "failed" else None)
+
+    def forget(self, instance: Instance) -> None:
+        """Have an instance get nothing any more, and nothing that it tells count."""
+        self.instances.pop(instance.name, None)
+        self._prefixes.forget(instance.name)
+        self.changed.notify_all()
+
+    def give_to(self, record: RequestRecord, instance: Instance) -> None:
+        """Give a request to this instance."""
+        self._give(record, instance, self._prefixes.cached(instance.name, record.hashes))
+
+    # -- inside, under the lock
+
+    def _choose(self, record: RequestRecord) -> tuple[Instance, int] | None:
+        """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere."""
+        now = time.perf_counter()
+        candidates = []
+        for instance in self.instances.values():
+            if instance.state != "serving" or record.refused.get(instance.name, 0.0) > now:
+                continue
+            cached = self._prefixes.cached(instance.name, record.hashes) if record.hashes else 0
+            if instance.holds(record, cached):
+                ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values())
+                candidates.append(
+                    Candidate(
+                        instance.name, instance.sequences, instance.free_blocks, ahead, cached, instance.given
+                    )
+                )  # fmt: skip
+        best = route(candidates, len(record.hashes), self._routing)
+        return None if best is None else (self.instances[best.name], best.cached_blocks)
+
+    def _give(self, record: RequestRecord, instance: Instance, cached: int) -> None:
+        """Send a request to an instance, with its KV where that can be read there."""
+        kv, source = record.kv, record.source
+        if source is None or not instance.same_host or source.format != instance.kv_format:
+            kv, source = (), None
+        waited_s = time.perf_counter() - record.arrived_s
+        instance.client.send(Submit(record.states(), waited_s, kv, source))
+        if not record.scheduled:
+            self.log.count(routed=1, prefix_hits=int(cached > 0))
+        instance.give(record, cached)
+        if record.hashes:
+            self._prefixes.note(instance.name, record.hashes, instance.most_blocks)
+
+    def _end(self, record: RequestRecord, outcome: Outcome) -> None:
+        """Forget a request that has ended."""
+        request = record.request.id
+        if record.instance is not None:
+            self.instances[record.instance].take(record)
+        del self.records[request]
+        self._names.difference_update(answer.state.id for answer in record.answers)
+        self._counters.ended(request, outcome)
+        self._ends.append(time.perf_counter())
+        record.kv, record.source = (), None
+        if record.resumption is not None:
+            record.resumption.heard(request)
+            record.resumption = None
+        self.changed.notify_all()
+
+    def _require_possible(self, request: Request) -> None:
+        serving = [instance for instance in self.instances.values() if instance.state == "serving"]
+        if not serving or any(instance.fits_alone(request) for instance in serving):
+            return
+        best = max(serving, key=lambda instance: instance.most_blocks)
+        kv, tokens = best.kv_format, len(request.prompt) + request.max_tokens
+        if any(instance.ever_holds(request) for instance in serving):
+            raise Overloaded(
+                f"a request of {tokens} tokens does not fit while the limits of KV are as they are",
+                retry_after_s=self.retry_after_s,
+            )
+        bytes_of = kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)
+        raise CapacityError(
+            f"a request of {tokens} tokens fits in no instance; ask for less, or give the ranks more memory",
+            requested_bytes=request_blocks(kv, request) * bytes_of,
+            free_bytes=max(0, best.free_blocks) * bytes_of,
+            total_bytes=best.most_blocks * bytes_of,
+        )
+
+    def _require_place_in_queue(self) -> None:
+        if self._max_queue is not None and len(self.queue) >= self._max_queue:
+            raise Overloaded(
+                f"{len(self.queue)} requests wait, max_queue={self._max_queue}", retry_after_s=self.retry_after_s
+            )
+
+    @property
+    def retry_after_s(self) -> float:
+        """When the queue should be empty, at the rate at which requests have ended lately; from 1 to 60 s."""
+        if len(self._ends) < 2:
+            return 1.0
+        rate = len(self._ends) / max(1e-3, time.perf_counter() - self._ends[0])
+        return min(60.0, max(1.0, len(self.queue) / rate))
+
+    # -- inside, without the lock
+
+    def _remember(self, instance: Instance, ended: list[RequestRecord]) -> None:
+        """Note the blocks of answers that have ended: the next turn of a conversation begins with them."""
+        for record in ended:
+            if not record.hashes:
+                continue
+            size = instance.kv_format.block_tokens
+            found = [
+                block_hashes([*record.request.prompt, *answer.tokens[:-1]], size, record.hashes)
+                for answer in record.answers
+            ]
+            with self.lock:
+                if instance.name in self.instances:
+                    for hashes in found:
+                        self._prefixes.note(instance.name, hashes, instance.most_blocks)

@@ -1,0 +1,393 @@
+"""`Fleet`: several processes that serve one model, as one engine."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Self
+
+from elastic.cluster.control.messages import (
+    Apply,
+    Check,
+    CommitActions,
+    Drain,
+    Look,
+    PrepareActions,
+    Question,
+    RollbackActions,
+    RuntimeView,
+)
+from elastic.cluster.control.status import FleetEvent, FleetStatus
+from elastic.cluster.fleet.balancer import Balancer
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.launchers import launcher_of
+from elastic.cluster.fleet.membership import Membership
+from elastic.cluster.fleet.moves import ANSWER_S, Moved, Mover
+from elastic.cluster.fleet.planning.router import Routing
+from elastic.cluster.fleet.rank_starter import END_S, RankStarter
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.requests import require_sense
+from elastic.cluster.fleet.supervisor import Supervisor
+from elastic.cluster.launch.base import Launcher
+from elastic.config import require
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.engines.base import GrammarCompiler, Listener, Request
+from elastic.engines.stopping import with_ends
+from elastic.errors import ConfigError, RankLost, StateError
+from elastic.types import Action
+
+logger = logging.getLogger(__name__)
+_fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
+
+
+class Fleet:
+    """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
+
+    `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
+    for each its own list of places; `cores` the CPU cores of each. `launch` starts them: "local" processes of this
+    host, "in-process" threads, "ray" actors, "join" for ranks that come by themselves, or a `Launcher`. `wrap` and
+    `engine` are further options of `elastic.wrap` and `ContinuousEngine` in each.
+
+    A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
+    `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
+    instances have room. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
+    for `hang_timeout_s`, is fenced; with `replace` another one takes its place. Its requests go on elsewhere, from the
+    tokens that were told. `grammars` checks grammars before a rank sees them.
+
+    Listeners are called on the thread that reads from the request's rank; when it is cancelled while it waits, on the
+    thread that does so; one call at a time for a request, in order. They may submit and cancel.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        ranks: int | Sequence[Sequence[str]] = 1,
+        places: Sequence[str] = (),
+        cores: Sequence[Sequence[int]] = (),
+        launch: str | Launcher = "local",
+        wrap: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        policy: Literal["balance"] | None = None,
+        routing: Routing = "prefix",
+        max_queue: int | None = None,
+        beat_timeout_s: float = 2.0,
+        hang_timeout_s: float = 60.0,
+        replace: bool = True,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
+        require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
+        require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
+        require(policy in (None, "balance"), "policy", policy, 'None or "balance"')
+        require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
+        self.counters = RequestMetrics()
+        self._grammars = grammars
+        self._launcher = launcher_of(launch)
+        self._log = EventLog()
+        self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
+        self._members = Membership(self._dispatcher, self._log)
+        options = {"wrap": dict(wrap or {}), "engine": dict(engine or {}), "environment": dict(environment or {})}
+        self._starter = RankStarter(self._launcher, self._members, model, options)
+        self._specs = self._starter.specs(ranks, places, cores)
+        self._supervisor = Supervisor(
+            self._dispatcher,
+            self._log,
+            self._starter,
+            replaces=replace,
+            beat_timeout_s=beat_timeout_s,
+            hang_timeout_s=hang_timeout_s,
+        )
+        self._members.on_lost = self._supervisor.lost
+        self._mover = Mover(self._dispatcher, self._log)
+        self._balancer = Balancer(self._dispatcher, self._mover) if policy == "balance" else None
+        self._lock = threading.Lock()  # of the state
+        self._state = "new"
+        self._process = os.getpid()
+
+    @classmethod
+    def of(cls, *models: Any, **options: Any) -> Self:
+        """Return a fleet of ranks in this process, one for each model, plain or wrapped. Options: as of `Fleet`."""
+        if not models:
+            raise ConfigError("Fleet.of: give at least one model")
+        fleet = cls(models[0], **{"ranks": len(models), "launch": "in-process", "replace": False, **options})
+        specs = zip(fleet._specs, models, strict=True)
+        fleet._specs = [dataclasses.replace(spec, model=model) for spec, model in specs]
+        return fleet
+
+    # -- an engine
+
+    @property
+    def runtime(self) -> None:
+        """None: the models are in the ranks; see `look`."""
+        return
+
+    @property
+    def weights(self) -> tuple[tuple[str, ...], ...]:
+        """The forms that the layers have had at any rank; `Output.weights` is an index into it."""
+        with self._dispatcher.lock:
+            return tuple(self._dispatcher.forms)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The model's own end tokens; none before a rank has joined."""
+        return self._members.facts.end_tokens if self._members.facts is not None else ()
+
+    @property
+    def serving(self) -> bool:
+        """True while requests are taken: after `start`, until `stop`, or until no rank is left and none can come."""
+        return self._state == "serving" and not self._supervisor.hopeless
+
+    def start(self) -> None:
+        """Start the ranks and compare what they serve; return when all do.
+
+        Raises what a rank raised that cannot start, `ConfigError` for one with other weights; then none is left.
+        `StateError` if the fleet was started before.
+        """
+        with self._lock:
+            if self._state != "new":
+                raise StateError(f"the fleet is {self._state}; make a new one")
+            self._state = "starting"
+        _fleets.add(self)
+        try:
+            if self._starter.waits:
+                self._launcher.on_joined = self._starter.take  # type: ignore[attr-defined]
+            self._starter.start_all(self._specs)
+            self._supervisor.start()
+            if self._balancer is not None:
+                self._balancer.start()
+        except BaseException:
+            self.stop(drain=False)
+            raise
+        with self._lock:
+            if self._state == "starting":
+                self._state = "serving"
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queue a request; see `Engine`."""
+        facts = self._members.facts
+        if facts is None or not self.serving:
+            self._refuse()
+        assert facts is not None
+        require_sense(request, facts.vocabulary, facts.longest)
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.matcher(request.grammar)
+        kv = self._members.kv_format
+        self._dispatcher.submit(with_ends(request, facts.end_tokens), listener, kv.block_tokens if kv else None)
+        if self._state != "serving":  # it was stopped meanwhile, and may not have seen the request
+            self._dispatcher.cancel(request.id, None)
+
+    def cancel(self, request: str, index: int | None = None) -> None:
+        """End a request, or one of its answers; its listener gets `cancelled` for each. Unknown: nothing happens."""
+        self._dispatcher.cancel(request, index)
+
+    def stop(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more requests; finish those there are (`drain`, for `timeout_s` at the most), or cancel them.
+
+        All ranks have ended then. Raises `StateError` in a listener.
+        """
+        if Delivery.on_this_thread():
+            raise StateError("the fleet cannot be stopped by a listener; use another thread")
+        with self._lock:
+            was, self._state = self._state, "stopped"
+        if was == "stopped":
+            return
+        dispatcher = self._dispatcher
+        if drain and was == "serving":
+            with dispatcher.lock:
+                dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
+        if self._balancer is not None:
+            self._balancer.stop()
+        self._end_ranks()
+        self._supervisor.stop()
+        self._end_ranks()  # one may have come in the place of another
+        delivery = Delivery(dispatcher.lock)
+        with dispatcher.lock:
+            for record in list(dispatcher.records.values()):
+                dispatcher.end_answers(record, range(record.request.n), "cancelled", delivery)
+            dispatcher.queue.clear()
+        delivery.tell()
+        self._launcher.close()
+        _fleets.discard(self)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # -- ranks
+
+    def add(self, places: Sequence[str] | None = None, *, cores: Sequence[int] = ()) -> str:
+        """Start one more rank; return its name when it serves. Raises as `start` does; the others serve on."""
+        self._require_serving()
+        spec = self._starter.spec(self._specs[0].places if places is None else places, cores)
+        return self._starter.start(spec).name
+
+    def scale_out(self, ranks: int) -> tuple[str, ...]:
+        """Start so many more ranks, like the first; return their names. Raises the first error, if not all came."""
+        self._require_serving()
+        require(ranks >= 1, "ranks", ranks, "at least 1")
+        return self._starter.start_all([self._starter.spec(self._specs[0].places) for _ in range(ranks)])
+
+    def remove(self, name: str, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """End a rank. With `drain` its requests move or end before, for `timeout_s` at the most; then, or else they go
+        on elsewhere from the tokens that were told.
+
+        Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there.
+        """
+        instance = self._instance(name)
+        with self._dispatcher.lock:
+            others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
+            if instance.records and not others and not drain:
+                raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
+            instance.state = "draining"
+        if drain:
+            _result(instance, instance.client.ask(Drain()))
+            self._mover.drain(instance, timeout_s)
+        self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
+        instance.leaving = True
+        if instance.records:
+            instance.client.kill("removed from the fleet")
+        instance.client.close(timeout_s=END_S)
+
+    def kill(self, name: str) -> None:
+        """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere."""
+        instance = self._instance(name)
+        instance.client.kill("killed by hand")
+        with self._dispatcher.lock:
+            self._dispatcher.changed.wait_for(lambda: name not in self._dispatcher.instances, END_S)
+
+    def move(self, request: str, instance: str) -> Moved:
+        """Have a request go on at another instance; see `Mover.move`. Not for listeners."""
+        if Delivery.on_this_thread():
+            raise StateError("a request cannot be moved by a listener; use another thread")
+        return self._mover.move(request, instance)
+
+    def instance_of(self, request: str) -> str | None:
+        """Return the instance that computes a request; None: it waits, or has ended."""
+        with self._dispatcher.lock:
+            record = self._dispatcher.records.get(request)
+            return record.instance if record is not None else None
+
+    # -- what is asked of one rank's runtime
+
+    def look(self, rank: str) -> RuntimeView:
+        """Return the status, events and request statistics of a rank's runtime."""
+        view: RuntimeView = self._ask(rank, Look())
+        return view
+
+    def apply(
+        self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet"
+    ) -> Any:
+        """Do actions at a rank, all or none; return their results, with `dry_run` the steps of a plan."""
+        return self._ask(rank, Apply(_several(actions), why, dry_run))
+
+    def prepare(self, rank: str, actions: Action | Sequence[Action], id: str, timeout_s: float = 60.0) -> Any:
+        """Prepare actions at a rank; see `Runtime.prepare`."""
+        return self._ask(rank, PrepareActions(_several(actions), id, timeout_s))
+
+    def commit(self, rank: str, id: str) -> Any:
+        """Commit prepared actions at a rank; see `Runtime.commit`."""
+        return self._ask(rank, CommitActions(id))
+
+    def rollback(self, rank: str, id: str) -> Any:
+        """Undo prepared actions at a rank; see `Runtime.rollback`."""
+        return self._ask(rank, RollbackActions(id))
+
+    # -- how it is
+
+    def status(self) -> FleetStatus:
+        """Return its ranks, instances and counts."""
+        ranks = self._members.statuses(time.perf_counter())
+        with self._dispatcher.lock:
+            instances = tuple(instance.status() for instance in self._dispatcher.instances.values())
+            return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals())
+
+    def events(self) -> tuple[FleetEvent, ...]:
+        """Return what has happened to it lately, oldest first."""
+        return self._log.events()
+
+    def health(self) -> bool:
+        """Return whether requests are computed: it serves, and a rank is there."""
+        with self._dispatcher.lock:
+            there = any(instance.state == "serving" for instance in self._dispatcher.instances.values())
+        return self.serving and there
+
+    def check(self) -> None:
+        """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""
+        self._dispatcher.check()
+        with self._dispatcher.lock:
+            asked = [(i, i.client.ask(Check())) for i in self._dispatcher.instances.values()]
+        for instance, answer in asked:
+            _result(instance, answer)
+
+    # -- inside
+
+    def _end_ranks(self) -> None:
+        """End all ranks, in order."""
+        with self._dispatcher.lock:
+            instances = list(self._dispatcher.instances.values())
+            for instance in instances:
+                instance.leaving = True
+        self._starter.end(instances)
+
+    def _instance(self, name: str) -> Instance:
+        with self._dispatcher.lock:
+            instance = self._dispatcher.instances.get(name)
+            known = ", ".join(self._dispatcher.instances) or "none"
+        if instance is None:
+            raise ConfigError(f"there is no rank {name!r}; there are: {known}")
+        return instance
+
+    def _ask(self, rank: str, question: Question) -> Any:
+        instance = self._instance(rank)
+        return _result(instance, instance.client.ask(question))
+
+    def _require_serving(self) -> None:
+        if self._state != "serving":
+            self._refuse()
+
+    def _refuse(self) -> None:
+        if self._state == "serving":
+            raise StateError("no rank is left, and none comes; add one")
+        raise StateError(f"the fleet is {self._state}; start it, or make a new one")
+
+
+_ROUTINGS: tuple[Routing, ...] = ("prefix", "freeness", "least_load", "round_robin")
+
+
+def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(actions) if isinstance(actions, Sequence) else (actions,)
+
+
+def _result(instance: Instance, answer: Future[Any]) -> Any:
+    """Return what a rank answers. Raises what it raised, `RankLost` if it did not."""
+    try:
+        return answer.result(ANSWER_S)
+    except TimeoutError as error:
+        raise RankLost(f"rank {instance.name!r} did not answer in {ANSWER_S:.0f} s", rank=instance.name) from error
+    except StateError as error:
+        if instance.client.lost:
+            raise RankLost(str(error), rank=instance.name) from error
+        raise
+
+
+def _stop_all() -> None:
+    for fleet in list(_fleets):
+        if fleet._process == os.getpid():
+            fleet.stop(drain=False)
+
+
+atexit.register(_stop_all)

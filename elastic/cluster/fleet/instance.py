@@ -1,0 +1,175 @@
+"""What a fleet knows of one instance: its rank, what it was given, and whether it has room for more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.cluster.control.messages import Hello, RankLoad
+from elastic.cluster.control.status import InstanceStatus, RankState
+from elastic.cluster.fleet.planning.router import freeness
+from elastic.cluster.fleet.records.memory_file import HeldMemory
+from elastic.cluster.fleet.records.requests import RequestRecord
+from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.rank.client import RankClient
+from elastic.engines.base import Request
+from elastic.engines.core.admission import AdmissionLedger, Demand
+from elastic.engines.core.kv_state import KVDirectory, KVFormat
+
+AHEAD = 1
+"""Sequences that an instance may have besides `max_requests`, so that none of its steps waits for the fleet."""
+
+
+@dataclass(slots=True)
+class _Unheard:
+    """A request of which its instance has told nothing yet."""
+
+    blocks: int
+    """All that it may need."""
+    prompt_blocks: int
+    """Those that are to be computed first."""
+
+
+@dataclass(eq=False)
+class Instance:
+    """One rank that serves alone, as its own leader. Under the lock of the `Dispatcher` that has it."""
+
+    name: str
+    client: RankClient
+    spec: RankSpec
+    launcher: str
+    forms: list[int]
+    """Its index of weights -> the fleet's."""
+    same_host: bool
+    """Whether its clock is the fleet's."""
+    memory: HeldMemory | None = None
+    """Its KV cache as others can read it, also when it has ended."""
+    directory: KVDirectory | None = None
+    """Where in that memory the keys and values of its sequences are."""
+    state: RankState = "serving"
+    why: str = ""
+    leaving: bool = False
+    """Whether it was asked to end: then its end is no failure."""
+    records: dict[str, RequestRecord] = field(default_factory=dict)
+    given: int = 0
+    since_s: float = field(default_factory=time.perf_counter)
+    heard_s: float = field(default_factory=time.perf_counter)
+    progress_s: float = field(default_factory=time.perf_counter)
+    """When its engine last began a step, or had nothing to do."""
+    unheard: dict[str, _Unheard] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.load: RankLoad = self.hello.load
+        self.most_blocks = self.load.total_blocks
+
+    @property
+    def hello(self) -> Hello:
+        """Who it is."""
+        return self.client.hello
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """The form of its blocks."""
+        return self.hello.kv
+
+    @property
+    def sequences(self) -> int:
+        """Answers that it was given and that have not ended."""
+        return sum(len(record.live) for record in self.records.values())
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks after promises, as it last told, and after what it was given since."""
+        return self.load.free_blocks - sum(unheard.blocks for unheard in self.unheard.values())
+
+    @property
+    def freeness(self) -> float:
+        """Blocks that are left for each running sequence."""
+        return freeness(self.free_blocks, self.sequences)
+
+    def hear(self, load: RankLoad, now: float) -> None:
+        """Note a sign of life."""
+        if load.steps != self.load.steps or not (load.running or load.waiting):
+            self.progress_s = now
+        self.heard_s = now
+        self.load = load
+        self.most_blocks = max(self.most_blocks, load.total_blocks)
+
+    def give(self, record: RequestRecord, cached: int) -> None:
+        """Note a request that it gets, so many blocks of whose prompt it has."""
+        if not self.records:
+            self.progress_s = time.perf_counter()  # it had nothing to do
+        record.instance, record.begun = self.name, False
+        self.records[record.request.id] = record
+        self.given += 1
+        prompt = max(0, len(record.hashes) - cached)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt)
+
+    def reserve(self, record: RequestRecord) -> None:
+        """Keep room for a request that may come."""
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0)
+
+    def take(self, record: RequestRecord) -> None:
+        """Note that a request is not there any more."""
+        self.records.pop(record.request.id, None)
+        self.unheard.pop(record.request.id, None)
+        record.instance = None
+
+    def holds(self, record: RequestRecord, cached: int) -> bool:
+        """Return whether a request could begin there at once, and all that it has could still end."""
+        live, new = self.sequences, len(record.live)
+        if live and live + new > self.hello.max_requests + AHEAD:
+            return False
+        if not live or not self.fits_alone(record.request):
+            return self.fits_alone(record.request)
+        if all_blocks(self.kv_format, record) - cached <= self.free_blocks:
+            return True
+        return can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks)
+
+    def fits_alone(self, request: Request) -> bool:
+        """Return whether one answer of a request fits there, if nothing else is there, while its limit is as it is."""
+        return request_blocks(self.kv_format, request) <= self.load.total_blocks
+
+    def ever_holds(self, request: Request) -> bool:
+        """Return whether it would fit at the highest limit that there was."""
+        return request_blocks(self.kv_format, request) <= self.most_blocks
+
+    def status(self) -> InstanceStatus:
+        """Return what `Fleet.status` says of it."""
+        requests = len(self.records)
+        return InstanceStatus(self.name, self.name, (self.name,), self.load, requests, self.freeness)
+
+
+def request_blocks(kv: KVFormat, request: Request) -> int:
+    """Count the blocks that one answer of a request may need at the most."""
+    return blocks_of(kv, len(request.prompt) + request.max_tokens)
+
+
+def blocks_of(kv: KVFormat, tokens: int) -> int:
+    """Count the blocks, of all groups of layers, that so many tokens of a sequence need."""
+    sizes = (tokens if window is None else min(tokens, window) for _, window in kv.groups)
+    return sum(-(-size // kv.block_tokens) for size in sizes)
+
+
+def all_blocks(kv: KVFormat, record: RequestRecord) -> int:
+    """Count the blocks that a request may need at the most; its answers share those of the prompt."""
+    prompt, most = len(record.request.prompt), record.request.max_tokens
+    shared = blocks_of(kv, prompt // kv.block_tokens * kv.block_tokens)
+    return shared + len(record.live) * (blocks_of(kv, prompt + most) - shared)
+
+
+def can_all_end(kv: KVFormat, records: Sequence[RequestRecord], total_blocks: int) -> bool:
+    """Return whether requests could have the blocks of their tokens so far at the same time, and all end then.
+
+    The banker's algorithm, as the engine's own admission; but blocks that requests share count for each. Answers
+    behind the first of a request that has no tokens yet wait, and hold none.
+    """
+    ledger, held = AdmissionLedger((1,)), 0
+    for record in records:
+        prompt, most = len(record.request.prompt), record.request.max_tokens
+        for i, answer in enumerate(record.live):
+            now = blocks_of(kv, prompt + len(answer.tokens) + 1) if answer.tokens or not i else 0
+            ledger.add(Demand([blocks_of(kv, prompt + most) - now], [now]))
+            held += now
+    return held <= total_blocks and ledger.reserved_sectors([0]) <= total_blocks - held

@@ -1,0 +1,26 @@
+"""Launchers by name. Their modules are imported when they are asked for: some need packages that few have."""
+
+from __future__ import annotations
+
+import importlib
+
+from elastic.cluster.launch.base import Launcher
+from elastic.errors import ConfigError
+
+_LAUNCHERS = {
+    "local": "elastic.cluster.launch.local:LocalLauncher",
+    "in-process": "elastic.cluster.launch.in_process:InProcessLauncher",
+    "join": "elastic.cluster.launch.join:JoinLauncher",
+    "ray": "elastic.cluster.launch.ray:RayLauncher",
+}
+
+
+def launcher_of(launch: str | Launcher) -> Launcher:
+    """Return a launcher, by its name or as it is. Raises `ConfigError` for an unknown name."""
+    if not isinstance(launch, str):
+        return launch
+    if launch not in _LAUNCHERS:
+        raise ConfigError(f"launch={launch!r} must be one of {', '.join(_LAUNCHERS)}, or a launcher")
+    module, name = _LAUNCHERS[launch].split(":")
+    made: Launcher = getattr(importlib.import_module(module), name)()
+    return made

@@ -1,0 +1,154 @@
+"""The ranks of a fleet: they join, are lost, leave; what a lost one did goes on elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from elastic.cluster.control.messages import ModelFacts
+from elastic.cluster.control.status import RankStatus
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.model_check import require_same_model
+from elastic.cluster.fleet.moves import kv_of
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.memory_file import HeldMemory, hold_memory
+from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
+from elastic.cluster.rank.client import RankClient
+from elastic.cluster.rank.spec import RankSpec
+from elastic.engines.core.kv_state import KVDirectory, KVFormat
+from elastic.errors import ConfigError
+from elastic.memory.backends.shared_file import host_name
+
+logger = logging.getLogger(__name__)
+MOST_GONE = 32
+"""How many ranks that have gone are remembered for the status."""
+
+
+class Membership:
+    """Thread-safe: its state is under the lock of the dispatcher."""
+
+    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+        self.on_lost: Callable[[Instance], None] = lambda _: None
+        """Called for each rank that was lost, on its client's thread."""
+        self.facts: ModelFacts | None = None
+        """Of the first rank: others must have the same."""
+        self.kv_format: KVFormat | None = None
+        self._dispatcher = dispatcher
+        self._lock = dispatcher.lock
+        self._log = log
+        self._past: dict[str, RankStatus] = {}
+
+    def join(self, client: RankClient, spec: RankSpec, launcher: str) -> Instance:
+        """Have a rank serve. Raises `ConfigError` if its model is not the fleet's; it is ended then."""
+        hello, dispatcher = client.hello, self._dispatcher
+        try:
+            with self._lock:
+                if hello.name in dispatcher.instances:
+                    raise ConfigError(f"rank {hello.name!r} is there already; choose another name")
+                known = self.facts = self.facts or hello.model
+                self.kv_format = self.kv_format or hello.kv
+            require_same_model(hello.name, hello.model, known)
+        except ConfigError as error:
+            self._log.add("refused", rank=hello.name, why=str(error))
+            client.kill(str(error))
+            client.close()
+            raise
+        memory = hold_memory(hello.name, hello.memory)
+        directory = KVDirectory(memory.source) if memory is not None else None
+        with self._lock:
+            forms = [dispatcher.form(form) for form in hello.forms]
+            same = hello.host == host_name()
+            instance = Instance(hello.name, client, spec, launcher, forms, same, memory, directory)
+            dispatcher.instances[instance.name] = instance
+            client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
+            dispatcher.dispatch()
+            dispatcher.changed.notify_all()
+        self._log.add("joined", rank=instance.name, instance=instance.name)
+        return instance
+
+    def lost(self, instance: Instance, why: str) -> None:
+        """Have the requests of a rank that has ended go on elsewhere. On its client's thread, once."""
+        delivery = Delivery(self._lock)
+        with self._lock:
+            asked = instance.leaving
+            instance.state, instance.why = ("ended", "") if asked else ("lost", why)
+            resumption = self._resume(instance)
+            self._dispatcher.forget(instance)
+            back = [record for record in instance.records.values() if not record.moving]
+            for record in list(instance.records.values()):
+                instance.take(record)
+            self._dispatcher.requeue(back, delivery)
+            self._remember(instance)
+            if not asked:
+                self._log.count(ranks_lost=1, requests_resumed=resumption.requests)
+                self._log.add(
+                    "lost", rank=instance.name, instance=instance.name, requests=resumption.requests, why=why
+                )  # fmt: skip
+            if not resumption.left:
+                resumption.done(resumption)
+            self._dispatcher.dispatch()
+        delivery.tell()
+        if not asked:
+            logger.warning("rank %s was lost: %s; its %d requests go on", instance.name, why, resumption.requests)
+            self.on_lost(instance)
+
+    def _resume(self, instance: Instance) -> Resumption:
+        """Note of each request of a lost rank what it had, and where that can still be read."""
+        left = [r for r in instance.records.values() if any(a.state.index not in r.cancelled for a in r.live)]
+        memory = instance.memory
+        resumption = Resumption(len(left), partial(self._resumed, instance.name, memory, bool(left)))
+        readable = memory if instance.client.heard_all else None
+        for record in left:
+            kv = kv_of(instance, record)
+            if record.begun or kv:
+                computed = {sequence.sequence: sequence.computed for sequence in kv}
+                record.had = {
+                    answer.state.index: max(answer.computed, computed.get(answer.state.id, 0)) for answer in record.live
+                }
+                self._keep(record, instance, readable)
+            if record.resumption is not None:
+                record.resumption.heard(record.request.id)
+            record.resumption = resumption
+            resumption.left.add(record.request.id)
+        return resumption
+
+    @staticmethod
+    def _keep(record: RequestRecord, instance: Instance, memory: HeldMemory | None) -> None:
+        """Note where the KV of a request is left. What logprobs of its prompt need is computed again."""
+        record.kv, record.source = (), None
+        scores = record.request.prompt_logprobs is not None and not record.answers[0].tokens
+        if memory is not None and instance.directory is not None and not scores:
+            record.kv = kv_of(instance, record)
+            record.source = memory.source_with(instance.directory.sectors_of(record.kv))
+
+    def _resumed(self, rank: str, memory: HeldMemory | None, told: bool, resumption: Resumption) -> None:
+        """Tell that all requests of a lost rank have gone on, or ended; its memory is needed no more."""
+        if told:
+            self._log.add(
+                "requests resumed", rank=rank, requests=resumption.requests,
+                recomputed_tokens=resumption.recomputed_tokens, stalled_ms=resumption.stalled_s * 1000,
+            )  # fmt: skip
+        if memory is not None:
+            memory.close()
+
+    def _remember(self, instance: Instance) -> None:
+        self._past[instance.name] = rank_status(instance, None)
+        while len(self._past) > MOST_GONE:
+            del self._past[next(iter(self._past))]
+
+    def statuses(self, now: float) -> tuple[RankStatus, ...]:
+        """Return what is known of each rank, also of the last ones that have gone."""
+        with self._lock:
+            here = [rank_status(instance, now - instance.heard_s) for instance in self._dispatcher.instances.values()]
+            return (*(status for name, status in self._past.items()), *here)
+
+
+def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:
+    """Return what `Fleet.status` says of a rank."""
+    hello, spec = instance.hello, instance.spec
+    return RankStatus(
+        instance.name, instance.state, hello.pid, hello.host, instance.launcher, spec.places, beat_s, instance.why
+    )

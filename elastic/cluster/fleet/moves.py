@@ -1,0 +1,321 @@
+"""Moving a request to another instance while it generates (live migration; Llumnix, section 4.2)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.cluster.control.messages import (
+    Cancel,
+    GiveUp,
+    HandedOver,
+    HandOver,
+    Locate,
+    Question,
+    Receive,
+    Release,
+    Submit,
+    TakeBack,
+)
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
+from elastic.engines.core.kv_state import KVSource, SequenceKV
+from elastic.errors import ConfigError, ElasticError, Overloaded, RankLost, StateError
+
+logger = logging.getLogger(__name__)
+MOST_ROUNDS = 8
+ANSWER_S, FENCED_S = 300.0, 5.0
+"""How long a rank may take to answer, and to be given up. One that is dead or hangs is noticed before."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A request that goes on at another instance."""
+
+    request: str
+    source: str
+    target: str
+    moved_bytes: int
+    """KV that was copied while it generated; the last few tokens, copied when it had stopped, are not counted."""
+    rounds: int
+    stalled_ms: float
+    """From its last token there to its first here."""
+    recomputed_tokens: int = 0
+    """Tokens that are computed again, where the target could not read the source's memory."""
+
+
+class _Move:
+    """One request on its way. `source` computes it until `handed` is set; the flip makes it the target's."""
+
+    def __init__(self, record: RequestRecord, source: Instance, target: Instance) -> None:
+        self.record, self.source, self.target = record, source, target
+        self.memory = source.memory.hold() if source.memory is not None else None
+        self.states = tuple(answer.state for answer in record.live)
+        self.handed = self.flipped = self.received = False
+        self.told = 0
+        self.moved_bytes = self.rounds = 0
+        self.resumption = Resumption(1, left={record.request.id})
+
+    @property
+    def request(self) -> str:
+        return self.record.request.id
+
+    @property
+    def reads(self) -> bool:
+        """Whether the target can copy what the source has computed."""
+        return (
+            self.memory is not None
+            and self.source.directory is not None
+            and self.source.hello.host == self.target.hello.host
+            and self.source.kv_format == self.target.kv_format
+            and (self.record.request.prompt_logprobs is None or bool(self.record.answers[0].tokens))
+        )
+
+    def view(self, kv: tuple[SequenceKV, ...]) -> KVSource:
+        """Say where the target finds these. Under the fleet's lock."""
+        assert self.memory is not None
+        assert self.source.directory is not None
+        return self.memory.source_with(self.source.directory.sectors_of(kv))
+
+
+class Mover:
+    """Moves requests, each on the calling thread, which must be none that reads from ranks."""
+
+    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+        self._dispatcher = dispatcher
+        self._lock = dispatcher.lock
+        self._log = log
+
+    def move(self, request: str, target: str) -> Moved:
+        """Move all answers of a request to an instance; return when it has its next token, or has ended.
+
+        Its KV is copied in rounds while it generates, the rest when it has stopped between two steps. Whatever fails
+        before it goes on there, it goes on where it was; if both are lost, elsewhere. Raises `ConfigError` for a
+        request or an instance that is not there, `StateError` for one that waits, ends meanwhile or is being moved,
+        `Overloaded` where there is no room, `RankLost` if the target is lost.
+        """
+        move = self._begin(request, target)
+        try:
+            self._copy(move)
+            self._hand_over(move)
+            self._wait(move)
+        except ElasticError as error:
+            self._undo(move)
+            self._log.add("move failed", instance=target, rank=move.source.name, request=request, why=str(error))
+            raise
+        finally:
+            self._settle(move)
+        moved = Moved(
+            request, move.source.name, target, move.moved_bytes, move.rounds,
+            move.resumption.stalled_s * 1000, move.resumption.recomputed_tokens,
+        )  # fmt: skip
+        self._log.count(moved=1, moved_bytes=moved.moved_bytes)
+        self._log.add(
+            "moved", instance=target, rank=moved.source, request=request, requests=1, moved_bytes=moved.moved_bytes,
+            recomputed_tokens=moved.recomputed_tokens, stalled_ms=moved.stalled_ms,
+        )  # fmt: skip
+        return moved
+
+    def drain(self, instance: Instance, timeout_s: float | None) -> None:
+        """Have the requests of an instance that gets no more move, or end where they do not fit elsewhere."""
+        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        dispatcher = self._dispatcher
+        while until_s is None or time.perf_counter() < until_s:
+            with self._lock:
+                requests = list(instance.records)
+                others = [other for other in dispatcher.instances.values() if other.state == "serving"]
+            if not requests:
+                return
+            target = max(others, key=lambda other: other.freeness, default=None)
+            for request in requests if target is not None else ():
+                assert target is not None
+                try:
+                    self.move(request, target.name)
+                except ElasticError as error:
+                    logger.debug("request %s stays at %s: %s", request, instance.name, error)
+            with self._lock:  # what did not move gets on meanwhile, or makes room elsewhere
+                dispatcher.changed.wait_for(lambda: not instance.records, 0.2)
+
+    def _begin(self, request: str, target: str) -> _Move:
+        dispatcher = self._dispatcher
+        with self._lock:
+            record, goal = dispatcher.records.get(request), dispatcher.instances.get(target)
+            if record is None:
+                raise ConfigError(f"request {request!r} is not served here, or has ended")
+            if goal is None:
+                known = ", ".join(dispatcher.instances) or "none"
+                raise ConfigError(f"there is no instance {target!r}; there are: {known}")
+            if record.moving or record.instance is None:
+                raise StateError(f"request {request!r} {'is being moved' if record.moving else 'waits in the queue'}")
+            if record.instance == target:
+                raise StateError(f"request {request!r} is at instance {target!r} already")
+            if goal.state != "serving":
+                raise StateError(f"instance {target!r} takes no requests: it is {goal.state}")
+            if not goal.holds(record, 0):
+                raise Overloaded(
+                    f"instance {target!r} has no room for request {request!r}",
+                    retry_after_s=dispatcher.retry_after_s,
+                )
+            record.moving = True
+            goal.reserve(record)
+            return _Move(record, dispatcher.instances[record.instance], goal)
+
+    def _copy(self, move: _Move) -> None:
+        """Copy what is computed, while more is, until little is left."""
+        copied, least = 0, move.source.kv_format.block_tokens
+        while move.reads and move.rounds < MOST_ROUNDS:
+            with self._lock:
+                self._require_alive(move.source)
+                if not move.record.live or move.record.cancelled:
+                    raise StateError(f"request {move.request!r} ended before it was moved")
+                kv = kv_of(move.source, move.record)
+                source = move.view(kv)
+            computed = sum(sequence.computed for sequence in kv)
+            if computed - copied <= least * len(kv):
+                return
+            move.received = True
+            move.moved_bytes += self._ask(move.target, Receive(move.states, kv, source))
+            move.rounds += 1
+            copied = computed
+
+    def _hand_over(self, move: _Move) -> None:
+        """Stop the request at its source, and have it go on at its target."""
+        handed: HandedOver | None = self._ask(move.source, HandOver(move.request))
+        if handed is None:
+            raise StateError(f"request {move.request!r} ended before it was moved")
+        move.handed = True
+        record = move.record
+        with self._lock:
+            self._require_alive(move.target)
+            if record.instance is None:
+                raise self._lost(move.source)
+            states = record.states()
+            same = {state.id: state.generated for state in handed.states} == {s.id: s.generated for s in states}
+            kv = handed.kv if same and move.reads else ()
+            move.told = sum(len(answer.tokens) for answer in record.answers)
+            record.had = {answer.state.index: answer.computed for answer in record.live}
+            record.resumption = move.resumption
+            source = move.view(kv) if kv else None
+            waited_s = time.perf_counter() - record.arrived_s
+            move.target.client.send(Submit(states, waited_s, kv, source))
+            barrier = move.target.client.ask(Locate(move.request))
+            move.source.take(record)
+            move.target.give(record, 0)
+            move.flipped = True
+        self._result(move.target, barrier)
+
+    def _wait(self, move: _Move) -> None:
+        """Return when the request has gone on at its target; then the source needs its blocks no more."""
+
+        def settled() -> bool:
+            return not move.resumption.left or move.record.instance != move.target.name
+
+        with self._lock:
+            self._dispatcher.changed.wait_for(settled, ANSWER_S)
+            if move.record.live and move.record.instance is None:
+                if move.target.name in self._dispatcher.instances:
+                    raise Overloaded(f"instance {move.target.name!r} refused request {move.request!r}", retry_after_s=1)
+                raise self._lost(move.target)
+        self._release(move)
+
+    # -- when it comes to nothing
+
+    def _undo(self, move: _Move) -> None:
+        """Have the request go on at its source, if that is there."""
+        if not move.flipped and move.received:
+            with suppress(ElasticError):  # it was lost, and what it had received with it
+                self._ask(move.target, GiveUp(move.request))
+        if not move.handed:
+            return
+        record = move.record
+        with self._lock:
+            if move.flipped and move.target.client.lost:
+                gone = self._dispatcher.changed.wait_for(lambda: record.instance != move.target.name, FENCED_S)
+                logger.debug("rank %s was given up: %s", move.target.name, gone)
+            told = sum(len(answer.tokens) for answer in record.answers)
+            there = record.instance if move.flipped else None
+            back = there is None and bool(record.live) and (not move.flipped or told == move.told)
+        if not back:
+            self._release(move)
+            return
+        try:
+            self._ask(move.source, TakeBack(move.request))
+        except ElasticError as error:
+            logger.warning("request %s cannot go on at %s: %s", move.request, move.source.name, error)
+            self._release(move)
+            return
+        with self._lock:
+            if move.source.name in self._dispatcher.instances and record.instance is None:
+                move.source.records[move.request] = record
+                if record.resumption is not None:
+                    record.resumption.heard(move.request)
+                record.instance, record.had, record.resumption = move.source.name, {}, None
+                record.kv, record.source = (), None
+
+    def _release(self, move: _Move) -> None:
+        try:
+            self._ask(move.source, Release(move.request))
+        except ElasticError as error:  # it was lost, and its blocks with it
+            logger.debug("the blocks of request %s were not freed: %s", move.request, error)
+
+    def _settle(self, move: _Move) -> None:
+        """Let others handle the request again: what was asked of it meanwhile is done now."""
+        record, delivery = move.record, Delivery(self._lock)
+        with self._lock:
+            record.moving = False
+            if record.instance != move.target.name:
+                move.target.unheard.pop(move.request, None)
+            if record.live and record.instance is None:
+                self._dispatcher.requeue([record], delivery)
+            elif record.live and record.instance is not None:
+                client = self._dispatcher.instances[record.instance].client
+                for index in record.cancelled & {answer.state.index for answer in record.live}:
+                    client.send(Cancel(move.request, index))
+            self._dispatcher.dispatch()
+        delivery.tell()
+        if move.memory is not None:
+            move.memory.close()
+
+    # -- asking
+
+    def _ask(self, instance: Instance, question: Question) -> Any:
+        return self._result(instance, instance.client.ask(question))
+
+    def _result(self, instance: Instance, answer: Future[Any]) -> Any:
+        try:
+            return answer.result(ANSWER_S)
+        except FutureTimeout as error:
+            instance.client.kill(f"it did not answer in {ANSWER_S:.0f} s")
+            raise RankLost(f"rank {instance.name!r} did not answer in {ANSWER_S:.0f} s", rank=instance.name) from error
+        except StateError as error:
+            if instance.client.lost:
+                raise self._lost(instance) from error
+            raise
+
+    def _require_alive(self, instance: Instance) -> None:
+        if instance.name not in self._dispatcher.instances:
+            raise self._lost(instance)
+
+    @staticmethod
+    def _lost(instance: Instance) -> RankLost:
+        return RankLost(
+            f"rank {instance.name!r} was lost while a request was moved; the request goes on elsewhere",
+            rank=instance.name,
+        )
+
+
+def kv_of(instance: Instance, record: RequestRecord) -> tuple[SequenceKV, ...]:
+    """Return where the KV of a request is at an instance, as far as it told. Under the fleet's lock."""
+    if instance.directory is None:
+        return ()
+    prompt = len(record.request.prompt)
+    found = (instance.directory.of(answer.state.id, prompt + len(answer.tokens)) for answer in record.live)
+    return tuple(kv for kv in found if kv is not None)

@@ -1,0 +1,102 @@
+"""Starting the ranks of a fleet, and ending them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.membership import Membership
+from elastic.cluster.launch.base import Launcher
+from elastic.cluster.rank.client import RankClient
+from elastic.cluster.rank.spec import RankSpec
+from elastic.config import require
+from elastic.errors import ConfigError, ElasticError, StateError
+
+logger = logging.getLogger(__name__)
+END_S = 10.0
+"""How long ranks may take to end in order."""
+
+
+class RankStarter:
+    """Has ranks started and join. Thread-safe. `options` are further fields of `RankSpec`."""
+
+    def __init__(self, launcher: Launcher, members: Membership, model: Any, options: Mapping[str, Any]) -> None:
+        self.launcher = launcher
+        self._members, self._model, self._options = members, model, options
+        self._numbers = itertools.count()
+        self._ended = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks come by themselves."""
+        return hasattr(self.launcher, "on_joined")
+
+    def specs(
+        self, ranks: int | Sequence[Sequence[str]], places: Sequence[str], cores: Sequence[Sequence[int]]
+    ) -> list[RankSpec]:
+        """Return what the first ranks are to be."""
+        count = ranks if isinstance(ranks, int) else len(ranks)
+        require(count >= 1, "ranks", ranks, "at least 1, or for each rank its places")
+        if cores and len(cores) != count:
+            raise ConfigError(f"cores: given for {len(cores)} ranks, there are {count}")
+        each = [places] * count if isinstance(ranks, int) else ranks
+        return [self.spec(each[i], cores[i] if cores else ()) for i in range(count)]
+
+    def spec(self, places: Sequence[str], cores: Sequence[int] = ()) -> RankSpec:
+        """Return what one more rank is to be."""
+        if isinstance(places, str):
+            raise ConfigError(f"places={places!r} must be a list of places, such as [{places!r}]")
+        return RankSpec(self.next_name(), self._model, tuple(map(str, places)), cores=tuple(cores), **self._options)
+
+    def next_name(self) -> str:
+        """Return a name that no rank had."""
+        return f"r{next(self._numbers)}"
+
+    def start(self, spec: RankSpec) -> Instance:
+        """Start a rank and have it join. Raises what it raised."""
+        return self._join(self.launcher.start(spec), spec)
+
+    def start_all(self, specs: Sequence[RankSpec]) -> tuple[str, ...]:
+        """Start ranks side by side, and have them join in this order; return their names.
+
+        Raises the first error when all others have joined.
+        """
+        with ThreadPoolExecutor(len(specs), thread_name_prefix="elastic-fleet-start") as threads:
+            started = [threads.submit(self.launcher.start, spec) for spec in specs]
+        names, errors = [], []
+        for spec, client in zip(specs, started, strict=True):
+            try:
+                names.append(self._join(client.result(), spec).name)
+            except ElasticError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return tuple(names)
+
+    def _join(self, client: RankClient, spec: RankSpec) -> Instance:
+        if self._ended:
+            client.kill("the fleet has stopped")
+            client.close()
+            raise StateError("the fleet has stopped")
+        return self._members.join(client, spec, self.launcher.name)
+
+    def take(self, client: RankClient) -> None:
+        """Have a rank join that came by itself."""
+        if not client.hello.name:
+            client.hello = replace(client.hello, name=self.next_name())
+        try:
+            self._members.join(client, RankSpec(client.hello.name, self._model), self.launcher.name)
+        except ElasticError as error:
+            logger.warning("a rank came that cannot serve: %s", error)
+
+    def end(self, instances: Sequence[Instance]) -> None:
+        """End ranks in order, side by side, and start none any more."""
+        self._ended = True
+        if instances:
+            with ThreadPoolExecutor(len(instances), thread_name_prefix="elastic-fleet-end") as threads:
+                list(threads.map(lambda instance: instance.client.close(timeout_s=END_S), instances))

@@ -1,0 +1,65 @@
+"""Telling listeners, in order and outside of the fleet's lock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from elastic.cluster.fleet.records.requests import RequestRecord
+from elastic.engines.base import Output
+
+logger = logging.getLogger(__name__)
+
+
+class Delivery:
+    """What is to be told after the lock was left: `add` while it is held, `tell` without it, both on one thread.
+
+    Outputs of one request may come on several threads, one after another: of the rank that was lost, of the one that
+    goes on, of whoever cancels. One of them is in its listener at a time; what others bring meanwhile it tells next.
+    """
+
+    _inside = threading.local()
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._batch: list[tuple[RequestRecord, Output]] = []
+        self._records: set[RequestRecord] = set()
+
+    @classmethod
+    def on_this_thread(cls) -> bool:
+        """Return whether the calling thread is in a listener."""
+        return getattr(cls._inside, "depth", 0) > 0
+
+    def add(self, record: RequestRecord, output: Output) -> None:
+        """Have an output told."""
+        if record in self._records:
+            self._batch.append((record, output))
+        elif record.telling:
+            record.untold.append(output)
+        else:
+            record.telling = True
+            self._records.add(record)
+            self._batch.append((record, output))
+
+    def tell(self) -> None:
+        """Call the listeners. What they raise is logged: it is not the others' fault."""
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+        try:
+            while self._batch:
+                for record, output in self._batch:
+                    try:
+                        record.listener(output)
+                    except Exception:  # a listener's fault is not the fleet's: the others are served on
+                        logger.exception("the listener of request %s failed", output.request)
+                self._batch = self._more()
+        finally:
+            self._inside.depth -= 1
+
+    def _more(self) -> list[tuple[RequestRecord, Output]]:
+        with self._lock:
+            found = [(record, output) for record in self._records for output in record.untold]
+            for record in self._records:
+                record.telling = bool(record.untold)
+                record.untold.clear()
+            self._records = {record for record, _ in found}
+            return found

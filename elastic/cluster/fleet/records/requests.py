@@ -1,0 +1,159 @@
+"""What a fleet keeps of each request: enough to go on with it anywhere, and to tell each token exactly once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from elastic.config import require
+from elastic.engines.base import FinishReason, Listener, Output, Request
+from elastic.engines.core.kv_state import KVSource, SequenceKV
+from elastic.engines.core.step import SequenceState
+from elastic.engines.sampling import answer_seed, require_vocabulary
+from elastic.errors import ConfigError, IntegrityError
+
+
+@dataclass(slots=True, eq=False)
+class AnswerRecord:
+    """One answer of a request, as far as it was delivered."""
+
+    state: SequenceState
+    """As it arrived: its seed is drawn by the fleet, so it goes on with the same tokens anywhere."""
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def computed(self) -> int:
+        """Tokens that have keys and values where it runs, once it has a token; the last one has none yet."""
+        return len(self.state.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
+
+
+@dataclass(eq=False)
+class Resumption:
+    """Requests that go on somewhere else: what it cost, known when each has had its next token."""
+
+    requests: int
+    done: Callable[[Resumption], None] = lambda _: None
+    """Called under the fleet's lock."""
+    left: set[str] = field(default_factory=set)
+    """Those of which nothing was heard yet."""
+    recomputed_tokens: int = 0
+    stalled_s: float = 0.0
+
+    def heard(self, request: str) -> None:
+        """Note that a request goes on, or has ended."""
+        if request in self.left:
+            self.left.discard(request)
+            if not self.left:
+                self.done(self)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request that has not ended."""
+
+    request: Request
+    listener: Listener
+    answers: tuple[AnswerRecord, ...]
+    arrived_s: float
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the prompt's full blocks."""
+    instance: str | None = None
+    """Who computes it; None: it waits at the fleet."""
+    begun: bool = False
+    """Whether its instance has told anything of it."""
+    scheduled: bool = False
+    moving: bool = False
+    """Somebody has it moved, who repairs it too."""
+    cancelled: set[int] = field(default_factory=set)
+    """Answers that somebody wants to end."""
+    refused: dict[str, float] = field(default_factory=dict)
+    """Instances that had no room for it, and until when they are not asked again."""
+    kv: tuple[SequenceKV, ...] = ()
+    """Where its keys and values are left, if its instance was lost."""
+    source: KVSource | None = None
+    had: dict[int, int] = field(default_factory=dict)
+    """Answers that go on elsewhere, and their tokens that were computed once."""
+    resumption: Resumption | None = None
+    last_s: float = 0.0
+    """When its last token came."""
+    telling: bool = False
+    """Whether a thread is in its listener; what comes meanwhile is in `untold`."""
+    untold: deque[Output] = field(default_factory=deque)
+
+    @property
+    def live(self) -> list[AnswerRecord]:
+        """List the answers that have not ended."""
+        return [answer for answer in self.answers if not answer.ended]
+
+    def states(self) -> tuple[SequenceState, ...]:
+        """Return what an engine needs to go on with the answers that have not ended."""
+        return tuple(
+            replace(answer.state, generated=tuple(answer.tokens)) if answer.tokens else answer.state
+            for answer in self.live
+        )
+
+    def take(self, output: Output, start: int) -> Output | None:
+        """Note the tokens that an instance tells, which follow `start` others; return what of it is new.
+
+        Raises `IntegrityError` if tokens are missing before them.
+        """
+        answer = self.answers[output.index]
+        have = len(answer.tokens)
+        if answer.ended:
+            return None
+        if start > have:
+            raise IntegrityError(
+                f"request {self.request.id!r}, answer {output.index}: tokens from {start} on came after {have}"
+            )
+        if start < have:  # told before, by who computed it then
+            known = have - start
+            if known >= len(output.tokens) and output.finish is None:
+                return None
+            output = replace(output, tokens=output.tokens[known:], logprobs=output.logprobs[known:])
+        if have and (output.scheduled_s is not None or output.cached_tokens is not None):
+            output = replace(
+                output, scheduled_s=None, waited_for_kv_s=None, cached_tokens=None, prompt_logprobs=None
+            )  # which belong to the first output
+        answer.tokens.extend(output.tokens)
+        answer.ended = output.finish is not None
+        return output
+
+    def end(self, indices: Iterable[int], finish: FinishReason, error: str | None = None) -> list[Output]:
+        """End answers; return what is to be told."""
+        outputs = []
+        for index in indices:
+            if not self.answers[index].ended:
+                self.answers[index].ended = True
+                now = time.perf_counter()
+                outputs.append(Output(self.request.id, (), finish, error, now, index=index))
+        return outputs
+
+
+def new_record(request: Request, listener: Listener) -> RequestRecord:
+    """Return the record of a request that arrives."""
+    names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
+    states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
+    arrived_s = time.perf_counter() if request.arrived_s is None else request.arrived_s
+    return RequestRecord(request, listener, tuple(map(AnswerRecord, states)), arrived_s)
+
+
+def require_sense(request: Request, vocabulary: int, longest: int | None) -> None:
+    """Raise `ConfigError` for a request that no engine of such a model takes."""
+    if not request.prompt:
+        raise ConfigError("prompt: it has no token; give at least one")
+    require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "at least 1")
+    require(request.n >= 1, "n", request.n, "at least 1")
+    allowed = f"from 0 to max_tokens={request.max_tokens}"
+    require(0 <= request.min_tokens <= request.max_tokens, "min_tokens", request.min_tokens, allowed)
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        wrong = next(token for token in request.prompt if not 0 <= token < vocabulary)
+        raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
+    require_vocabulary(request, vocabulary)
+    if longest and len(request.prompt) + request.max_tokens > longest:
+        raise ConfigError(
+            f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
+            f"the {longest} that the model was made for"
+        )

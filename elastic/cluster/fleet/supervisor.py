@@ -1,0 +1,148 @@
+"""The thread that watches ranks: it fences those that are silent or hang, and has lost ones replaced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.rank_starter import RankStarter
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.rank.spec import RankSpec
+from elastic.errors import ElasticError
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.1
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
+"""How long is waited before each try to replace a rank; after these it is given up."""
+LASTING_S = 60.0
+"""A rank that has lived for so long is replaced as if it were the first."""
+
+
+@dataclass(eq=False)
+class _Seat:
+    """What a rank is to be, whoever fills it: its tries are counted."""
+
+    spec: RankSpec
+    tries: int = 0
+
+
+class Supervisor:
+    """Runs on a thread of its own from `start` to `stop`, and one more for each rank that is being replaced.
+
+    Where ranks come by themselves none is replaced, and requests wait for them.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        log: EventLog,
+        starter: RankStarter,
+        *,
+        replaces: bool,
+        beat_timeout_s: float,
+        hang_timeout_s: float,
+    ) -> None:
+        self._dispatcher, self._log = dispatcher, log
+        self._starter, self._replaces = starter, replaces
+        self._beat_timeout_s, self._hang_timeout_s = beat_timeout_s, hang_timeout_s
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # of the two below
+        self._seats: dict[str, _Seat] = {}
+        self._coming = 0
+        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._run, name="elastic-fleet-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more, and replace none; return when no thread is left."""
+        self._stopping.set()
+        for thread in (self._thread, *self._threads):
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no rank serves and none can come."""
+        with self._lock:
+            coming = self._coming
+        return not coming and not self._starter.waits and not self._dispatcher.instances
+
+    def lost(self, instance: Instance) -> None:
+        """Have a rank that was lost replaced."""
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            seat = self._seats.pop(instance.name, None) or _Seat(instance.spec)
+            if time.perf_counter() - instance.since_s > LASTING_S:
+                seat.tries = 0
+            if self._replaces and not self._starter.waits:
+                self._coming += 1
+                thread = threading.Thread(target=self._replace, args=(instance.name, seat), daemon=True)
+                thread.name = f"elastic-replace-{instance.name}"
+                self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+                thread.start()
+        self._fail_if_hopeless(instance.why)
+
+    def _replace(self, name: str, seat: _Seat) -> None:
+        """Start a rank in the place of another, again if that fails."""
+        why = ""
+        try:
+            while seat.tries < len(BACKOFF_S) and not self._stopping.wait(BACKOFF_S[seat.tries]):
+                seat.tries += 1
+                spec = replace(seat.spec, name=self._starter.next_name())
+                try:
+                    instance = self._starter.start(spec)
+                except ElasticError as error:
+                    why = str(error)
+                    self._log.add("refused", rank=spec.name, why=f"in the place of {name!r}: {why}")
+                    logger.warning("rank %s could not be replaced: %s", name, why)
+                    continue
+                with self._lock:
+                    self._seats[instance.name] = seat
+                self._log.add("replaced", rank=name, instance=instance.name)
+                return
+            logger.error("rank %s is given up after %d tries: %s", name, seat.tries, why)
+        finally:
+            with self._lock:
+                self._coming -= 1
+            self._fail_if_hopeless(why)
+
+    def _fail_if_hopeless(self, why: str) -> None:
+        """End what waits, if no rank can ever come."""
+        if self._stopping.is_set() or not self.hopeless:
+            return
+        delivery = Delivery(self._dispatcher.lock)
+        with self._dispatcher.lock:
+            self._dispatcher.fail_waiting(f"no rank is left, and none comes: {why}", "failed", delivery)
+        delivery.tell()
+
+    def _run(self) -> None:
+        before = time.perf_counter()
+        while not self._stopping.wait(min(TICK_S, self._beat_timeout_s / 4)):
+            now = time.perf_counter()
+            late = now - before > self._beat_timeout_s / 2  # this process stood still itself: ranks get a new chance
+            before = now
+            for instance, why in self._silent(now, late):
+                logger.warning("rank %s is fenced: %s", instance.name, why)
+                instance.client.kill(why)
+
+    def _silent(self, now: float, late: bool) -> list[tuple[Instance, str]]:
+        found = []
+        with self._dispatcher.lock:
+            for instance in self._dispatcher.instances.values():
+                if late:
+                    instance.heard_s = instance.progress_s = now
+                elif now - instance.heard_s > self._beat_timeout_s:
+                    found.append((instance, f"nothing was heard of it for {self._beat_timeout_s} s"))
+                elif instance.records and now - instance.progress_s > self._hang_timeout_s:
+                    found.append((instance, f"its engine began no step for {self._hang_timeout_s} s, with work to do"))
+            self._dispatcher.dispatch()  # requests that found no room may be offered again
+        return found

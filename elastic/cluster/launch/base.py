@@ -1,0 +1,63 @@
+"""What starts ranks: the protocol of launchers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from elastic.cluster.control.connection import Connection
+from elastic.cluster.control.messages import Hello, Refused
+from elastic.cluster.control.processes import RankProcess
+from elastic.cluster.rank.client import RankClient
+from elastic.cluster.rank.spec import RankSpec
+from elastic.errors import StateError
+
+__all__ = ["Launcher", "RankSpec", "await_hello"]
+START_S = 600.0
+"""How long a rank may take to load its model."""
+
+
+class Launcher(Protocol):
+    """Starts ranks. Thread-safe: several `start` may run at once."""
+
+    name: str
+    """What `RankStatus.launcher` says."""
+
+    def start(self, spec: RankSpec) -> RankClient:
+        """Start a rank, and return when it can serve.
+
+        Raises `ConfigError` for what can never start, `CapacityError` where there is no room, `StateError` for a rank
+        that ended meanwhile or did not come in time: in the words of the rank. Then nothing is left of it.
+        """
+
+    def close(self) -> None:
+        """End all that it has started. Can be called twice."""
+
+
+def await_hello(
+    connection: Connection, process: RankProcess | None, name: str, *, timeout_s: float = START_S
+) -> RankClient:
+    """Return the client of a rank when it has said Hello. Raises what the rank raised, or `StateError`."""
+    late = threading.Timer(timeout_s, connection.close)
+    late.daemon = True
+    late.start()
+    try:
+        first = connection.receive()
+        if isinstance(first, Refused):
+            raise first.error
+        if not isinstance(first, Hello):
+            raise StateError(f"rank {name!r} began with a {type(first).__name__}; it must be another program")
+        return RankClient(connection, first, process)
+    except BaseException as error:
+        connection.close()
+        ended = None
+        if process is not None:
+            ended = process.wait(1.0)
+            process.kill()
+            process.close()
+        if isinstance(error, EOFError):
+            why = ended.reason if ended else "its connection ended"
+            raise StateError(f"rank {name!r} did not start: {why}") from error
+        raise
+    finally:
+        late.cancel()

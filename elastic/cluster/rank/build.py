@@ -1,0 +1,67 @@
+"""A rank, put together: a model is loaded and wrapped, and gets an engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from elastic.cluster.control.connection import Connection
+from elastic.cluster.rank.facts import model_facts
+from elastic.cluster.rank.rank import Rank
+from elastic.cluster.rank.spec import RankSpec
+from elastic.config import Place, require
+from elastic.engines.base import GrammarCompiler
+from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.engines.stopping import end_tokens
+from elastic.engines.structured import LlguidanceCompiler
+from elastic.errors import ConfigError
+from elastic.memory.places import require_memory
+from elastic.model_files import load_weights, read_tokenizer
+from elastic.runtime.runtime import Runtime
+from elastic.wrap import unwrap, wrap
+
+
+@contextmanager
+def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
+    """Give a rank that `run` can be called of; at the end its engine has stopped, and the model is as it came.
+
+    Raises what loading and wrapping raise, in words.
+    """
+    places = [Place.parse(place) for place in spec.places]
+    require_memory(places)
+    if unknown := sorted(spec.engine.keys() - _ENGINE_OPTIONS):
+        raise ConfigError(f"engine: no option {unknown[0]!r}; there are {', '.join(sorted(_ENGINE_OPTIONS))}")
+    with ExitStack() as stack:
+        model = _load(spec, places)
+        facts = model_facts(model, [str(variant) for variant in spec.wrap.get("variants", ())])
+        if not isinstance(getattr(model, "elastic", None), Runtime):
+            wrap(model, places=places or None, **spec.wrap)
+            stack.callback(unwrap, model)
+        options = {"max_requests": 256, **spec.engine}
+        if isinstance(options.get("grammars"), str):
+            options["grammars"] = _grammars(options["grammars"], spec, model)
+        engine = ContinuousEngine(model, **options)
+        stack.callback(engine.stop, drain=False)
+        yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"])
+
+
+def _load(spec: RankSpec, places: list[Place]) -> Any:
+    """Return the model of a rank: as it was given, or from its directory, at the device of its first place."""
+    if not isinstance(spec.model, str | Path):
+        return spec.model
+    device = places[0].device if places else Place.parse("cpu").device
+    return load_weights(str(spec.model), device, option="model").to(device)
+
+
+def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler:
+    """Return the compiler of grammars over the tokenizer in the model's directory. Raises `ConfigError`."""
+    require(name == "llguidance", "grammars", name, "'llguidance', or none")
+    tokenizer = read_tokenizer(str(spec.model), option="model")
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return LlguidanceCompiler(tokenizer, tuple(dict.fromkeys([*end_tokens(model), *own])))
+
+
+_ENGINE_OPTIONS = inspect.signature(ContinuousEngine).parameters.keys() - {"model"}

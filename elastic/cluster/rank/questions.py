@@ -1,0 +1,136 @@
+"""Questions of the fleet, answered beside the serving of requests."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from elastic.cluster.control.connection import Connection
+from elastic.cluster.control.messages import (
+    Answer,
+    Apply,
+    Ask,
+    Check,
+    CommitActions,
+    Drain,
+    GiveUp,
+    HandedOver,
+    HandOver,
+    Locate,
+    Look,
+    PrepareActions,
+    Question,
+    Receive,
+    Release,
+    RollbackActions,
+    RuntimeView,
+    TakeBack,
+)
+from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.errors import ConfigError, ElasticError, StateError
+
+logger = logging.getLogger(__name__)
+OF_THE_RUNTIME = Apply | PrepareActions | CommitActions | RollbackActions | Check
+EVENTS = 200
+"""How many of the last events `Look` tells."""
+
+
+class Questions:
+    """Answers questions on two threads: what may take long, actions, does not stop what a move of a request needs.
+
+    Each thread answers in the order in which it was asked.
+    """
+
+    def __init__(self, engine: ContinuousEngine, connection: Connection, drain: Callable[[], None]) -> None:
+        self._engine, self._connection, self._drain = engine, connection, drain
+        self._lanes: dict[bool, queue.SimpleQueue[Ask | None]] = {}
+
+    def put(self, ask: Ask) -> None:
+        """Have a question answered. From one thread."""
+        actions = isinstance(ask.question, OF_THE_RUNTIME)
+        if actions not in self._lanes:
+            lane = self._lanes[actions] = queue.SimpleQueue()
+            name = f"elastic-{'actions' if actions else 'questions'}"
+            threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True).start()
+        self._lanes[actions].put(ask)
+
+    def close(self) -> None:
+        """Answer no more; what is being done goes on to its end."""
+        for lane in list(self._lanes.values()):
+            lane.put(None)
+
+    def _serve(self, lane: queue.SimpleQueue[Ask | None]) -> None:
+        while (ask := lane.get()) is not None:
+            try:
+                answer = Answer(ask.id, self._answer(ask.question))
+            except Exception as error:  # whatever it is, who asked must hear it
+                answer = Answer(ask.id, error=portable(error))
+            try:
+                self._connection.send(answer)
+            except ConfigError as error:  # the answer cannot be pickled
+                with suppress(StateError):
+                    self._connection.send(Answer(ask.id, error=error))
+            except StateError:
+                return  # the fleet has gone
+
+    def _answer(self, question: Question) -> Any:
+        if isinstance(question, OF_THE_RUNTIME):
+            return self._act(question)
+        engine = self._engine
+        match question:
+            case Locate(request):
+                return engine.locate(request)
+            case Receive(states, kv, source):
+                return engine.receive(states, kv, source)
+            case GiveUp(request):
+                return engine.give_up(request)
+            case HandOver(request):
+                found = engine.hand_over(request)
+                return None if found is None else HandedOver(*found)
+            case Release(request):
+                return engine.release(request)
+            case TakeBack(request):
+                return engine.take_back(request)
+            case Look():
+                return self._look()
+            case Drain():
+                return self._drain()
+        raise StateError(f"the fleet asked a {type(question).__name__}, which this rank does not know")
+
+    def _act(self, question: OF_THE_RUNTIME) -> Any:
+        runtime = self._engine.runtime
+        match question:
+            case Apply(actions, _, True):
+                return runtime.plan(actions, dry_run=True)
+            case Apply(actions, why):
+                return tuple(runtime.apply(actions, why=why))
+            case PrepareActions(actions, id, timeout_s):
+                return runtime.prepare(actions, id=id, timeout_s=timeout_s)
+            case CommitActions(id):
+                return runtime.commit(id)
+            case RollbackActions(id):
+                return runtime.rollback(id)
+            case Check():
+                runtime.check()
+                return self._engine.check()
+
+    def _look(self) -> RuntimeView:
+        runtime = self._engine.runtime
+        return RuntimeView(runtime.status(), self._engine.counters.read(), runtime.events()[-EVENTS:], runtime.health())
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error as another process can have it: itself if it is one of Elastic's, else a `StateError` of it."""
+    if not isinstance(error, ElasticError):
+        logger.error("what the fleet wished failed", exc_info=error)
+        return StateError(f"{type(error).__name__}: {error}")
+    try:
+        pickle.dumps(error, 5)
+    except Exception:  # it carries what cannot be pickled: its words can
+        return StateError(str(error))
+    return error

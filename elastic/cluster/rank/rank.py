@@ -1,0 +1,196 @@
+"""A rank: an engine that a fleet talks to over a connection."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import suppress
+
+from elastic.cluster.control.connection import Connection
+from elastic.cluster.control.messages import (
+    Ask,
+    Beat,
+    Bye,
+    Cancel,
+    Hello,
+    ModelFacts,
+    News,
+    RankLoad,
+    Refused,
+    Submit,
+)
+from elastic.cluster.rank.questions import Questions, portable
+from elastic.engines.base import Output
+from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.engines.core.kv_state import KVReport
+from elastic.errors import StateError
+from elastic.memory.backends.shared_file import host_name
+
+logger = logging.getLogger(__name__)
+BEAT_S = 0.25
+
+
+class Rank:
+    """Serves a fleet with an engine that was not started yet, from `run` until the fleet or the engine ends.
+
+    After each step of the engine one `News` goes out, on the engine's thread and before a block that came free with the
+    step can have another owner: what the fleet knows of the KV cache is never of a later owner. A fleet that does not
+    read stops the engine.
+    """
+
+    def __init__(
+        self,
+        engine: ContinuousEngine,
+        connection: Connection,
+        name: str,
+        facts: ModelFacts,
+        *,
+        max_requests: int = 256,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self.engine, self.name = engine, name
+        self._connection = connection
+        self._facts, self._max_requests, self._beat_s = facts, max_requests, beat_s
+        self._lock = threading.Lock()  # of the three below
+        self._outputs: list[Output] = []
+        self._starts: list[int] = []
+        self._told: dict[tuple[str, int], int] = {}  # tokens of each answer so far
+        self._forms = 0
+        self._leaving = False  # what is cancelled now, nobody wished to be cancelled
+        self._draining = self._ending = False
+        self.ended = threading.Event()
+        """Set when there is no fleet any more, or it has let this rank go."""
+        self._questions = Questions(engine, connection, self._drain)
+
+    def run(self) -> None:
+        """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
+        beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
+        self.engine.on_step = self._tell
+        self.engine.start()
+        self._connection.send(self._hello())
+        beats.start()
+        try:
+            while True:
+                self._take(self._connection.receive())
+        except EOFError:
+            logger.info("the fleet has gone, or has let this rank go")
+        except StateError as error:
+            if not self.ended.is_set():
+                logger.error("the connection to the fleet has failed: %s", error)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the engine and the connection; requests of the engine end without a word. Can be called twice."""
+        with self._lock:
+            self._leaving = True
+        self.ended.set()
+        self._say(Bye())
+        self._connection.close()  # before the engine ends: it may wait for the fleet to read
+        self._questions.close()
+        self.engine.stop(drain=False)
+
+    # -- what the fleet says
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            self.engine.cancel(message.request, message.index)
+        elif isinstance(message, Ask):
+            self._questions.put(message)
+        elif isinstance(message, Bye):
+            threading.Thread(target=self._leave, args=(message.drain,), name="elastic-leave", daemon=True).start()
+        else:
+            raise StateError(f"the fleet sent a {type(message).__name__}, which no fleet sends")
+
+    def _submit(self, message: Submit) -> None:
+        request = message.states[0].request.id
+        if self._draining:
+            self._say(Refused(request, StateError(f"rank {self.name!r} takes no more requests: it is being drained")))
+            return
+        with self._lock:
+            self._told.update({(request, state.index): len(state.generated) for state in message.states})
+        try:
+            self.engine.adopt(
+                message.states, self._listen, kv=message.kv, source=message.source, waited_s=message.waited_s
+            )
+        except Exception as error:  # whatever is wrong with a request, the fleet hears it, and others are served
+            with self._lock:
+                for state in message.states:
+                    self._told.pop((request, state.index), None)
+            self._say(Refused(request, portable(error)))
+
+    def _drain(self) -> None:
+        self._draining = True
+
+    def _leave(self, drain: bool) -> None:
+        """End in order: finish what there is (`drain`), and hang up; `run` ends then."""
+        self._draining = self._ending = True
+        if drain:
+            self.engine.stop(drain=True)
+            self._tell(None)
+        self.ended.set()
+        self._say(Bye())
+        self._connection.close()
+
+    # -- what the fleet is told
+
+    def _hello(self) -> Hello:
+        return Hello(
+            self.name,
+            os.getpid(),
+            host_name(),
+            self._facts,
+            self.engine.kv_format,
+            self._max_requests,
+            self.engine.kv_source(),
+            self._load(),
+            self._new_forms(),
+        )
+
+    def _listen(self, output: Output) -> None:
+        answer = (output.request, output.index)
+        with self._lock:
+            start = self._told.get(answer, 0)
+            if output.finish is None:
+                self._told[answer] = start + len(output.tokens)
+            else:
+                self._told.pop(answer, None)
+            if output.finish != "cancelled" or not self._leaving:
+                self._outputs.append(output)
+                self._starts.append(start)
+
+    def _tell(self, report: KVReport | None) -> None:
+        """Send what has happened since the last call. On the engine's thread, or after its end."""
+        with self._lock:
+            outputs, starts = tuple(self._outputs), tuple(self._starts)
+            self._outputs.clear()
+            self._starts.clear()
+        forms = self._new_forms()
+        if outputs or forms or report is not None:
+            self._say(News(outputs, starts, self._load(), report, forms))
+
+    def _new_forms(self) -> tuple[tuple[str, ...], ...]:
+        known, weights = self._forms, self.engine.weights
+        self._forms = len(weights)
+        return weights[known:]
+
+    def _load(self) -> RankLoad:
+        return RankLoad(*self.engine.load())
+
+    def _say(self, message: News | Refused | Bye) -> None:
+        with suppress(StateError):  # the fleet has gone: `run` is about to see that
+            self._connection.send(message)
+
+    def _beat(self) -> None:
+        while not self.ended.wait(self._beat_s):
+            if not self.engine.serving and not self._ending:
+                logger.error("the engine has ended by itself; this rank ends too")
+                self._connection.close()
+                return
+            try:
+                self._connection.send(Beat(self._load()))
+            except StateError:  # the fleet has gone; who takes its messages may wait for the engine, and not see it
+                self.ended.set()

@@ -1,0 +1,26 @@
+"""What one rank is to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What one rank is to be. It can be pickled where `model` is a path."""
+
+    name: str
+    model: Any
+    """A model's directory; within a process also a model, plain or wrapped."""
+    places: tuple[str, ...] = ()
+    """Memory that it may use, such as `cpu#0=64MiB`; none: as `elastic.wrap` chooses."""
+    wrap: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of `elastic.wrap`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `ContinuousEngine`; `grammars="llguidance"` is a compiler over the tokenizer in the directory."""
+    cores: tuple[int, ...] = ()
+    """The CPU cores that it may run on; none: all."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its process, set before the model is loaded."""

@@ -1,0 +1,241 @@
+"""Requests that move between engines with their keys and values: the part of an engine that gives and takes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+from elastic.engines.base import Request
+from elastic.engines.continuous.active_requests import ActiveRequests
+from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
+from elastic.engines.continuous.step_loop import StepLoop
+from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.kv_journal import KVJournal
+from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SectorPages, SequenceKV
+from elastic.engines.core.sequence import Sequence as LiveSequence
+from elastic.engines.core.step import SequenceState
+from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
+from elastic.kvcache.storage.paged import BlockMemory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineLoad(NamedTuple):
+    """How much an engine has to do, and how much more it could hold."""
+
+    running: int
+    """Sequences that have blocks."""
+    waiting: int
+    """Sequences that have none yet."""
+    free_blocks: int
+    """Blocks that could be given now, after what live sequences are promised; where groups of layers have blocks of
+    several sizes, those of the first."""
+    total_blocks: int
+    """The same at the limit that is in force, with nothing there."""
+    steps: int
+    """Steps that were begun so far."""
+
+
+class MovingRequests:
+    """What a rank asks of its engine. Thread-safe; not for listeners, which run on the engine's own thread.
+
+    A request moves in rounds: the engine that gets it calls `receive` with what `locate` says, again and again while
+    the other one goes on, then `hand_over` stops it there, one more `receive` copies the rest, and `adopt` begins it.
+    The other one `release`s it then; or it is `take_back`, and the one that would have got it is told to `give_up`.
+    """
+
+    kv_format: KVFormat
+    on_step: Callable[[KVReport], None] | None = None
+    """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
+    came free has another owner; on the engine's thread, which waits for it."""
+
+    _blocks: BlockManager
+    _memory: BlockMemory
+    _loop: StepLoop
+    _requests: ActiveRequests
+    _received: ReceivedRequests
+    _thread: threading.Thread | None
+    _held: dict[str, list[LiveSequence]]  # requests that were handed over: for the loop's thread
+    _load = EngineLoad(0, 0, 0, 0, 0)
+
+    # -- what is where
+
+    def kv_source(self) -> KVSource | None:
+        """Say where other processes of the host can read the KV cache; None: they cannot, it is on a GPU."""
+        pool = self._memory.kv.pool
+        file = pool.backend.shared_file()
+        return None if file is None else KVSource(file, pool.page_bytes, self.kv_format)
+
+    def load(self) -> EngineLoad:
+        """Return how much there is to do; of before, where somebody moves memory just now. It never waits."""
+        memory, steps = self._memory, self._loop.scheduler.steps
+        if not memory.lock.acquire(blocking=False):
+            return self._load._replace(steps=steps)
+        try:
+            total = memory.kv.limits.open // memory.sector_pages * memory.blocks_per_sector(0)
+            blocks = self._blocks
+            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps)
+            return self._load
+        finally:
+            memory.lock.release()
+
+    def locate(self, request: str) -> tuple[SequenceKV, ...]:
+        """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""
+
+        def look() -> tuple[SequenceKV, ...]:
+            scheduler = self._loop.scheduler
+            found = (
+                scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
+            )
+            return tuple(sequence.kv() for sequence in found if sequence is not None and sequence.computed)
+
+        return self._between_steps(look)
+
+    def sectors_of(self, sequences: Iterable[SequenceKV]) -> tuple[SectorPages, ...]:
+        """Return the pages of the sectors in which blocks of sequences are, which have not ended."""
+        with self._memory.lock:
+            found = {
+                (group, block // self._memory.blocks_per_sector(group))
+                for kv in sequences
+                for group, blocks in enumerate(kv.blocks)
+                for block in blocks
+            }
+            mapped = [(group, sector) for group, sector in sorted(found) if sector in self._memory.groups[group].mapped]
+            return tuple(SectorPages(g, sector, self._memory.groups[g].pages_of(sector)) for g, sector in mapped)
+
+    def check(self) -> None:
+        """Recount the blocks of all sequences, and of those that were handed over or may come; see `BlockManager`."""
+        self._blocks.check()
+
+    # -- where a request goes to
+
+    def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource) -> int:
+        """Copy the KV of a request that may come, beside the steps; return bytes. Later calls copy what has changed.
+
+        `source` has the sectors of the blocks. Until `adopt` or `give_up` the blocks are in use here, and what the
+        request may still need is promised. Raises `Overloaded` and `CapacityError` where there is no room for it,
+        `ConfigError` for another form of blocks, `StateError` where the memory cannot be read: nothing is kept then.
+        """
+        request = one_request(states).id
+        if request in self._requests:
+            raise ConfigError(f"request id {request!r} is in use here; it cannot be received")
+        if self._thread is None:
+            raise StateError("the engine is not serving; start it first")
+        try:
+            return self._received.receive(states, kv, source)
+        except ElasticError:
+            self._loop.wake()  # blocks may have come free
+            raise
+
+    def give_up(self, request: str) -> None:
+        """Free what was received for a request that does not come; unknown: nothing happens."""
+        if self._received.give_up(request):
+            self._loop.wake()
+
+    # -- where it comes from
+
+    def hand_over(self, request: str) -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
+        """Stop a request between two steps, for another engine to adopt; its listener gets no further word.
+
+        A step that is in flight is waited for, its tokens are told. The blocks are held until `release` or `take_back`.
+        Returns the answers that have not ended, and where the KV of those is that have some; None: it is unknown or
+        has ended. Called again it says the same.
+        """
+
+        def leave() -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
+            if request not in self._held:
+                self._loop.settle(self._requests.sequences(request))
+                held = self._loop.scheduler.hold(self._requests.sequences(request))
+                if not held:
+                    return None
+                self._held[request] = held
+            held = self._held[request]
+            kv = tuple(sequence.kv() for sequence in held if sequence.computed)
+            return tuple(sequence.state() for sequence in held), kv
+
+        return self._between_steps(leave)
+
+    def release(self, request: str) -> None:
+        """Free the blocks of a request that was handed over; unknown: nothing happens."""
+
+        def free() -> None:
+            for sequence in self._held.pop(request, ()):
+                self._loop.scheduler.release(sequence)
+                self._requests.forget(request, "moved")
+
+        self._between_steps(free)
+
+    def take_back(self, request: str) -> None:
+        """Go on with a request that was handed over, as if nothing had been. Raises `StateError` if it was not."""
+
+        def go_on() -> None:
+            if request not in self._held:
+                raise StateError(f"request {request!r} was not handed over, or was released; it cannot be taken back")
+            self._loop.scheduler.resume(self._held.pop(request))
+
+        self._between_steps(go_on)
+
+    # -- inside
+
+    def _between_steps(self, work: Callable[[], T]) -> T:
+        """Have the engine's thread do something between two steps; return or raise what it does."""
+        if threading.current_thread() is self._thread:
+            raise StateError("a listener cannot ask its engine to move a request; use another thread")
+        if self._thread is None:
+            raise StateError("the engine is not serving; start it first")
+        done: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:  # it is the caller's, not the loop's
+                done.set_exception(error)
+
+        self._loop.post(do)
+        return done.result()
+
+    def _keep_journal(self) -> None:
+        """Tell what changes from now on, if somebody wants to know."""
+        if self.on_step is None:
+            return
+        log: list[tuple[int, int, tuple[int, ...]]] = []
+        self._memory.log = log
+
+        def mapped() -> list[SectorPages]:
+            with self._memory.lock:
+                sectors = [SectorPages(*entry) for entry in log]
+                log.clear()
+                return sectors
+
+        self._loop.scheduler.journal = KVJournal(self.on_step, mapped, self._blocks.release)
+
+    def _take_received(
+        self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource | None
+    ) -> dict[str, ReceivedKV]:
+        """Return the KV that a request comes with, by sequence; with a source it is copied now, if it can be read."""
+        if kv and source is not None:
+            try:
+                self.receive(states, kv, source)
+            except (CapacityError, Overloaded):
+                raise
+            except ElasticError as error:
+                logger.warning("%s is computed anew: %s", states[0].request.id, error)
+        return self._received.take(states, kv)
+
+    def _end_moves(self) -> None:
+        """Free what was received, when the loop has ended: it has released what was handed over."""
+        self._received.close()
+        for request in list(self._held):
+            self._requests.forget(request, "moved")
+        self._held.clear()
+
+
+def one_request(states: Sequence[SequenceState]) -> Request:
+    """Return the request that sequences are answers of. Raises `ConfigError` where it is not one."""
+    if not states or len({state.request.id for state in states}) > 1:
+        raise ConfigError(f"{len(states)} sequences: give those of one request, at least one")
+    return states[0].request

@@ -1,0 +1,174 @@
+"""Blocks that were taken for requests which may come from another engine, and what is in them so far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.engines.core.block_manager import BlockManager, BlockTable
+from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
+from elastic.engines.core.step import SequenceState
+from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks
+from elastic.errors import ConfigError, Overloaded, StateError
+from elastic.kvcache.storage.paged import BlockMemory
+from elastic.memory.backends.shared_file import open_shared
+
+
+@dataclass
+class ReceivedKV:
+    """Of one sequence."""
+
+    table: BlockTable
+    shared: int
+    """Tokens in blocks that were here already."""
+    computed: int
+    """Tokens whose keys and values are here."""
+    source: tuple[tuple[int, ...], ...] = ()
+    """The blocks that they were copied from, by group."""
+
+
+@dataclass
+class _Reservation:
+    """Of one request."""
+
+    sequences: dict[str, ReceivedKV] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while something is copied, so that no block comes free under it."""
+    wanted: bool = True
+
+
+class ReceivedRequests:
+    """Thread-safe. Copies run on the threads that ask for them, beside the engine's own."""
+
+    def __init__(self, blocks: BlockManager, memory: BlockMemory, format: KVFormat) -> None:
+        self._blocks = blocks
+        self._memory = memory
+        self._format = format
+        self._lock = threading.Lock()  # of the two below
+        self._requests: dict[str, _Reservation] = {}
+        self._closed = False
+
+    def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource) -> int:
+        """Copy what is not here yet; return bytes. Whatever it raises, nothing of the request is kept."""
+        if source.format != self._format:
+            raise ConfigError(f"keys and values of the form {source.format} cannot be taken; here it is {self._format}")
+        request = states[0].request.id
+        with self._lock:
+            if self._closed:
+                raise StateError("the engine has stopped; make a new one")
+            reservation = self._requests.setdefault(request, _Reservation())
+        with reservation.lock:
+            try:
+                by_name = {one.sequence: one for one in kv}
+                with open_shared(source.file) as file:
+                    copier = BlockCopier(self._memory, source, file, lambda: reservation.wanted)
+                    return sum(
+                        self._receive(reservation, state, by_name[state.id], copier)
+                        for state in states
+                        if state.id in by_name
+                    )
+            except BaseException:
+                self._forget(request, reservation)
+                self._free(reservation)
+                raise
+
+    def take(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV]) -> dict[str, ReceivedKV]:
+        """Return what was received of a request's sequences, as far as it is of use; it is the caller's now."""
+        request = states[0].request.id
+        with self._lock:
+            reservation = self._requests.pop(request, None)
+        if reservation is None:
+            return {}
+        with reservation.lock:
+            by_name = {one.sequence: one for one in kv}
+            taken = {}
+            for state in states:
+                received = reservation.sequences.get(state.id)
+                if received is not None and self._usable(received, state, by_name.get(state.id)):
+                    taken[state.id] = reservation.sequences.pop(state.id)
+            self._free(reservation)
+            return taken
+
+    def give_up(self, request: str) -> bool:
+        """Free what was received for a request; return whether there was something."""
+        with self._lock:
+            reservation = self._requests.pop(request, None)
+        if reservation is None:
+            return False
+        reservation.wanted = False  # a copy that is under way ends early
+        with reservation.lock:
+            self._free(reservation)
+        return True
+
+    def close(self) -> None:
+        """Free everything, and take no more."""
+        with self._lock:
+            self._closed = True
+            requests = list(self._requests)
+        for request in requests:
+            self.give_up(request)
+
+    # -- inside, under the lock of the reservation
+
+    def _receive(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV, copier: BlockCopier) -> int:
+        """Copy what is not here yet of one sequence; return bytes."""
+        if not reservation.wanted:
+            raise StateError(f"request {state.request.id!r} was given up while it was received")
+        received = self._blocks_of(reservation, state, kv.computed)
+        if received is None:
+            return 0
+        same = all(kv.blocks[g][: len(before)] == before for g, before in enumerate(received.source))
+        start, received.source = received.computed if same else received.shared, kv.blocks
+        copied = 0
+        for group, (_, window) in enumerate(self._format.groups):
+            changed = changed_blocks(start, kv.computed, self._format.block_tokens, window)
+            there, here = kv.blocks[group], received.table.blocks[group]
+            if changed and changed[-1] >= len(there):
+                raise StateError(f"{kv.sequence!r} has {kv.computed} tokens, but only {len(there)} blocks were told")
+            copied += copier.copy(group, [(there[i], here[i]) for i in changed])
+        received.computed = max(received.shared, kv.computed)
+        if self._blocks.shares:  # the next answer of the request finds its beginning there
+            tokens = (*state.request.prompt, *state.generated)
+            self._blocks.share_computed(received.table, tokens, min(received.computed, len(tokens)))
+        return copied
+
+    def _blocks_of(self, reservation: _Reservation, state: SequenceState, computed: int) -> ReceivedKV | None:
+        """Return a sequence with blocks for so many tokens; None if it has to be computed anew anyhow."""
+        request = state.request
+        if request.prompt_logprobs is not None and not state.index and not state.generated:
+            return None  # those of its tokens so far are known where they were computed, and nowhere else
+        most = len(request.prompt) + request.max_tokens
+        if not 0 < computed < most:
+            raise ConfigError(
+                f"{state.id!r} has {computed} computed tokens of {most}: there must be some, and one to go"
+            )
+        received = reservation.sequences.get(state.id)
+        if received is None:
+            table, shared = self._blocks.reserve(most, (*request.prompt, *state.generated), computed)
+            received = reservation.sequences[state.id] = ReceivedKV(table, shared, shared)
+        elif computed > received.table.capacity and self._blocks.grow(received.table, computed) is None:
+            raise Overloaded(f"there are no blocks for {computed} tokens of {state.id!r} now", retry_after_s=1.0)
+        return received
+
+    def _usable(self, received: ReceivedKV, state: SequenceState, kv: SequenceKV | None) -> bool:
+        """Return whether a sequence can begin with what was received of it, and note how many tokens that are."""
+        last = len(state.request.prompt) + len(state.generated) - 1
+        if kv is None:
+            return False
+        if any(window is not None for _, window in self._format.groups):
+            # behind a window tokens take the places of those before them: it is all as it was then, or it is of no use
+            return received.computed == kv.computed <= last
+        received.computed = min(received.computed, last)
+        return received.computed > 0
+
+    def _forget(self, request: str, reservation: _Reservation) -> None:
+        with self._lock:
+            if self._requests.get(request) is reservation:
+                del self._requests[request]
+
+    def _free(self, reservation: _Reservation) -> None:
+        reservation.wanted = False
+        for received in reservation.sequences.values():
+            self._blocks.release(received.table)
+        reservation.sequences.clear()

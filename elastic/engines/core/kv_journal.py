@@ -1,0 +1,60 @@
+"""What changes of where the KV cache of sequences lies, told after each step, before it matters.
+
+The order is what makes it sound that another process goes on from the memory of one that was killed: it knows what was
+told, and what was told is still there. For that two things must hold. A block that comes free has no other owner, and
+its page none, before it was told that it is free: so the tables of sequences that ended wait here, in use, until the
+report is out. And a step writes nothing that was told as computed: it writes behind it, in blocks of the sequence or in
+ones that were not told yet (of layers with a sliding window see `KVDirectory.of`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from elastic.engines.core.block_manager import BlockTable
+from elastic.engines.core.kv_state import KVReport, SectorPages, SequenceKV
+
+logger = logging.getLogger(__name__)
+
+
+class KVJournal:
+    """For the thread of an engine's loop."""
+
+    def __init__(
+        self,
+        listener: Callable[[KVReport], None],
+        mapped: Callable[[], Iterable[SectorPages]],
+        release: Callable[[BlockTable], None],
+    ) -> None:
+        """`mapped` gives the sectors that were mapped since it was asked before, `release` frees a table's blocks."""
+        self._listener = listener
+        self._mapped = mapped
+        self._release = release
+        self._sequences: dict[str, SequenceKV] = {}
+        self._ended: list[str] = []
+        self._tables: list[BlockTable] = []
+
+    def note(self, kv: SequenceKV) -> None:
+        """Note the new blocks of a sequence, and how much of it is computed."""
+        self._sequences[kv.sequence] = kv
+
+    def end(self, sequence: str, table: BlockTable) -> None:
+        """Note that a sequence has ended; its blocks come free when that is told."""
+        self._sequences.pop(sequence, None)
+        self._ended.append(sequence)
+        self._tables.append(table)
+
+    def tell(self, *, always: bool) -> None:
+        """Tell what has changed, if anything has, or `always`; then have what ended be free."""
+        if not (always or self._sequences or self._ended):
+            return
+        report = KVReport(tuple(self._mapped()), tuple(self._sequences.values()), tuple(self._ended))
+        tables = self._tables
+        self._sequences, self._ended, self._tables = {}, [], []
+        try:
+            self._listener(report)
+        except Exception:  # whoever hears it may be gone: its engine goes on
+            logger.exception("the listener of an engine's steps failed")
+        for table in tables:
+            self._release(table)

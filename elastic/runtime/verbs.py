@@ -1,0 +1,146 @@
+"""The verbs of a runtime: a method for each action on layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, overload
+
+from elastic.actions.results import merge_changes
+from elastic.types import Action, Change, Evict, Migrate, MigrateKV, Release, Replicate, Restore, Swap
+from elastic.weights.model import ModelWeights
+
+Layers = int | str | Iterable[int | str]
+"""Decoder layers by index or module name."""
+Done = Change | Future[tuple[Change, ...]]
+
+
+class LayerVerbs(ABC):
+    """What can be done to the layers of a model. Each makes actions, and has them done by `apply`."""
+
+    _weights: ModelWeights
+
+    @abstractmethod
+    def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
+        """Do actions, all or none."""
+
+    def _change(self, actions: Sequence[Action], wait: bool) -> Done:
+        results = self.apply(actions, wait=wait)
+        return results if isinstance(results, Future) else merge_changes(results)
+
+    @overload
+    def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def release(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def release(self, layers: Layers, *, wait: bool = True) -> Done:
+        """Have the weights of decoder layers leave their place, for host memory; their pages are KV capacity then.
+
+        `layers` are indices or module names, one or several. A released layer that is called is streamed back for the
+        time of the call, so the model goes on working, slower. Raises `ConfigError` for what is no layer, and
+        `CapacityError` if host memory is short or there is no room for a stage. With `wait=False`, a future.
+        """
+        return self._change((Release(self._weights.layer_indices(layers)),), wait)
+
+    @overload
+    def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Done:
+        """Have the full weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
+
+        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped.
+        The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
+        then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
+        Raises `ConfigError` for what is no layer, and `CapacityError` for more layers than the place has room for.
+        """
+        by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
+        return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
+
+    @overload
+    def swap(self, layers: Layers, variant: str, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def swap(self, layers: Layers, variant: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def swap(self, layers: Layers, variant: str, *, wait: bool = True) -> Done:
+        """Have decoder layers at their place in a variant that `wrap` was asked for, such as `"int4"`.
+
+        `layers` are indices or module names, also of modules inside a layer (`"model.layers.3.mlp"`). It goes from any
+        variant to any other, and from host memory; the KV cache and all generations go on, and what the layers no
+        longer need is KV capacity. Where pages are short, layers go one after another through a reserve; those that
+        find none are `deferred`, as by `restore`. The full weights stay in host memory. Raises `ConfigError` for what
+        is no layer or no variant. With `wait=False`, a future. (MorphServe, section 3.3.)
+        """
+        by_parts = self._weights.find_parts(layers)
+        return self._change([Swap(indices, variant, parts) for parts, indices in by_parts.items()], wait)
+
+    @overload
+    def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def migrate(
+        self, target: Layers, place: str, *, kv: bool = True, wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
+
+    def migrate(self, target: Layers, place: str, *, kv: bool = True, wait: bool = True) -> Done:
+        """Have decoder layers, or modules of them, at another place that `wrap` opened.
+
+        `target` are indices or module names, down to a projection (`"model.layers.5.self_attn.q_proj"`). They move in
+        the variant that they are in while the model goes on generating; the pages that they leave are KV capacity. A
+        module that comes to its layer's own place is part of the layer again. On another device, what they are given
+        travels to them, and results back when they are needed; a layer of which only norms and biases would stay goes
+        as a whole. The KV cache of whole layers goes with them, unless `kv=False`; that of modules stays. Raises
+        `ConfigError` for what is no layer or no place, and for a layer with shared parameters or adapters that is to go
+        to another device; `CapacityError` where the place has no room; `StateError` for a layer whose swap is deferred,
+        or whose cache a continuous batching engine uses. With `wait=False`, a future. (CoCoServe, section 3.3)
+        """
+        by_parts = self._weights.find_parts(target)
+        actions: list[Action] = [Migrate(indices, place, parts) for parts, indices in by_parts.items()]
+        if kv and () in by_parts:
+            actions.append(MigrateKV(by_parts[()], place))
+        return self._change(actions, wait)
+
+    @overload
+    def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def migrate_kv(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def migrate_kv(self, layers: Layers, place: str, *, wait: bool = True) -> Done:
+        """Have the KV cache of decoder layers at another place, that of running generations too; weights stay.
+
+        On another device, attention goes there or fetches what it needs, whichever moves fewer bytes. Errors are those
+        of `migrate`. With `wait=False`, a future. (CoCoServe, section 3.3)
+        """
+        return self._change((MigrateKV(self._weights.layer_indices(layers), place),), wait)
+
+    @overload
+    def replicate(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def replicate(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def replicate(self, layers: Layers, place: str, *, wait: bool = True) -> Done:
+        """Have decoder layers at one more place, which computes a part of the rows of each batch from then on.
+
+        Rows are scattered where consecutive layers with the same replicas begin and gathered where they end; each place
+        gets as many as it has been fast, and keeps the KV cache of those. Running generations go on, their rows' KV
+        moving with them. Under an engine requests are shared out instead, and their KV stays where it is. A layer with
+        replicas is not swapped, released or migrated before they are evicted. Raises `ConfigError` for what is no layer
+        or no place, `CapacityError` where the place has no room, `StateError` for a layer that is there itself, or is
+        released. With `wait=False`, a future. (CoCoServe, section 3.2)
+        """
+        return self._change((Replicate(self._weights.layer_indices(layers), place),), wait)
+
+    @overload
+    def evict(self, layers: Layers, place: str, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def evict(self, layers: Layers, place: str, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def evict(self, layers: Layers, place: str, *, wait: bool = True) -> Done:
+        """Undo `replicate`: the replicas of decoder layers leave a place, and their pages are KV capacity there.
+
+        KV rows that were there return with the next token of their generation; where they find no room they stay, and
+        the generation goes on, slower. Raises `ConfigError` for what is no layer or no place, `StateError` for a layer
+        without a replica there. With `wait=False`, a future.
+        """
+        return self._change((Evict(self._weights.layer_indices(layers), place),), wait)

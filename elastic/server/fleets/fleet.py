@@ -1,0 +1,53 @@
+"""The interface of a fleet to a server. An engine that has it is one; nothing of `elastic.cluster` is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from elastic.engines.base import Engine
+from elastic.types import Action
+
+if TYPE_CHECKING:
+    from elastic.cluster.control.messages import RuntimeView
+    from elastic.cluster.control.status import FleetEvent, FleetStatus
+
+
+@runtime_checkable
+class FleetEngine(Protocol):
+    """What a server asks of `elastic.Fleet` beyond an `Engine`."""
+
+    def status(self) -> FleetStatus:
+        """Return ranks and instances as they are now, without asking them."""
+
+    def events(self) -> tuple[FleetEvent, ...]:
+        """Return the last events, oldest first."""
+
+    def look(self, rank: str) -> RuntimeView:
+        """Ask a rank for its runtime's status. Waits for it; raises `RankLost`, `ConfigError`."""
+
+    def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
+        """Have a rank do actions, all or none, or plan them."""
+
+    def prepare(self, rank: str, actions: Sequence[Action], id: str, timeout_s: float) -> Any:
+        """Have a rank prepare actions."""
+
+    def commit(self, rank: str, id: str) -> Any:
+        """Have a rank commit what it has prepared."""
+
+    def rollback(self, rank: str, id: str) -> Any:
+        """Have a rank give back what it has prepared."""
+
+    def move(self, request: str, instance: str) -> Any:
+        """Have a request go on at another instance."""
+
+    def add(self, places: Sequence[str] | None = None) -> Any:
+        """Start one more rank; without `places`, as the first one."""
+
+    def remove(self, name: str, *, drain: bool = True) -> Any:
+        """End a rank."""
+
+
+def as_fleet(engine: Engine) -> FleetEngine | None:
+    """Return an engine as the fleet that it is, or None."""
+    return engine if isinstance(engine, FleetEngine) else None

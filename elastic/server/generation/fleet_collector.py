@@ -1,0 +1,69 @@
+"""A fleet as Prometheus sees it: its ranks, its instances, and the memory of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+
+from elastic.server.fleets.fleet import FleetEngine
+from elastic.server.fleets.views import RankViews
+from elastic.server.generation.collector import ActionTotals, Families, Labels, memory
+
+UP = ("serving", "draining")
+_LOADS = {
+    "running": "Sequences that have KV blocks.",
+    "waiting": "Sequences that were not in a step yet.",
+    "free_blocks": "KV blocks that could be given now, after what is promised.",
+    "total_blocks": "KV blocks at the limit that is in force.",
+}
+_TOTALS = {
+    "requests_routed": ("routed", "Requests that were given to an instance."),
+    "requests_moved": ("moved", "Requests that were moved to another instance while they ran."),
+    "requests_moved_bytes": ("moved_bytes", "KV that was copied for that."),
+    "ranks_lost": ("ranks_lost", "Ranks that ended, hung or were cut off."),
+    "requests_resumed": ("requests_resumed", "Requests that went on elsewhere after their rank was lost."),
+    "tokens_recomputed": ("recomputed_tokens", "Tokens whose KV was lost, and was computed again."),
+    "fleet_prefix_hits": ("prefix_hits", "Requests that were sent where the beginning of their prompt was."),
+}
+
+
+class FleetCollector:
+    """A collector for a registry of `prometheus_client`. A rank that hangs delays a scrape by half a second at most."""
+
+    def __init__(self, fleet: FleetEngine, ranks: RankViews, name: str) -> None:
+        self._fleet, self._ranks = fleet, ranks
+        self._all = Families(name)
+        self._of_instance = Families(name, ("instance",))
+        self._of_rank = Families(name, ("instance", "rank"))
+        self._actions = ActionTotals()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        now = self._fleet.status()
+        of = {rank: instance.name for instance in now.instances for rank in instance.ranks}
+        up: dict[Labels, float] = {
+            (of.get(rank.name, ""), rank.name): float(rank.state in UP) for rank in now.ranks if rank.state != "ended"
+        }
+        yield self._of_rank.gauge("rank_up", "1 while a rank serves or drains.", up)
+        for word, help in _LOADS.items():
+            loads: dict[Labels, float] = {(each.name,): getattr(each.load, word) for each in now.instances}
+            yield self._of_instance.gauge(f"instance_{word}", help, loads)
+        requests: dict[Labels, float] = {(each.name,): each.requests for each in now.instances}
+        yield self._of_instance.gauge("instance_requests", "Requests that an instance has, and that live.", requests)
+        queued = "Requests that no instance has room for yet."
+        yield self._all.gauge("fleet_queue_length", queued, {(): now.queued})
+        for name, (field, help) in _TOTALS.items():
+            yield self._all.counter(name, help, {(): getattr(now.totals, field)})
+        yield from self._of_models(of)
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: the registry need not ask the fleet to know the names."""
+        return iter(())
+
+    def _of_models(self, of: dict[str, str]) -> Iterator[Metric]:
+        views = self._ranks.read()
+        yield from memory(self._of_rank, {(of.get(rank, ""), rank): view.status for rank, view in views.items()})
+        for rank, view in views.items():
+            self._actions.add((of.get(rank, ""), rank), view.events)
+        yield from self._actions.collect(self._of_rank)

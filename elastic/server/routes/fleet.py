@@ -1,0 +1,92 @@
+"""`/elastic/fleet`: requests between instances, ranks that come and go. For holders of the token of actions.
+
+`POST /elastic/fleet/move {"request", "instance"}`: the request is the id of an answer, such as `chatcmpl-…`.
+`POST /elastic/fleet/add {"places": […]}`, `POST /elastic/fleet/remove {"rank", "drain"}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.server.fleets.fleet import FleetEngine, as_fleet
+from elastic.server.generation.bodies import JSONRoute
+from elastic.server.generation.state import ServerState
+from elastic.server.protocol.errors import APIError
+from elastic.server.routes.status import plain
+
+ANSWERS = ("cmpl-", "chatcmpl-", "resp_")
+"""Beginnings of the ids of answers; what follows is the engine's id of the request."""
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class _FleetBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class MoveBody(_FleetBody):
+    """A request that is to go on at another instance."""
+
+    request: Name
+    instance: Name
+
+
+class AddBody(_FleetBody):
+    """One more rank; without `places`, as the fleet chooses."""
+
+    places: Annotated[list[Name], Field(max_length=100, fail_fast=True)] = []
+
+
+class RemoveBody(_FleetBody):
+    """A rank that is to end. Its requests go on elsewhere; with `drain`, it ends when they have."""
+
+    rank: Name
+    drain: bool = True
+
+
+def routes(serving: ServerState) -> APIRouter:
+    """Make the endpoints."""
+    router = APIRouter(route_class=JSONRoute)
+
+    @router.post("/elastic/fleet/move")
+    async def move(body: MoveBody) -> dict[str, Any]:
+        request = body.request
+        for prefix in ANSWERS:
+            request = request.removeprefix(prefix)
+        return await _done(lambda fleet: {"moved": plain(fleet.move(request, body.instance))})
+
+    @router.post("/elastic/fleet/add")
+    async def add(body: AddBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"added": plain(fleet.add(tuple(body.places) or None))})
+
+    @router.post("/elastic/fleet/remove")
+    async def remove(body: RemoveBody) -> dict[str, Any]:
+        return await _done(
+            lambda fleet: {"removed": body.rank, "end": plain(fleet.remove(body.rank, drain=body.drain))}
+        )
+
+    async def _done(work: Any) -> dict[str, Any]:
+        """Ask the fleet on a thread. What is not there is a 404, what cannot be now a conflict."""
+        fleet = _fleet(serving)
+        try:
+            answer: dict[str, Any] = await asyncio.to_thread(work, fleet)
+        except ConfigError as error:
+            raise APIError(404 if "there is no" in str(error) else 400, str(error), code="not_found") from error
+        except CapacityError as error:
+            raise APIError(409, str(error), code="capacity_exceeded") from error
+        except StateError as error:
+            raise APIError(409, str(error), code="conflict") from error
+        return answer
+
+    return router
+
+
+def _fleet(serving: ServerState) -> FleetEngine:
+    fleet = as_fleet(serving.engine)
+    if fleet is None:
+        raise APIError(404, "this server has one model; elastic serve MODEL --ranks N makes a fleet", code="not_found")
+    return fleet

@@ -1,0 +1,1 @@
+"""Ranks without a model, for tests of a fleet."""

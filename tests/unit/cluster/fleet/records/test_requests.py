@@ -1,0 +1,105 @@
+"""What is kept of a request: each token once, whoever tells it, and enough to go on with it anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic import ConfigError, IntegrityError
+from elastic.cluster.fleet.records.requests import Resumption, new_record, require_sense
+from elastic.engines.base import Output, Request, Sampling, TokenLogprobs
+
+REQUEST = Request((5, 6, 7), 9, id="a")
+
+
+def record(request: Request = REQUEST) -> Any:
+    return new_record(request, lambda _: None)
+
+
+def test_the_seed_is_drawn_once_and_goes_wherever_the_request_goes() -> None:
+    drawn = record()
+    before = drawn.states()
+    drawn.take(Output("a", (1,)), 0)
+    assert drawn.states()[0].seed == before[0].seed
+    assert drawn.states()[0].generated == (1,)
+    other = record()
+    assert other.answers[0].state.seed != drawn.answers[0].state.seed
+    seeded = Request((1,), 2, Sampling(seed=4), n=2)
+    assert [s.seed for s in record(seeded).states()] == [s.seed for s in record(seeded).states()]
+
+
+@given(st.lists(st.integers(0, 99), max_size=12), st.data())
+def test_whatever_is_told_again_each_token_is_told_once(tokens: list[int], data: st.DataObject) -> None:
+    kept, heard = record(Request((1,), 50, id="a")), []
+    while len(heard) < len(tokens):
+        start = data.draw(st.integers(0, len(heard)))
+        stop = data.draw(st.integers(start, len(tokens)))
+        new = kept.take(Output("a", tuple(tokens[start:stop])), start)
+        heard += new.tokens if new is not None else ()
+        assert heard == tokens[: max(stop, len(heard))]
+    assert kept.answers[0].tokens == tokens
+
+
+def test_missing_tokens_are_an_error_and_nothing_is_told() -> None:
+    kept = record()
+    with pytest.raises(IntegrityError, match="from 2 on came after 0"):
+        kept.take(Output("a", (1,)), 2)
+    assert kept.answers[0].tokens == []
+
+
+def test_an_end_that_is_told_again_with_known_tokens_is_told_without_them() -> None:
+    kept = record()
+    kept.take(Output("a", (1, 2)), 0)
+    scores = (TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -2.0, 1))
+    new = kept.take(Output("a", (2, 3), "stop", logprobs=scores), 1)
+    assert (new.tokens, new.finish, new.logprobs) == ((3,), "stop", scores[1:])
+    assert kept.take(Output("a", (4,)), 3) is None
+
+
+def test_what_the_first_output_says_is_said_once() -> None:
+    kept = record()
+    first = kept.take(Output("a", (1,), scheduled_s=1.0, cached_tokens=2), 0)
+    again = kept.take(Output("a", (2,), scheduled_s=3.0, cached_tokens=3, waited_for_kv_s=0.0), 1)
+    assert (first.scheduled_s, first.cached_tokens) == (1.0, 2)
+    assert (again.tokens, again.scheduled_s, again.cached_tokens, again.waited_for_kv_s) == ((2,), None, None, None)
+
+
+def test_answers_end_one_by_one() -> None:
+    kept = record(Request((1,), 5, n=3, id="a"))
+    kept.take(Output("a", (9,), "length", index=1), 0)
+    assert [state.index for state in kept.states()] == [0, 2]
+    assert [(o.index, o.finish) for o in kept.end([0, 1], "cancelled")] == [(0, "cancelled")]
+    assert [answer.state.index for answer in kept.live] == [2]
+
+
+def test_a_resumption_is_done_when_all_have_been_heard_of_once() -> None:
+    done: list[Resumption] = []
+    resumption = Resumption(2, done.append, {"a", "b"})
+    for request in ("a", "a", "c"):
+        resumption.heard(request)
+    assert done == []
+    resumption.heard("b")
+    resumption.heard("b")
+    assert done == [resumption]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request((), 1), "prompt"),
+        (Request((1,), 0), "max_tokens=0"),
+        (Request((1,), 1, n=0), "n=0"),
+        (Request((1,), 1, min_tokens=2), "min_tokens=2"),
+        (Request((1, 100, -1), 1), "token 100"),
+        (Request((-1,), 1), "token -1"),
+        (Request((1,) * 30, 3), "more than the 32"),
+        (Request((1,), 1, Sampling(logit_bias=((100, 1.0),))), "logit_bias"),
+    ],
+)
+def test_what_no_engine_takes_is_refused_in_words(request_: Request, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        require_sense(request_, 100, 32)
+    require_sense(Request((0, 99), 30), 100, 32)

@@ -1,0 +1,243 @@
+"""A rank between a fleet and its engine: what it says, in what order, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from elastic.cluster.control.connection import QueueConnection, queue_pair
+from elastic.cluster.control.messages import (
+    Answer,
+    Apply,
+    Ask,
+    Beat,
+    Bye,
+    Cancel,
+    Check,
+    Drain,
+    HandOver,
+    Hello,
+    Locate,
+    ModelFacts,
+    News,
+    Refused,
+    Release,
+    Submit,
+)
+from elastic.cluster.rank.rank import Rank
+from elastic.engines.base import Request
+from elastic.engines.core.step import SequenceState
+from elastic.errors import ConfigError, Overloaded, StateError
+from support.serving.stepped_engine import FORMAT, SteppedEngine
+
+FACTS = ModelFacts((1, 2), 3, 96, 512, (0,))
+Message = TypeVar("Message")
+
+
+class Served:
+    """A rank on a thread, and the fleet's end of its connection."""
+
+    def __init__(self, engine: SteppedEngine, beat_s: float) -> None:
+        self.engine = engine
+        self.fleet, there = queue_pair()
+        self.rank = Rank(engine, there, "r0", FACTS, beat_s=beat_s)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=self.rank.run, daemon=True)
+        self.thread.start()
+        self.hello = self.fleet.receive()
+
+    def next(self, kind: type[Message]) -> Message:
+        """The next message; beats come in between."""
+        while isinstance(message := self.fleet.receive(), Beat) and kind is not Beat:
+            pass
+        assert isinstance(message, kind), message
+        return message
+
+    def submit(self, name: str, tokens: int = 3, n: int = 1, generated: tuple[int, ...] = ()) -> None:
+        request = Request((1, 2), tokens, n=n, id=name)
+        before = len(self.engine.live)
+        states = [SequenceState(f"{name}[{i}]", request, i, i, generated) for i in range(n)]
+        self.fleet.send(Submit(tuple(states)))
+        if self.engine.refuse is None:
+            self.engine.wait(lambda: len(self.engine.live) == before + n)
+
+    def ended(self) -> None:
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        assert not self.engine.serving
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    all_served: list[Served] = []
+
+    def start(engine: SteppedEngine | None = None, beat_s: float = 60.0) -> Served:
+        all_served.append(Served(engine or SteppedEngine(), beat_s))
+        return all_served[-1]
+
+    yield start
+    for each in all_served:
+        each.engine.runtime.may_end.set()
+        each.fleet.close()
+        each.ended()
+
+
+def test_it_says_who_it_is_first(serve: Callable[..., Served]) -> None:
+    hello = serve().hello
+    assert isinstance(hello, Hello)
+    assert (hello.name, hello.model, hello.kv, hello.memory) == ("r0", FACTS, FORMAT, None)
+    assert hello.forms == (("float32",),)
+    assert hello.load.free_blocks == 5
+
+
+def test_news_hold_all_of_one_step_and_where_each_answer_was(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.submit("fresh", n=2)
+    one.submit("resumed", tokens=9, generated=(7, 7, 7))
+    for step in (1, 2):
+        one.engine.step()
+        news = one.next(News)
+        told = [(o.request, o.index, start) for o, start in zip(news.outputs, news.starts, strict=True)]
+        assert told == [("fresh", 0, step - 1), ("fresh", 1, step - 1), ("resumed", 0, step + 2)]
+        assert news.kv is not None
+        assert news.kv.ended == (f"step {step}",)
+        assert (news.load.running, news.load.steps) == (3, step)
+    one.engine.weights += (("int4",),)
+    one.engine.step()
+    assert one.next(News).forms == (("int4",),)
+    one.submit("fresh")  # the name is free again: its count begins anew
+    one.engine.step()
+    news = one.next(News)
+    assert [(o.request, start) for o, start in zip(news.outputs, news.starts, strict=True)] == [
+        ("resumed", 6),
+        ("fresh", 0),
+    ]
+
+
+def test_news_are_sent_before_the_engine_goes_on(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.submit("request")
+    sent: list[Any] = []
+    one.rank._connection.send = sent.append  # type: ignore[method-assign]
+    one.engine.step()
+    assert isinstance(sent[0], News)
+    del one.rank._connection.send
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (Overloaded("9 wait", retry_after_s=2), Overloaded, "9 wait"),
+        (ConfigError("n=0"), ConfigError, "n=0"),
+        (ZeroDivisionError("oh"), StateError, "ZeroDivisionError: oh"),
+    ],
+)
+def test_a_request_that_is_not_taken_is_refused_and_others_are_served(
+    serve: Callable[..., Served], error: Exception, kind: type[Exception], words: str
+) -> None:
+    one = serve(SteppedEngine(refuse=error))
+    one.submit("unlucky")
+    refused = one.next(Refused)
+    assert refused.request == "unlucky"
+    assert type(refused.error) is kind
+    assert words in str(refused.error)
+    one.engine.refuse = None
+    one.submit("lucky")
+    one.engine.step()
+    assert one.next(News).starts == (0,)
+
+
+def test_cancels_reach_the_engine(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.fleet.send(Cancel("request"))
+    one.fleet.send(Cancel("request", 1))
+    one.engine.wait(lambda: one.engine.cancelled == [("request", None), ("request", 1)])
+
+
+def test_a_long_action_does_not_stop_requests_cancels_or_moves(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.fleet.send(Ask(1, Apply(())))
+    one.fleet.send(Ask(2, Check()))
+    assert one.engine.runtime.begun.wait(60)
+    one.submit("request")
+    one.fleet.send(Cancel("request"))
+    one.engine.wait(lambda: one.engine.cancelled)
+    one.fleet.send(Ask(3, Locate("request")))
+    assert one.next(Answer).id == 3
+    assert one.engine.asked == ["request"]
+    one.engine.runtime.may_end.set()
+    assert [one.next(Answer).id, one.next(Answer).id] == [1, 2]
+
+
+def test_every_question_has_one_answer_also_when_it_fails(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.engine.runtime.may_end.set()
+    questions = [HandOver("r"), Release("r"), Locate("r"), Apply((), dry_run=True), Apply((), "for fun")]
+    answers = []
+    for number, question in enumerate(questions):
+        one.fleet.send(Ask(number, question))
+        answers.append(one.next(Answer))
+    assert [answer.id for answer in answers] == [0, 1, 2, 3, 4]
+    assert "cannot be handed over" in str(answers[0].error)
+    assert str(answers[1].error) == "ZeroDivisionError: a fault of our own"
+    assert answers[2].value == ()
+    assert "cannot be sent to another process" in str(answers[3].error)
+    assert answers[4].value == ("applied", "for fun")
+
+
+def test_a_drained_rank_takes_no_request_and_ends_those_it_has(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.submit("early")
+    one.fleet.send(Ask(1, Drain()))
+    assert one.next(Answer).error is None
+    one.submit_late = one.fleet.send(Submit((SequenceState("late", Request((1,), 2, id="late"), 0, 0),)))  # type: ignore
+    assert "being drained" in str(one.next(Refused).error)
+    one.fleet.send(Bye(drain=True))
+    finishes = [[output.finish for output in one.next(News).outputs] for _ in range(3)]
+    assert finishes == [[None], [None], ["length"]]
+    assert isinstance(one.next(Bye), Bye)
+    with pytest.raises(EOFError):
+        one.fleet.receive()
+    one.ended()
+
+
+def test_an_end_that_nobody_wished_for_its_requests_is_not_told_as_theirs(serve: Callable[..., Served]) -> None:
+    one = serve()
+    one.submit("request")
+    one.fleet.send(Bye())
+    one.next(Bye)
+    with pytest.raises(EOFError):
+        one.fleet.receive()
+    one.ended()
+
+
+@pytest.mark.parametrize("how", ["fleet", "message"])
+def test_it_ends_with_its_fleet(serve: Callable[..., Served], how: str) -> None:
+    one = serve()
+    one.submit("request")
+    one.fleet.close() if how == "fleet" else one.fleet.send("what no fleet sends")
+    one.ended()
+    assert one.rank.ended.is_set()
+
+
+def test_it_ends_when_its_engine_has_ended_by_itself(serve: Callable[..., Served]) -> None:
+    one = serve(beat_s=0.01)
+    one.engine.serving = False
+    one.ended()
+
+
+def test_it_beats_while_its_engine_hangs(serve: Callable[..., Served]) -> None:
+    one = serve(beat_s=0.01)
+    one.submit("request")  # and no step
+    loads = [one.next(Beat).load for _ in range(3)]
+    assert {load.steps for load in loads} == {0}
+    assert loads[-1].running == 1
+
+
+def test_a_rank_whose_fleet_is_gone_notices_it_by_its_beat_too(serve: Callable[..., Served]) -> None:
+    one = serve(beat_s=0.01)
+    assert isinstance(one.rank._connection, QueueConnection)
+    one.rank._connection._over.set()  # nothing can be sent, and whoever reads has not noticed yet
+    assert one.rank.ended.wait(60)
