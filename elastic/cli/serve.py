@@ -148,9 +148,7 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     import elastic
     from elastic.model_files import load_model
 
-    places = [Place.parse(place) for place in options.place or ["cpu"]]
-    require_memory(places)
-    device = places[0].device
+    device = Place.parse((options.place or ["cpu"])[0]).device
     model, tokenizer = load_model(options.model, device, option="MODEL")
     max_model_len = longest(model, options)
     elastic.wrap(model.to(device), **chosen)
@@ -226,6 +224,8 @@ def _check(options: Namespace, token: str | None) -> None:
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
     check_fleet(options)
+    if options.ranks is None:
+        require_memory([Place.parse(place) for place in options.place or ["cpu"]])
     require_at_least(0, options.drain_seconds, "--drain-seconds")
     for option in ("header_timeout", "body_timeout"):
         if not getattr(options, option) > 0:
