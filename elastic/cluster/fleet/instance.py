@@ -98,6 +98,8 @@ class Instance:
 
     def give(self, record: RequestRecord, cached: int) -> None:
         """Note a request that it gets, so many blocks of whose prompt it has."""
+        if not self.records:
+            self.progress_s = time.perf_counter()  # it had nothing to do
         record.instance, record.begun = self.name, False
         self.records[record.request.id] = record
         self.given += 1

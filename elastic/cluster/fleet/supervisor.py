@@ -142,7 +142,7 @@ class Supervisor:
                     instance.heard_s = instance.progress_s = now
                 elif now - instance.heard_s > self._beat_timeout_s:
                     found.append((instance, f"nothing was heard of it for {self._beat_timeout_s} s"))
-                elif now - instance.progress_s > self._hang_timeout_s:
+                elif instance.records and now - instance.progress_s > self._hang_timeout_s:
                     found.append((instance, f"its engine began no step for {self._hang_timeout_s} s, with work to do"))
             self._dispatcher.dispatch()  # requests that found no room may be offered again
         return found

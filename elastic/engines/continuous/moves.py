@@ -107,6 +107,10 @@ class MovingRequests:
             mapped = [(group, sector) for group, sector in sorted(found) if sector in self._memory.groups[group].mapped]
             return tuple(SectorPages(g, sector, self._memory.groups[g].pages_of(sector)) for g, sector in mapped)
 
+    def check(self) -> None:
+        """Recount the blocks of all sequences, and of those that were handed over or may come; see `BlockManager`."""
+        self._blocks.check()
+
     # -- where a request goes to
 
     def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource) -> int:

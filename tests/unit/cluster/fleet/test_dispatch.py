@@ -13,6 +13,7 @@ from elastic import CapacityError, ConfigError, Overloaded, StateError
 from elastic.cluster.control.messages import Cancel, News, Submit
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Output, Request, Sampling
+from elastic.engines.sampling import answer_seed
 from support.cluster.fake_rank import BLOCK, MODEL, FakeLauncher, FakeRank, alone
 from support.serving.generations import Collector
 
@@ -56,7 +57,7 @@ def test_requests_get_the_tokens_that_they_get_alone(fleets: Any) -> None:
     fleet.check()
     drive(ranks)
     for each in requests:
-        assert len(heard.tokens[each.id]) == each.max_tokens
+        assert heard.tokens[each.id] == alone(each, answer_seed(each, 0))
         assert heard.ends[each.id].finish == "length"
     stats = fleet.counters.read()
     assert (stats.completed, stats.waiting, stats.running) == (12, 0, 0)
@@ -101,12 +102,9 @@ def test_what_fits_in_no_instance_now_waits_here_in_order(fleets: Any) -> None:
         fleet.submit(each, heard)
     fleet.check()
     assert fleet.status().queued >= 2
-    begun = [set(), set()]
-    for _ in range(100):
-        for rank, names in zip(ranks, begun, strict=True):
-            rank.step()
-            names |= rank.live.keys()
-            assert sum(-(-len((*s.request.prompt, *s.generated)) // BLOCK) for v in rank.live.values() for s in v) <= 10
+    begun = [message.states[0].request.id for rank in ranks for message in sent(rank)]
+    assert set(begun) == {each.id for each in requests[: len(begun)]}
+    drive(ranks, 100)
     assert heard.ends.keys() == {each.id for each in requests}
     assert fleet.status().queued == 0
 
@@ -114,13 +112,12 @@ def test_what_fits_in_no_instance_now_waits_here_in_order(fleets: Any) -> None:
 def test_a_long_request_at_the_head_of_the_queue_is_not_overtaken(fleets: Any) -> None:
     fleet, ranks = fleets(1, {"blocks": 20})
     heard = Collector()
-    for name, tokens in (("running", 30), ("long", 60), ("short", 4)):
-        fleet.submit(request(tokens, 16 if name != "long" else 18, id=name), heard)
+    for name, tokens, prompt in (("running", 30, 40), ("long", 30, 44), ("short", 4, 4)):
+        fleet.submit(request(tokens, prompt, id=name), heard)
     assert [message.states[0].request.id for message in sent(ranks[0])] == ["running"]
     drive(ranks, 5)
     assert heard.tokens.keys() == {"running"}
     drive(ranks, 100)
-    assert next(iter(heard.ends)) == "running"
     assert heard.ends.keys() == {"running", "long", "short"}
 
 
@@ -297,13 +294,7 @@ def test_outputs_of_a_request_come_in_order_whoever_brings_them(fleets: Any) -> 
     stepping.join(20)
     rank.step()
     assert [len(output.tokens) for output in heard] == [1, 1, 1]
-    assert [t for output in heard for t in output.tokens] == alone(request(3), rank_seed())
-
-
-def rank_seed() -> int:
-    from elastic.engines.sampling import answer_seed
-
-    return answer_seed(request(3), 0)
+    assert [t for output in heard for t in output.tokens] == alone(request(3), answer_seed(request(3), 0))
 
 
 def test_a_fleet_refuses_ranks_with_other_weights(fleets: Any) -> None:

@@ -1,0 +1,73 @@
+"""An engine as a rank has it: what it tells is mirrored, the tokens that it computes are counted, its steps gated."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import elastic
+from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.core.kv_state import KVDirectory, KVReport, KVSource, SequenceKV
+from elastic.engines.core.step import SequenceState
+from support.wrapped_model import small
+
+_places = itertools.count()
+
+
+class TrackedEngine:
+    """Over a wrapped model of its own, at a place of its own; started."""
+
+    def __init__(self, model: Any, nbytes: int = 4 << 20, *, wrap: Any = None, **options: Any) -> None:
+        self.model = model
+        elastic.wrap(model, places=small(nbytes, f"cpu#tracked{next(_places)}"), **(wrap or {}))
+        self.engine = ContinuousEngine(model, **{"block_tokens": 8, "max_batch_tokens": 32, **options})
+        self.computed = 0
+        """Tokens that went through the model."""
+        self.reports: list[KVReport] = []
+        self._may = threading.Semaphore(1 << 30)
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        source = self.engine.kv_source()
+        assert source is not None
+        self.source = source
+        self.directory = KVDirectory(source)
+        self.engine.on_step = self._hear
+        self.engine.start()
+
+    def sources_of(self, kv: Iterable[SequenceKV]) -> KVSource:
+        """Where blocks of it can be read, as a fleet says it: by what the engine has told."""
+        return replace(self.source, sectors=self.directory.sectors_of(kv))
+
+    def mirrored(self, states: Sequence[SequenceState]) -> tuple[SequenceKV, ...]:
+        """What is known of a request's KV by what the engine has told."""
+        found = (self.directory.of(s.id, len(s.request.prompt) + len(s.generated)) for s in states)
+        return tuple(kv for kv in found if kv is not None)
+
+    def only(self, steps: int) -> None:
+        """Let so many steps begin from now on, and then no more; for an engine that has nothing to do."""
+        self._may = threading.Semaphore(steps)
+
+    def go_on(self, steps: int = 1 << 30) -> None:
+        self._may.release(steps)
+
+    def close(self) -> None:
+        """Stop it, and see that nothing is left."""
+        self.go_on()
+        self.engine.stop(drain=False)
+        self.engine.check()
+        self.engine.runtime.check()
+        assert self.engine.runtime.kv.used_bytes == 0
+        self._hook.remove()
+        if getattr(self.model, "elastic", None) is not None:
+            elastic.unwrap(self.model)
+
+    def _count(self, module: Any, args: Any, inputs: Any) -> None:
+        if threading.current_thread() is self.engine._thread:
+            assert self._may.acquire(timeout=60)
+            self.computed += inputs["input_ids"].shape[1]
+
+    def _hear(self, report: KVReport) -> None:
+        self.reports.append(report)
+        self.directory.apply(report)

@@ -1,0 +1,378 @@
+"""What becomes of requests when ranks die, move, leave and come, on ranks without models: none lost, no token twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elastic import ConfigError, Overloaded, StateError
+from elastic.cluster.control.messages import News
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Output, Request, Sampling
+from elastic.engines.sampling import answer_seed
+from elastic.errors import RankLost
+from support.cluster.fake_rank import FakeLauncher, FakeRank, alone
+from support.serving.generations import Collector
+
+
+class World:
+    """A fleet over fake ranks, and all that is heard."""
+
+    def __init__(self, ranks: int = 2, make: Callable[[Any], FakeRank] | None = None, **options: Any) -> None:
+        self.launcher = FakeLauncher(make or (lambda spec: FakeRank(spec.name)))
+        options = {"beat_timeout_s": 1e6, "hang_timeout_s": 1e6, "replace": False, **options}
+        self.fleet = Fleet("no model", ranks=ranks, launch=self.launcher, **options)
+        self.heard = Collector()
+        self.requests: list[Request] = []
+        self.fleet.start()
+
+    def submit(self, count: int = 1, tokens: int = 10, **options: Any) -> list[Request]:
+        new = [Request((1, 2, 3), tokens, Sampling(seed=0), **options) for _ in range(count)]
+        for request in new:
+            self.fleet.submit(request, self.heard)
+        self.requests += new
+        return new
+
+    def rank_of(self, request: Request) -> FakeRank:
+        name = self.fleet.instance_of(request.id)
+        assert name is not None
+        return self.launcher.ranks[name]
+
+    def finish(self) -> None:
+        """Let all end; each has the tokens that it has alone."""
+        until_s = time.monotonic() + 30
+        while self.heard.ends.keys() < {request.id for request in self.requests} and time.monotonic() < until_s:
+            self.launcher.step()
+        for request in self.requests:
+            assert self.heard.ends[request.id].finish == "length", self.heard.ends[request.id]
+            assert self.heard.tokens[request.id] == alone(request, answer_seed(request, 0))
+        self.fleet.check()
+
+    def in_background(self, call: Callable[[], Any]) -> Any:
+        """Return what a call returns or raises, while ranks step."""
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append(call())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive():
+            self.launcher.step()
+            thread.join(0.005)
+        return found[0]
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.fleet.events()]
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    made: list[World] = []
+
+    def make(*args: Any, **options: Any) -> World:
+        made.append(World(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.fleet.stop(drain=False)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_requests_of_a_dead_rank_go_on_elsewhere(world: Any, steps: int) -> None:
+    w = world()
+    requests = w.submit(6)
+    w.launcher.step(steps)
+    lost = w.rank_of(requests[0])
+    lost.die("it fell over")
+    assert all(w.rank_of(request) is not lost for request in requests)
+    w.finish()
+    events = {event.kind: event for event in w.fleet.events()}
+    assert (events["lost"].requests, events["lost"].why) == (3, "it fell over")
+    assert events["requests resumed"].requests == 3
+    assert events["requests resumed"].recomputed_tokens == (3 * (3 + steps - 1) if steps else 0)
+    assert w.fleet.status().totals.recomputed_tokens == events["requests resumed"].recomputed_tokens
+
+
+def test_what_a_dead_rank_still_says_does_not_count(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    lost = w.rank_of(request)
+    lost.die()
+    lost.on_message(News((Output(request.id, (9, 9)),), (2,), lost.load()))
+    w.finish()
+
+
+def test_a_rank_that_leaves_out_tokens_is_fenced(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    rank = w.rank_of(request)
+    rank.on_message(News((Output(request.id, (9,)),), (7,), rank.load()))
+    assert rank.lost
+    assert "from 7 on came after 2" in w.fleet.status().ranks[0].why
+    w.finish()
+
+
+def test_a_rank_that_ends_what_nobody_cancelled_is_fenced(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    rank = w.rank_of(request)
+    rank.on_message(News((Output(request.id, (), "cancelled"),), (2,), rank.load()))
+    assert rank.lost
+    w.finish()
+
+
+def test_a_cancelled_request_of_a_dead_rank_ends(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    w.fleet.cancel(request.id)
+    w.rank_of(request).die()
+    assert w.heard.ends[request.id].finish == "cancelled"
+    w.fleet.check()
+
+
+def test_without_a_rank_requests_wait_for_the_next_one(world: Any) -> None:
+    w = world(1, replace=True)
+    requests = w.submit(3)
+    w.launcher.step(2)
+    w.rank_of(requests[0]).die()
+    late = w.submit(1)
+    assert {w.fleet.instance_of(request.id) for request in [*requests, *late]} <= {None, "r1"}
+    w.finish()
+    w.fleet.stop()  # which waits for whoever replaces it to say so
+    assert "replaced" in w.kinds()
+
+
+def test_requests_fail_in_words_when_none_can_come(world: Any) -> None:
+    w = world(1)
+    (request,) = w.submit()
+    w.launcher.step(1)
+    w.rank_of(request).die("it fell over")
+    end = w.heard.ends[request.id]
+    assert (end.finish, "it fell over" in str(end.error)) == ("failed", True)
+    assert not w.fleet.serving
+    with pytest.raises(StateError, match="no rank is left"):
+        w.submit()
+
+
+def test_a_rank_that_cannot_be_replaced_is_given_up(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.cluster.fleet.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))
+
+    def make(spec: Any) -> FakeRank:
+        if spec.name != "r0":
+            raise StateError("no such device")
+        return FakeRank(spec.name)
+
+    w = world(1, make, replace=True)
+    (request,) = w.submit()
+    w.rank_of(request).die()
+    w.heard.wait([request.id], 30)
+    assert "no such device" in str(w.heard.ends[request.id].error)
+    assert w.kinds().count("refused") == 3
+
+
+def test_a_silent_rank_is_fenced(world: Any) -> None:
+    w = world(2, beat_timeout_s=0.3)
+    (request,) = w.submit()
+    silent = w.rank_of(request)
+    (other,) = [rank for rank in w.launcher.ranks.values() if rank is not silent]
+    fenced = threading.Event()
+    tell, silent.on_lost = silent.on_lost, lambda why: (tell(why), fenced.set())
+    while not fenced.wait(0.02):
+        other.beat()
+    while not other.live:
+        other.step()
+    other.step(20)
+    assert w.heard.ends[request.id].finish == "length"
+    assert "nothing was heard" in next(event.why for event in w.fleet.events() if event.kind == "lost")
+
+
+def test_a_rank_whose_engine_hangs_is_fenced(world: Any) -> None:
+    w = world(2, hang_timeout_s=0.3)
+    (request,) = w.submit()
+    w.launcher.step(2)
+    hanging = w.rank_of(request)
+    while not hanging.lost:
+        hanging.beat()
+    w.finish()
+    assert "began no step" in next(event.why for event in w.fleet.events() if event.kind == "lost")
+
+
+# -- moves
+
+
+def test_a_request_moves_and_nobody_notices(world: Any) -> None:
+    w = world()
+    first, _ = w.submit(2)
+    w.launcher.step(3)
+    source = w.rank_of(first)
+    (target,) = [name for name, rank in w.launcher.ranks.items() if rank is not source]
+    moved = w.in_background(lambda: w.fleet.move(first.id, target))
+    assert (moved.source, moved.target, moved.moved_bytes) == (source.hello.name, target, 0)
+    assert moved.recomputed_tokens >= 3 + 3 - 1  # these ranks have no memory that others can read
+    assert source.held == {}
+    w.finish()
+    assert w.kinds().count("moved") == 1
+
+
+def test_several_answers_move_together(world: Any) -> None:
+    w = world()
+    ends: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    request = Request((1, 2, 3), 12, Sampling(seed=0), n=3)
+    w.fleet.submit(request, lambda output: ends[output.index].extend(output.tokens))
+    w.launcher.step(3)
+    (target,) = {"r0", "r1"} - {w.fleet.instance_of(request.id)}
+    w.in_background(lambda: w.fleet.move(request.id, target))
+    assert w.fleet.instance_of(request.id) == target
+    w.launcher.step(20)
+    assert ends == {i: alone(request, answer_seed(request, i)) for i in range(3)}
+
+
+def test_moves_that_make_no_sense_are_refused(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    here = w.fleet.instance_of(request.id)
+    for error, name, target in (
+        (ConfigError, "unknown", "r0"),
+        (ConfigError, request.id, "r9"),
+        (StateError, request.id, here),
+    ):
+        with pytest.raises(error):
+            w.fleet.move(name, target)
+    w.finish()
+
+
+def test_a_request_that_its_target_refuses_goes_on_where_it_was(world: Any) -> None:
+    w = world()
+    (request,) = w.submit()
+    w.launcher.step(2)
+    source = w.rank_of(request)
+    (target,) = [rank for rank in w.launcher.ranks.values() if rank is not source]
+    target.refuses = Overloaded("no room", retry_after_s=1)
+    assert isinstance(w.in_background(lambda: w.fleet.move(request.id, target.hello.name)), Overloaded)
+    assert w.rank_of(request) is source
+    target.refuses = None
+    w.finish()
+    assert "move failed" in w.kinds()
+    assert w.fleet.status().totals.recomputed_tokens == 0
+
+
+def test_a_target_without_room_takes_none(world: Any) -> None:
+    w = world(2, lambda spec: FakeRank(spec.name, blocks=100 if spec.name == "r0" else 4))
+    (request,) = w.submit(tokens=20)
+    with pytest.raises(Overloaded):
+        w.fleet.move(request.id, "r1")
+    w.finish()
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+def test_a_rank_that_dies_while_a_request_moves_costs_nothing_else(world: Any, who: str) -> None:
+    w = world(3)
+    (request,) = w.submit()
+    w.launcher.step(2)
+    source = w.rank_of(request)
+    target = next(rank for rank in w.launcher.ranks.values() if rank is not source)
+    dying = source if who == "source" else target
+    ask = dying.ask
+
+    def die_then_answer(question: Any) -> Any:
+        dying.die("it fell over")
+        return ask(question)
+
+    dying.ask = die_then_answer  # type: ignore[method-assign]
+    if who == "target":  # the lock is held when the target is asked; it dies when it reads
+        dying.ask = ask  # type: ignore[method-assign]
+        dying.step = lambda count=1: dying.die("it fell over")  # type: ignore[method-assign]
+    error = w.in_background(lambda: w.fleet.move(request.id, target.hello.name))
+    assert isinstance(error, RankLost)
+    assert error.rank == dying.hello.name
+    w.finish()
+
+
+def test_a_request_that_ends_before_it_is_handed_over_is_not_moved(world: Any) -> None:
+    w = world()
+    (request,) = w.submit(tokens=3)
+    w.launcher.step(1)
+    source = w.rank_of(request)
+    (target,) = {"r0", "r1"} - {source.hello.name}
+    ask = source.ask
+    source.ask = lambda question: (source.step(5), ask(question))[1]  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="ended before"):
+        w.fleet.move(request.id, target)
+    w.finish()
+
+
+def test_a_request_that_is_cancelled_while_it_moves_ends(world: Any) -> None:
+    w = world()
+    (request,) = w.submit(tokens=50)
+    w.launcher.step(1)
+    source = w.rank_of(request)
+    (target,) = {"r0", "r1"} - {source.hello.name}
+    ask = source.ask
+    source.ask = lambda question: (w.fleet.cancel(request.id), ask(question))[1]  # type: ignore[method-assign]
+    w.in_background(lambda: w.fleet.move(request.id, target))
+    w.launcher.step(3)
+    assert w.heard.ends[request.id].finish == "cancelled"
+    w.fleet.check()
+
+
+# -- ranks come and go
+
+
+def test_a_rank_that_is_added_gets_what_waits(world: Any) -> None:
+    w = world(1, lambda spec: FakeRank(spec.name, max_requests=1))
+    w.submit(4)
+    assert w.fleet.status().queued == 2
+    assert w.fleet.add(places=["cpu#1=1MiB"]) == "r1"
+    assert w.fleet.status().queued == 0
+    assert w.fleet.scale_out(2) == ("r2", "r3")
+    w.finish()
+    assert [rank.state for rank in w.fleet.status().ranks] == ["serving"] * 4
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_rank_is_removed_and_its_requests_go_on(world: Any, drain: bool) -> None:
+    w = world(2)
+    w.submit(4)
+    w.launcher.step(2)
+    assert w.in_background(lambda: w.fleet.remove("r0", drain=drain)) is None
+    assert {w.fleet.instance_of(request.id) for request in w.requests} == {"r1"}
+    w.finish()
+    assert [(rank.name, rank.state) for rank in w.fleet.status().ranks] == [("r0", "ended"), ("r1", "serving")]
+    assert w.fleet.status().totals.ranks_lost == 0
+
+
+def test_the_last_rank_is_removed_when_its_requests_have_ended(world: Any) -> None:
+    w = world(1)
+    w.submit(2)
+    with pytest.raises(StateError, match="the last one"):
+        w.fleet.remove("r0", drain=False)
+    w.in_background(lambda: w.fleet.remove("r0"))
+    assert len(w.heard.ends) == 2
+    assert {end.finish for end in w.heard.ends.values()} == {"length"}
+
+
+def test_a_balanced_fleet_moves_requests_to_where_there_is_room(world: Any) -> None:
+    w = world(1, policy="balance")
+    w.submit(6, tokens=60)
+    w.launcher.step(2)
+    w.fleet.add()
+    for _ in range(2000):
+        w.launcher.step()
+        if w.launcher.ranks["r1"].live or not w.launcher.ranks["r0"].live:
+            break
+        threading.Event().wait(0.005)
+    assert w.launcher.ranks["r1"].live
+    w.finish()
