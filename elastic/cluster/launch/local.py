@@ -177,9 +177,10 @@ class LocalLauncher:
             )
         spec = replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
         encoded = encode(spec)
+        server = self._running()
         here, there = socket_pair()
         try:
-            process = self._running().fork(there, spec.model).result(IMPORT_S)
+            process = server.fork(there, spec.model).result(IMPORT_S)
         except (ElasticError, TimeoutError) as error:
             here.close()
             raise StateError(f"rank {spec.name!r} did not start: {error or 'the fork server is busy'}") from error
