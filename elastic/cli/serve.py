@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
-from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, read_configs
+from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, make_launcher, read_configs
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -160,11 +160,14 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
 
 def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
     """Start the ranks of a fleet, which load the model; this process has its tokenizer alone. `stack` ends them."""
+    launcher = make_launcher(options)
+    if not isinstance(launcher, str):
+        stack.callback(launcher.close)
     tokenizer, model = read_configs(options.model)
     max_model_len = longest(model, options)
     defaults = sampling_defaults(model, options.generation_config)
     grammars = compiler(model, tokenizer)
-    fleet = make_fleet(options, chosen, grammars)
+    fleet = make_fleet(options, launcher, chosen, grammars)
     stack.callback(fleet.stop, drain=False)
     fleet.start()
     return Served(fleet, tokenizer, max_model_len, defaults, grammars)

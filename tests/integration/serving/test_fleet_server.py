@@ -16,12 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
-from support.serving.live_server import CONTEXT, PATIENCE_S, TOKENIZER, Live, live, model, model_tokens, text_of
+from support.serving.live_server import PATIENCE_S, TOKENIZER, Live, live, model, model_tokens, text_of
 
 TOKEN = "open sesame"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -95,7 +94,10 @@ def test_answers_are_the_models_while_requests_move_and_layers_leave(served: Liv
             continue
         there = next(i.name for i in served.engine.status().instances if i.name != here)
         answer = httpx.post(
-            f"{served.url}/elastic/fleet/move", json={"request": reading.id, "instance": there}, headers=HEADERS, timeout=60
+            f"{served.url}/elastic/fleet/move",
+            json={"request": reading.id, "instance": there},
+            headers=HEADERS,
+            timeout=60,
         )
         moved += answer.status_code == 200
     body = {"actions": [{"kind": "release", "layers": [2, 5]}]}
@@ -126,7 +128,7 @@ def test_bench_and_top_take_a_fleet(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     arguments = ["--poisson", "20", "--duration", "0.5", "--lengths", "12:4", "--out", str(tmp_path / "result.json")]
-    assert main(["bench", "--url", served.url, *arguments]) == 0
+    assert main(["bench", "run", "--url", served.url, *arguments]) == 0
     capsys.readouterr()
     assert main(["top", "--once", served.url]) == 0
     shown = capsys.readouterr().out
@@ -182,7 +184,7 @@ def test_the_command_serves_by_processes_and_leaves_none(tmp_path: Path) -> None
         assert child.wait(PATIENCE_S) == 0
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
     end = time.monotonic() + PATIENCE_S
     pids = {rank["pid"] for rank in ranks}
     while not all(gone(pid) for pid in pids):
