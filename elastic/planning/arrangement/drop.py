@@ -78,12 +78,14 @@ def drop_plan(
     """Plan drops that free `needed` bytes. None: no plan does, then other remedies are left, and more instances.
 
     `layer_bytes` and `cost` are of the decoder layers (cost: what a stage pays for each; without it, its bytes),
-    `first` and `last` as in `stages`. No group becomes larger than `most` instances (None: than the model has layers). Ties are
-    broken by the order of `groups`. Raises `ConfigError` for a group that has not every layer.
+    `first` and `last` as in `stages`. No group becomes larger than `most` instances (None: than the model
+    has layers). Ties are broken by the order of `groups`. Raises `ConfigError` for a group that has not every layer.
     """
     copies = [_copies(group, len(layer_bytes), number) for number, group in enumerate(groups)]
     held_bytes = [sum(n * layer_bytes[layer] for layer, n in held.items()) for held in copies]
     model, limit = sum(layer_bytes), min(most or len(layer_bytes), len(layer_bytes))
+    if needed > sum(held_bytes) - model:  # one copy of all must stay
+        return None
     sizes = [len(group) for group in groups]
     merge = merge_smallest if whole else merge_evenly
     parts = merge(sizes, needed, held_bytes, model, limit)
@@ -144,7 +146,10 @@ def merge_evenly(sizes: Sequence[int], needed: int, held_bytes: Sequence[int], m
     if merges <= 0:
         return alone
     merged = merge_smallest(sizes, merges, [1] * len(sizes), 1, most)  # each merge frees one model
-    low, high = 2 * min(sizes), most + 1 if merged is None else max(sum(sizes[n] for n in part) for part in merged)
+    low, high = (
+        2 * min(sizes, default=1),
+        most + 1 if merged is None else max(sum(sizes[n] for n in part) for part in merged),
+    )
     while low < high:  # the least size that suffices
         middle = (low + high) // 2
         found = _packed(sizes, merges, middle)

@@ -1,8 +1,8 @@
-"""Seconds of chunks of prompts and of batches of them, fitted to measurements. (KunServe, section 4.3, equations 1 to 3)
+"""Seconds of chunks of prompts and of batches of them, fitted to measurements.
 
-A chunk of c new tokens behind p earlier ones costs alpha (p c + c² + c) + beta c + gamma. The chunks of a batch share
-what the batch pays once, such as reading the weights. The paper takes that to be all of gamma, and says elsewhere that
-it is fitted: here it is fitted by itself.
+KunServe, section 4.3, equations 1 to 3: a chunk of c new tokens behind p earlier ones costs
+alpha (p c + c² + c) + beta c + gamma. The chunks of a batch share what it pays once, such as reading the weights. The
+paper takes that to be all of gamma, and calls it lambda elsewhere, which is fitted: here it is fitted by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Chunk(NamedTuple):
     request: str
     start: int
     """Tokens of the request before."""
-    count: int
+    tokens: int
+    """New ones."""
 
 
 class Sample(NamedTuple):

@@ -26,10 +26,10 @@ def by_tokens(chunks: Sequence[Chunk], budget: int) -> tuple[Batch, ...]:
     room = budget
     for chunk in chunks:
         rest = chunk
-        while rest.count:
-            part, rest = _cut(rest, min(room, rest.count))
+        while rest.tokens:
+            part, rest = _cut(rest, min(room, rest.tokens))
             batch.append(part)
-            room -= part.count
+            room -= part.tokens
             if not room:
                 batches.append(tuple(batch))
                 batch, room = [], budget
@@ -41,8 +41,8 @@ def lookahead(
 ) -> tuple[Batch, ...]:
     """Divide a queue into microbatches of equal cost, of `minimum` tokens at least.
 
-    Without `parts` as many as halving gives (figure 11), with it so many, fewer where there are not enough tokens. Both
-    ways of cutting are tried where they give the same number of batches; the one whose slowest batch is faster is taken.
+    Without `parts` as many as halving gives (figure 11), with it so many, fewer where there are not enough tokens.
+    Both ways of cutting are tried where they give as many batches; the one whose slowest batch is faster is taken.
     `base` is what batches cost already, such as the decode steps of a cohort, one value for each part. Raises
     `ConfigError` for a minimum or parts below 1, and for a base that does not have one value for each part.
     """
@@ -50,13 +50,13 @@ def lookahead(
         raise ConfigError(f"minimum={minimum}, parts={parts} must be at least 1")
     if base and len(base) != parts:
         raise ConfigError(f"base has {len(base)} values; give one for each of parts={parts}")
-    chunks = tuple(chunk for chunk in chunks if chunk.count)
+    chunks = tuple(chunk for chunk in chunks if chunk.tokens)
     if not chunks:
         return ()
     if base:
         return cut_evenly(chunks, cost, len(base), base)
     halves = halve(chunks, cost, minimum)
-    tokens = sum(chunk.count for chunk in chunks)
+    tokens = sum(chunk.tokens for chunk in chunks)
     count = len(halves) if parts is None else max(1, min(parts, tokens // minimum))
     even = cut_evenly(chunks, cost, count)
     if len(halves) != len(even) or _slowest(even, cost) <= _slowest(halves, cost):
@@ -73,7 +73,7 @@ def halve(chunks: Sequence[Chunk], cost: ChunkCost, minimum: int) -> tuple[Batch
     batches: tuple[Batch, ...] = (tuple(chunks),)
     while True:
         halves = tuple(half for batch in batches for half in _split(batch, cost))
-        if min(sum(chunk.count for chunk in half) for half in halves) < minimum:
+        if min(sum(chunk.tokens for chunk in half) for half in halves) < minimum:
             return batches
         batches = halves
 
@@ -84,7 +84,7 @@ def cut_evenly(chunks: Sequence[Chunk], cost: ChunkCost, parts: int, base: Seque
     Any number is possible, not only powers of two; there are fewer only where there are fewer tokens. With `base` there
     are as many as it has values: those that cost more already than the others will are empty.
     """
-    tokens = sum(chunk.count for chunk in chunks)
+    tokens = sum(chunk.tokens for chunk in chunks)
     before = list(base) or [0.0] * min(parts, tokens)
     least = 0 if base else 1
     low, high = 0.0, cost.batch(chunks) + max(before)
@@ -107,7 +107,7 @@ def _fill(
 ) -> tuple[Batch, ...] | None:
     """Fill batches, of `least` tokens at least, up to a cost each; None if the last one cannot have what is left."""
     queue = list(reversed(chunks))
-    left = sum(chunk.count for chunk in chunks)
+    left = sum(chunk.tokens for chunk in chunks)
     batches: list[Batch] = []
     for number, before in enumerate(base):
         batch: list[Chunk] = []
@@ -116,13 +116,13 @@ def _fill(
             chunk = queue.pop()
             shared = cost.shared if batch else 0.0
             price = cost(chunk) - shared
-            count = chunk.count if price <= room else _tokens_within(chunk, cost, room + shared)
+            count = chunk.tokens if price <= room else _tokens_within(chunk, cost, room + shared)
             part, rest = _cut(chunk, min(count, most))
-            if part.count:
+            if part.tokens:
                 batch.append(part)
-                most -= part.count
-                left -= part.count
-            if rest.count:
+                most -= part.tokens
+                left -= part.tokens
+            if rest.tokens:
                 queue.append(rest)
                 break
             room -= price
@@ -138,8 +138,8 @@ def _split(batch: Batch, cost: ChunkCost) -> tuple[Batch, Batch]:
         behind -= price
         if before + price >= behind or number == len(batch) - 1:
             first, second = _cut(chunk, _balance(chunk, cost, behind - before))
-            return (*batch[:number], *(first,) * (first.count > 0)), (
-                *(second,) * (second.count > 0),
+            return (*batch[:number], *(first,) * (first.tokens > 0)), (
+                *(second,) * (second.tokens > 0),
                 *batch[number + 1 :],
             )
         before += price
@@ -147,7 +147,7 @@ def _split(batch: Batch, cost: ChunkCost) -> tuple[Batch, Batch]:
 
 
 def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
-    """Return where to cut a chunk so that its first part costs `more` more than its second one, which goes on behind it.
+    """Return where to cut a chunk so that its first part costs `more` more than the second one.
 
     With n tokens behind p, f(c) = prefix p c + own (c² + c) + token c, and g(c) the same for n - c behind p + c:
     f(c) - g(c) = more is a quadratic equation in c.
@@ -163,7 +163,7 @@ def _tokens_within(chunk: Chunk, cost: ChunkCost, seconds: float) -> int:
     """Return how many of a chunk's first tokens cost so much at the most."""
     linear = cost.prefix * chunk.start + cost.own + cost.token
     found = _root(cost.own, linear, -(seconds - cost.chunk)) if seconds > cost.chunk else 0.0
-    return min(chunk.count, max(0, math.floor(found + 1e-9)))
+    return min(chunk.tokens, max(0, math.floor(found + 1e-9)))
 
 
 def _root(square: float, linear: float, constant: float) -> float:
