@@ -243,6 +243,59 @@ class Scale:
         require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
 
 
+@dataclass(frozen=True)
+class Overload:
+    """When instances of a fleet merge and drop layers, and when they part again. (KunServe, sections 4.1 and 4.4)
+
+    Use is the share of the KV capacity that live requests have or are promised, from 0 to 1.
+    """
+
+    tick_s: float = 0.1
+    """Seconds between two ticks."""
+    kv_high: float = 0.95
+    """Overload: requests wait that need more KV than is free, and use is at or above this,"""
+    queue_high_s: float = 0.25
+    """or the oldest of them waits so many seconds,"""
+    queue_kv: float = 0.5
+    """provided that use is at least this: below, they wait for something that a drop does not give."""
+    pressure_ticks: int = 3
+    """Ticks of overload in a row before layers are dropped."""
+    restore_below: float = 0.5
+    """Restore: use of the capacity that is left when all layers are back, at or below this, and nothing waits."""
+    recovery_ticks: int = 5
+    """Ticks of that in a row before layers are restored."""
+    margin: float = 0.1
+    """A drop frees this share of the capacity besides what is needed, if it can; a restore must leave the use of each
+    instance so far below `kv_high`."""
+    cooldown_s: float = 0.5
+    """Seconds between two actions on an instance at least; it doubles with each that comes to nothing."""
+    dwell_s: float = 5.0
+    """Seconds from the last drop, or the last sign of overload, to a restore at least; it doubles with each restore
+    after which there is an overload again before long."""
+    idle_s: float = 2.0
+    """Seconds without any request after which layers are restored at once."""
+    partial: bool = True
+    """Whether only as many layers are dropped as are needed; else all that two groups both have, as the paper does."""
+    most_stages: int = 4
+    """Instances that serve requests together at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_high", "queue_kv", "restore_below", "margin"):
+            require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
+        for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2)):
+            value = getattr(self, name)
+            require(_is_integer(value) and value >= least, name, value, f"a whole number, at least {least}")
+        for name in ("queue_high_s", "cooldown_s", "dwell_s", "idle_s"):
+            value = getattr(self, name)
+            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        require(isinstance(self.partial, bool), "partial", self.partial, "True or False")
+        high = self.kv_high - self.margin
+        require(
+            self.restore_below <= high, "restore_below", self.restore_below, f"at most kv_high - margin = {high:.3g}"
+        )
+
+
 MODES: dict[str, dict[str, Any]] = {
     "accuracy": {"layers_per_action": 1, "max_layers": 4, "kv_high": 0.92, "queue_high_s": 0.2},
     "balanced": {},

@@ -1,0 +1,184 @@
+"""Seconds of chunks of prompts and of batches of them, fitted to measurements.
+
+KunServe, section 4.3, equations 1 to 3: a chunk of c new tokens behind p earlier ones costs
+alpha (p c + c² + c) + beta c + gamma. The chunks of a batch share what it pays once, such as reading the weights. The
+paper takes that to be all of gamma, and calls it lambda elsewhere, which is fitted: here it is fitted by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+from typing import NamedTuple
+
+from elastic.errors import ConfigError
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one request that are computed in one batch; a decode step has one token."""
+
+    request: str
+    start: int
+    """Tokens of the request before."""
+    tokens: int
+    """New ones."""
+
+
+class Sample(NamedTuple):
+    """A batch that was measured: (earlier tokens, new tokens) of each chunk, and seconds."""
+
+    chunks: tuple[tuple[int, int], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """Seconds of chunks and batches; no coefficient is below zero. Costs of layers add up to those of a stage."""
+
+    prefix: float
+    """For each pair of a new token and one before the chunk: alpha."""
+    own: float
+    """For each of c² + c pairs within a chunk of c tokens: alpha, too, in the paper."""
+    token: float
+    """For each new token: beta."""
+    chunk: float
+    """For each chunk: gamma."""
+    shared: float
+    """Of `chunk`, what the chunks of one batch pay once: lambda, or gamma where both are one."""
+
+    def __call__(self, chunk: Chunk) -> float:
+        """Return the seconds of a chunk that is a batch by itself. (Equation 1)"""
+        _, start, count = chunk
+        return count * (self.prefix * start + self.own * (count + 1) + self.token) + self.chunk
+
+    def batch(self, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of a batch; 0.0 for none. (Equation 3)"""
+        return math.fsum(map(self, chunks)) - (len(chunks) - 1) * self.shared if chunks else 0.0
+
+    def __add__(self, other: ChunkCost) -> ChunkCost:
+        return ChunkCost(*(a + b for a, b in zip(self.coefficients, other.coefficients, strict=True)))
+
+    def times(self, factor: float) -> ChunkCost:
+        """Return so many times these seconds, such as those of several layers alike."""
+        return ChunkCost(*(factor * a for a in self.coefficients))
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """All of them, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sample], form: str = "paper") -> ChunkCost:
+        """Fit by least squares of relative errors, no coefficient below zero. `form` is one of `FORMS`.
+
+        Raises `ConfigError` for fewer samples than coefficients, and for seconds that are not above zero.
+        """
+        terms = FORMS[form]
+        if len(samples) < len(terms) or min(sample.seconds for sample in samples) <= 0:
+            raise ConfigError(
+                f"{len(samples)} samples cannot be fitted; measure {len(terms)} batches or more, in seconds above 0"
+            )
+        rows = [[term(s.chunks) / s.seconds for term in terms.values()] for s in samples]
+        found = dict(zip(terms, _least_squares(rows), strict=True))
+        alpha, extra, shared = found.get("alpha", 0.0), found.get("extra", 0.0), found.get("batch", 0.0)
+        return cls(found.get("prefix", alpha), found.get("own", alpha), found.get("token", 0.0), extra + shared, shared)
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Seconds of a model's decoder layers, all alike, and of what is before and behind them."""
+
+    layer: ChunkCost
+    rest: ChunkCost
+    """Embedding, final norm, head and sampling."""
+    layers: int
+
+    @property
+    def whole(self) -> ChunkCost:
+        """The cost of the whole model."""
+        return self.stage(self.layers, last=True)
+
+    def stage(self, layers: int, *, last: bool) -> ChunkCost:
+        """Return the cost of so many layers, and of the rest, which is the last stage's."""
+        cost = self.layer.times(layers)
+        return cost + self.rest if last else cost
+
+
+Chunks = Sequence[tuple[int, int]]
+Term = Callable[[Chunks], float]
+
+
+def _prefix(chunks: Chunks) -> float:
+    return sum(start * count for start, count in chunks)
+
+
+def _own(chunks: Chunks) -> float:
+    return sum(count * count + count for _, count in chunks)
+
+
+def _tokens(chunks: Chunks) -> float:
+    return sum(count for _, count in chunks)
+
+
+def _once(chunks: Chunks) -> float:
+    return 1.0
+
+
+_LINEAR: Mapping[str, Term] = {"token": _tokens, "extra": len, "batch": _once}
+"""gamma n - lambda (n - 1) of n chunks is (gamma - lambda) n + lambda: neither is below zero."""
+FORMS: Mapping[str, Mapping[str, Term]] = {
+    "paper": {"alpha": lambda chunks: _prefix(chunks) + _own(chunks), **_LINEAR},
+    "two alphas": {"prefix": _prefix, "own": _own, **_LINEAR},
+    "no prefix": {"own": _own, **_LINEAR},  # as DistServe
+    "no self-attention": {"prefix": _prefix, **_LINEAR},  # as NanoFlow
+    "tokens": {"token": _tokens, "batch": _once},
+}
+"""What is fitted: by name the coefficients, and the amounts that they are multiplied with."""
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the coefficients, none below zero, with which the sums of the rows are nearest to 1.
+
+    The best over every set of coefficients that may be above zero: with five at the most, that is exact and quick.
+    """
+    count = len(rows[0])
+    scale = [math.sqrt(math.fsum(row[i] ** 2 for row in rows)) or 1.0 for i in range(count)]
+    products = [
+        [math.fsum(r[i] * r[j] for r in rows) / scale[i] / scale[j] for j in range(count)] for i in range(count)
+    ]
+    sums = [math.fsum(row[i] for row in rows) / scale[i] for i in range(count)]
+    best, gain = [0.0] * count, 0.0
+    for size in range(1, count + 1):
+        for free in combinations(range(count), size):
+            found = _solve([[products[i][j] for j in free] for i in free], [sums[i] for i in free])
+            if found is None or min(found) < 0:
+                continue
+            explained = math.fsum(x * sums[i] for x, i in zip(found, free, strict=True))  # of the sum of squares
+            if explained > gain * (1 + 1e-12):
+                gain, best = explained, [0.0] * count
+                for x, i in zip(found, free, strict=True):
+                    best[i] = x / scale[i]
+    return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Solve a system of linear equations by elimination; None if it is singular."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(len(rows)):
+        pivot = max(range(i, len(rows)), key=lambda j: abs(rows[j][i]))
+        if abs(rows[pivot][i]) < 1e-12:
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for j in range(len(rows)):
+            if j != i:
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [row[-1] / row[i] for i, row in enumerate(rows)]
+
+
+def relative_errors(cost: ChunkCost, samples: Sequence[Sample]) -> list[float]:
+    """Return |predicted / measured - 1| of each sample."""
+    batches = [([Chunk("", start, count) for start, count in s.chunks], s.seconds) for s in samples]
+    return [abs(cost.batch(chunks) / seconds - 1) for chunks, seconds in batches]

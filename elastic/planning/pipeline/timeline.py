@@ -1,0 +1,41 @@
+"""When the stages of a pipeline compute which batch, and how long they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A pipeline's run over some batches, in seconds."""
+
+    span_s: float
+    """From the first batch's beginning to the last one's end."""
+    ends_s: tuple[tuple[float, ...], ...]
+    """For each batch, when each stage has computed it."""
+    busy_s: float
+    """Of all stages together."""
+
+    @property
+    def bubbles(self) -> float:
+        """The share of the stages' time in which they wait."""
+        stages = len(self.ends_s[0]) if self.ends_s else 0
+        return 1 - self.busy_s / (stages * self.span_s) if stages and self.span_s else 0.0
+
+
+def run_pipeline(seconds: Sequence[Sequence[float]], hop_s: float = 0.0) -> Timeline:
+    """Run batches, in order, through stages: `seconds` of each batch at each stage, `hop_s` between two stages.
+
+    A stage computes one batch at a time, and begins with one when the stage before has it done and the hidden states
+    have come.
+    """
+    free_s = [0.0] * (len(seconds[0]) if seconds else 0)
+    ends = []
+    for batch in seconds:
+        ready = 0.0
+        for stage, took in enumerate(batch):
+            free_s[stage] = max(ready, free_s[stage]) + took
+            ready = free_s[stage] + hop_s
+        ends.append(tuple(free_s))
+    return Timeline(max(free_s, default=0.0), tuple(ends), sum(map(sum, seconds)))

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import ConfigError
+from elastic.planning.pipeline.chunk_cost import FORMS, Chunk, ChunkCost, ModelCost, Sample, relative_errors
+
+TRUE = ChunkCost(2e-8, 2e-8, 3e-5, 9e-4, 7e-4)
+COSTS = st.floats(0, 1e-3)
+
+
+def mixes(seed: int, count: int) -> list[tuple[tuple[int, int], ...]]:
+    """Batches of one to eight chunks, with and without a prefix, decode steps among them."""
+    choose = random.Random(seed)
+    found = []
+    for _ in range(count):
+        chunks = [
+            choose.choice([(0, choose.randint(2, 2000)), (choose.randint(1, 8000), choose.randint(1, 2000))])
+            if choose.random() < 0.6
+            else (choose.randint(1, 8000), 1)
+            for _ in range(choose.randint(1, 8))
+        ]
+        found.append(tuple(chunks))
+    return found
+
+
+def measured(seed: int, count: int, noise: float = 0.0) -> list[Sample]:
+    choose = random.Random(seed)
+    return [
+        Sample(chunks, TRUE.batch([Chunk("", *chunk) for chunk in chunks]) * choose.gauss(1, noise))
+        for chunks in mixes(seed, count)
+    ]
+
+
+def test_equations_1_and_3() -> None:
+    one = ChunkCost(2.0, 2.0, 3.0, 7.0, 5.0)
+    assert one(Chunk("r", 4, 3)) == 2 * (4 * 3 + 9 + 3) + 3 * 3 + 7
+    assert one.batch([Chunk("r", 4, 3), Chunk("s", 0, 1)]) == one(Chunk("r", 4, 3)) + one(Chunk("s", 0, 1)) - 5
+    assert one.batch([]) == 0
+
+
+def test_a_fit_finds_the_coefficients_gamma_and_lambda_apart() -> None:
+    assert ChunkCost.fit(measured(0, 60)).coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+
+
+def test_held_out_batches_are_predicted_and_models_blind_to_attention_fail_there() -> None:
+    """Attention is 30 % of the time and more in these shapes: else the comparison would say nothing."""
+    samples, held_out = measured(1, 60, 0.02), measured(2, 60, 0.02)
+    assert not {s.chunks for s in samples} & {s.chunks for s in held_out}
+    attention = sum(TRUE.prefix * FORMS["two alphas"]["prefix"](s.chunks) for s in held_out)
+    attention += sum(TRUE.own * FORMS["two alphas"]["own"](s.chunks) for s in held_out)
+    assert attention >= 0.3 * sum(s.seconds for s in held_out)
+    errors = {form: relative_errors(ChunkCost.fit(samples, form), held_out) for form in FORMS}
+    assert statistics.mean(errors["paper"]) <= 0.05
+    assert statistics.mean(errors["two alphas"]) <= 0.05
+    for blind in ("no prefix", "no self-attention", "tokens"):
+        assert max(errors[blind]) >= 0.3
+        assert statistics.mean(errors[blind]) > 2 * statistics.mean(errors["paper"])
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(sorted(FORMS)))
+def test_no_coefficient_is_below_zero_and_shared_is_no_more_than_a_chunk_pays(seed: int, form: str) -> None:
+    choose = random.Random(seed)
+    samples = [Sample(chunks, choose.uniform(1e-4, 1e-1)) for chunks in mixes(seed, 8)]
+    cost = ChunkCost.fit(samples, form)
+    assert min(cost.coefficients) >= 0
+    assert cost.shared <= cost.chunk
+
+
+def test_a_fit_is_the_best_of_nearby_ones() -> None:
+    samples = measured(3, 40, 0.3)
+    cost = ChunkCost.fit(samples)
+
+    def squares(other: ChunkCost) -> float:
+        return sum(error**2 for error in relative_errors(other, samples))
+
+    for i, value in enumerate((cost.prefix, cost.token, cost.chunk)):
+        for step in (-1e-3, 1e-3):
+            alpha, token, chunk = [
+                one + step * (value + 1e-9) * (i == j) for j, one in enumerate((cost.prefix, cost.token, cost.chunk))
+            ]
+            if min(alpha, token, chunk - cost.shared) >= 0:
+                assert squares(ChunkCost(alpha, alpha, token, chunk, cost.shared)) >= squares(cost) * (1 - 1e-9)
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 samples"):
+        ChunkCost.fit(measured(0, 3))
+    with pytest.raises(ConfigError, match="above 0"):
+        ChunkCost.fit([*measured(0, 9), Sample(((0, 1),), 0.0)])
+
+
+@given(st.lists(COSTS, min_size=5, max_size=5), st.integers(0, 6))
+def test_stages_add_up_to_the_model(values: list[float], layers: int) -> None:
+    model = ModelCost(ChunkCost(*values), ChunkCost(0, 0, 1e-5, 2e-4, 1e-4), 6)
+    chunks = [Chunk("r", 100, 30), Chunk("s", 7, 1)]
+    parts = [model.stage(layers, last=False), model.stage(6 - layers, last=True)]
+    assert sum(part.batch(chunks) for part in parts) == pytest.approx(model.whole.batch(chunks))
