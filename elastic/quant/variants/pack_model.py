@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.quant.formats.autotune import measure
-from elastic.quant.formats.base import KernelTarget
+from elastic.quant.formats.base import KernelTarget, format_of
 from elastic.quant.formats.kernel_table import MatmulSpec, paths
+from elastic.quant.formats.pruned import Structured
 from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, matrix_of
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.packed_weight import PackedMatrix
@@ -50,7 +53,7 @@ def obtain(
     """
     from elastic.quant.variants.variant_file import load, save
 
-    path = Path(cache) / f"elastic-{variant.name}.safetensors" if cache is not None else None
+    path = Path(cache) / f"elastic-{file_name(variant.name)}.safetensors" if cache is not None else None
     cached = path is not None and path.exists()
     packed = load(path, variant, layers) if path and cached else build(layers, variant, packer(variant, inputs()))
     for device in {layer.device for layer in layers}:
@@ -58,6 +61,11 @@ def obtain(
     if path and not cached:
         save(path, variant, layers, packed)
     return packed
+
+
+def file_name(variant: str) -> str:
+    """Return a variant's name as a part of a file's: a colon, as in "2:4", means another host to some programs."""
+    return variant.replace(":", "of")
 
 
 def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[LayerParameters], Mapping[str, Packing]]:
@@ -70,6 +78,9 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
 
         return checkpoint_packer(variant.checkpoint)
 
+    if isinstance(variant.config, Structured):
+        return partial(_pack_channels, config=variant.config, inputs=inputs)
+
     @torch.no_grad()
     def pack(layer: LayerParameters) -> Mapping[str, Packing]:
         packings: dict[str, Packing] = {}
@@ -80,10 +91,28 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
                 packed = pack_parameter(parameter, config, KernelTarget.of(parameter.device), transposed, sample)
                 packings[name] = MatrixParameter(packed, digest(parameter))
         if not packings:
-            raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}")
+            raise ConfigError(
+                f"variants: no matrix of {layer.name} can be packed as {variant.config}{_why(variant.config, layer)}"
+            )
         return packings
 
     return pack
+
+
+@torch.no_grad()
+def _pack_channels(
+    layer: LayerParameters, config: Structured, inputs: Mapping[str, torch.Tensor]
+) -> Mapping[str, Packing]:
+    from elastic.quant.variants.channels import pack_channels
+
+    return pack_channels(layer, config, inputs)
+
+
+def _why(config: Any, layer: LayerParameters) -> str:
+    """Say why the first of a layer's matrices cannot be packed, for a message."""
+    for name, parameter, transposed in matrices(layer):
+        return f": {name}: {format_of(config).supports(config, matrix_of(parameter, transposed))}"
+    return ""
 
 
 def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:
