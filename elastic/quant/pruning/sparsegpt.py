@@ -50,6 +50,7 @@ def _inverse_factor(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     weight[:, dead] = 0
     diagonal += DAMPING * diagonal.mean()
     lower, _ = torch.linalg.cholesky_ex(hessian)
+    factor: torch.Tensor
     factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if failed or not factor.isfinite().all():
         raise ConfigError(
