@@ -89,7 +89,7 @@ def nibbles(mask: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
+    if device == torch.device("cpu"):
         return scratch(f"sparse {name}", shape, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
