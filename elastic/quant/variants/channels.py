@@ -125,7 +125,7 @@ def _heads(
     known = all(_split(name)[0] == prefix and _split(name)[1] in _BESIDE_HEADS for name in inside)
     norms = [p for name, p in inside.items() if _split(name)[1] in ("q_norm", "k_norm")]
     stay = max(round(config.heads * channels / size), 1) * size
-    if not known or found[source].shape[0] != channels or any(p.shape != (size,) for p in norms):
+    if not known or channels % size or found[source].shape[0] != channels or any(p.shape != (size,) for p in norms):
         return None
     return ChannelGroup((source,), sink, channels, size, stay) if stay < channels else None
 

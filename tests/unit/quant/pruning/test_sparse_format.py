@@ -158,6 +158,7 @@ def test_tokens_are_given_to_the_sparse_kernel_by_eights(monkeypatch: pytest.Mon
         return sparse_semi_structured_to_dense_cutlass(packed, metadata) @ x
 
     monkeypatch.setattr(torch, "_sparse_semi_structured_mm", as_torch_does)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     config, matrix = SemiStructured(2, 4), MatrixShape(64, 128)
     sparse_cuda._kernel_agrees.cache_clear()
@@ -174,6 +175,7 @@ def test_tokens_are_given_to_the_sparse_kernel_by_eights(monkeypatch: pytest.Mon
 def test_a_kernel_that_reads_another_order_or_is_not_there_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     sparse_cuda._kernel_agrees.cache_clear()
     try:

@@ -32,6 +32,11 @@ CALIBRATED = [
 ]
 
 
+def label(variant: Any) -> str:
+    """A short name for the reports of pytest."""
+    return variant.name if isinstance(variant, Variant) else variant if isinstance(variant, str) else name_of(variant)
+
+
 def test_names_stand_for_configs() -> None:
     expected: dict[str, Pruned] = {
         "2:4": SemiStructured(2, 4),
@@ -109,7 +114,7 @@ def test_the_ledger_shows_what_is_stored_and_no_less(name: str, wrapped: Any) ->
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "gpt2"])
-@pytest.mark.parametrize("variant", [*(n for n in NAMES if n != "heads50"), *CALIBRATED[:2]], ids=str)
+@pytest.mark.parametrize("variant", [*(n for n in NAMES if n != "heads50"), *CALIBRATED[:2]], ids=label)
 def test_logits_are_those_of_the_model_pruned_for_good(architecture: str, variant: Any, wrapped: Any) -> None:
     variant = Variant.parse(variant)
     model = build(architecture)
@@ -172,7 +177,7 @@ def test_actions_in_any_order_keep_every_bit(wrapped: Any) -> None:
     assert_same_bits(model, before)
 
 
-@pytest.mark.parametrize("variant", [*NAMES, *CALIBRATED], ids=str)
+@pytest.mark.parametrize("variant", [*NAMES, *CALIBRATED], ids=label)
 def test_the_second_start_reads_what_the_first_packed(
     variant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +270,7 @@ def test_adapters_stay_and_what_is_under_them_is_pruned(wrapped: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["2:4", "sparse50", "ffn75", SemiStructured(2, 4, "wanda"), Structured(ffn=0.5, by="wanda")], ids=str
+    "variant", ["2:4", "sparse50", "ffn75", SemiStructured(2, 4, "wanda"), Structured(ffn=0.5, by="wanda")], ids=label
 )
 def test_layers_have_sensitivities(variant: Any, tmp_path: Path) -> None:
     model = build("llama-gqa")
