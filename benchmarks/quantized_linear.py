@@ -1,12 +1,13 @@
-"""Linears with weights in 8, 4 and 3 bits beside float32 ones: time, error, memory.
+"""Linears with weights in 8, 4 and 3 bits, and pruned ones, beside float32 ones: time, error, memory.
 
     python benchmarks/quantized_linear.py [--device cuda:0]
 
 For each shape and number of tokens, the path that the table chooses by measurement, and its time beside `F.linear` in
 full precision (float32; on CUDA bfloat16) in the same rounds. Weights are rotated over copies of 100 MB or more, so
-that they come from memory, as those of a model do. The error is that of the product with the matrix that the integers
-stand for (relative, against float64), not that of rounding the matrix. "dynamic" also admits products with activations
-rounded to int8, which are not weight-only any more.
+that they come from memory, as those of a model do. The error is that of the product with the matrix that the packed one
+stands for (relative, against float64), not that of rounding or pruning. "dynamic" also admits products with activations
+rounded to int8, which are not weight-only any more. Memory is a share of 16 bits a weight; pruned matrices keep the
+dtype of the model, so that in float32 theirs is about 106 %, of 200 %.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers
 from elastic.quant.formats.kernel_table import KernelTable
-from elastic.quant.kernels.integer_format import unpack
+from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
+from elastic.quant.pruning import sparse_format  # noqa: F401  (the same)
 
 SHAPES = ((768, 768), (768, 2048), (2048, 2048), (4096, 4096), (4096, 11008), (11008, 4096))
 TOKENS = (1, 8, 64, 512)
-CONFIGS = {"int8": Integers(8, -1, symmetric=True), "int4": Integers(4, 128), "int3": Integers(3, 128)}
+CONFIGS: dict[str, Any] = {
+    "int8": Integers(8, -1, symmetric=True),
+    "int4": Integers(4, 128),
+    "int3": Integers(3, 128),
+    "2:4": SemiStructured(2, 4),
+    "4:8": SemiStructured(4, 8),
+    "sparse50": Unstructured(0.5),
+}
 ROTATED_BYTES = 100_000_000
 
 
@@ -70,7 +80,7 @@ class Variant:
     paths: Mapping[str, Kernel]
     parts: list[PackedTensors]
     chosen: dict[str, dict[int, str]]
-    """With dynamic products and without, tokens -> path."""
+    """With dynamic products and without, as far as there are any, tokens -> path."""
 
     def row(self, path: str, kind: str, x: torch.Tensor) -> dict[str, Any]:
         nbytes = sum(part.nbytes for part in self.parts[0].values())
@@ -89,14 +99,15 @@ def variant(name: str, weight: torch.Tensor, device: str) -> Variant:
     config, matrix = CONFIGS[name], MatrixShape(*weight.shape)
     target = KernelTarget.of(torch.device(device))
     parts = {key: part.to(device) for key, part in format_of(config).quantize(config, weight, None, target).items()}
+    kinds = {"weight-only": config}
+    if isinstance(config, Integers):
+        kinds["dynamic"] = replace(config, dynamic=True)
     chosen = {
-        kind: measure(
-            KernelTable(), replace(config, dynamic=dynamic), parts, matrix, target, weight.dtype, buckets=TOKENS
-        )
-        for kind, dynamic in (("weight-only", False), ("dynamic", True))
+        kind: measure(KernelTable(), chosen, parts, matrix, target, weight.dtype, buckets=TOKENS)
+        for kind, chosen in kinds.items()
     }
     paths = format_of(config).paths(config, parts, matrix, target)
-    value = unpack(config, parts, matrix, target).value()
+    value = format_of(config).value(config, parts, matrix, target)
     return Variant(name, matrix, value, paths, [parts, *clones(parts)], chosen)
 
 

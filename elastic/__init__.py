@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from elastic.kvcache.hf_cache import ElasticCache
     from elastic.profiling import profile
     from elastic.quant.formats.integer import Integers
+    from elastic.quant.formats.pruned import SemiStructured, Structured, Unstructured
     from elastic.quant.sensitivity.profile_file import Profile
     from elastic.quant.variants.variant import Variant
 
@@ -94,10 +95,13 @@ __all__ = [
     "SLO",
     "Sampling",
     "Scale",
+    "SemiStructured",
     "Snapshot",
     "StateError",
     "Status",
+    "Structured",
     "Swap",
+    "Unstructured",
     "Variant",
     "profile",
     "runtime",
@@ -113,6 +117,7 @@ _LATER = {
     "FleetStatus": "elastic.cluster.control.status",
     "ElasticCache": "elastic.kvcache.hf_cache",  # needs transformers, which `import elastic` does not
     "Integers": "elastic.quant.formats.integer",
+    **dict.fromkeys(("SemiStructured", "Structured", "Unstructured"), "elastic.quant.formats.pruned"),
     "Plan": "elastic.controller.decision",
     "Profile": "elastic.quant.sensitivity.profile_file",
     "Snapshot": "elastic.controller.snapshot",

@@ -12,11 +12,14 @@ from torch import nn
 
 from elastic.errors import ConfigError, StateError
 from elastic.quant.formats.integer import Integers
+from elastic.quant.formats.pruned import Pruned, name_of
 from elastic.quant.sensitivity.fake_quant import dequantized_layer
 from elastic.quant.sensitivity.layer_trace import LayerTrace, as_for_inference
 from elastic.quant.sensitivity.profile_file import Profile, ProfileSettings, fingerprint, fingerprint_of_tokens, read
 from elastic.quant.sensitivity.scores import measure
-from elastic.quant.variants.variant import DEFAULTS
+from elastic.quant.variants.calibration import inputs_of, rows_for
+from elastic.quant.variants.eligible import LayerParameters, matrices
+from elastic.quant.variants.variant import NAMED, config_of
 from elastic.runtime.runtime import Runtime
 from elastic.weights.decoder import Decoder, find_decoder
 
@@ -30,7 +33,7 @@ def profile(
     calibration: str | Sequence[str] | torch.Tensor,
     *,
     tokenizer: Any = None,
-    variant: str | Integers = "int4",
+    variant: str | Integers | Pruned = "int4",
     path: str | Path | None = None,
     alpha1: float = 0.25,
     alpha2: float = 0.25,
@@ -43,11 +46,12 @@ def profile(
     """Find the order in which to swap the decoder layers of a model for quantized ones (MorphServe, section 3.2).
 
     Greedy by LIS = `alpha1` * LTS + `alpha2` * LRS + `beta` * MDS, the highest first, MDS measured anew for each set of
-    layers chosen so far. `variant` is "int8", "int4", "int3" or a config; layers are rounded to nearest. `calibration`
-    is text, for which a `tokenizer` is needed, of which `tokens` tokens are used, in sequences spread evenly over it;
-    or token ids, int64 [sequences, tokens], all of which are. `batch` sequences are run at once. `lazy` skips
-    candidates that cannot win a round: the order is the same, their scores of that round are not known. `progress` is
-    called with the number of candidates done and that of all.
+    layers chosen so far. `variant` is the name of one, such as "int4" or "2:4", or a config; layers are rounded to
+    nearest, or pruned, by a criterion that has its samples from the calibration text if it needs any. `calibration` is
+    text, for which a `tokenizer` is needed, of which `tokens` tokens are used, in sequences spread evenly over it; or
+    token ids, int64 [sequences, tokens], all of which are. `batch` sequences are run at once. `lazy` skips candidates
+    that cannot win a round: the order is the same, their scores of that round are not known. `progress` is called with
+    the number of candidates done and that of all.
 
     With a `path` the profile is kept there, after every round: a call with the same arguments goes on where another
     stopped, or returns at once what is complete. Takes the memory of another copy of the decoder layers.
@@ -64,11 +68,12 @@ def profile(
     if begun is not None and begun.complete:
         return begun
     with as_for_inference(model):
+        samples = _samples(model, decoder, config, ids)
         on_device = ids.to(next(model.parameters()).device)
         return measure(
             [LayerTrace(model, decoder.layers, part) for part in on_device.chunk(-(-len(ids) // batch))],
             decoder.layers,
-            lambda index: dequantized_layer(decoder.layers[index], config),
+            lambda index: dequantized_layer(decoder.layers[index], config, decoder.layer_names[index], samples),
             setting,
             begun=begun,
             progress=progress or (lambda done, total: None),
@@ -113,12 +118,27 @@ def _check_model(model: nn.Module) -> Decoder:
     return decoder
 
 
-def _variant(variant: str | Integers) -> tuple[str, Integers]:
+def _variant(variant: str | Integers | Pruned) -> tuple[str, Integers | Pruned]:
     if isinstance(variant, Integers):
         return f"int{variant.bits}", variant
-    if variant not in DEFAULTS:
-        raise ConfigError(f"variant={variant!r} is not known; use one of {', '.join(DEFAULTS)}")
-    return variant, DEFAULTS[variant]
+    if isinstance(variant, Pruned):
+        return name_of(variant), variant
+    config = config_of(variant)
+    if config is None:
+        raise ConfigError(f"variant={variant!r} is not known; use one of {NAMED}")
+    return variant, config
+
+
+def _samples(model: nn.Module, decoder: Decoder, config: Integers | Pruned, ids: torch.Tensor) -> dict[str, Any]:
+    """Return samples of the inputs of all matrices, [rows, inputs], by full names, for a criterion that needs them."""
+    if not isinstance(config, Pruned) or not config.calibrated:
+        return {}
+    modules: dict[str, nn.Module] = {}
+    for name, layer in zip(decoder.layer_names, decoder.layers, strict=True):
+        parameters = LayerParameters.of(layer, name)
+        names = [key for key, parameter, _ in matrices(parameters) if parameter.ndim == 2]
+        modules |= {f"{name}.{key}": parameters.parameters[key][0] for key in names}
+    return inputs_of(model, modules, ids, rows_for(config))
 
 
 def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> None:
@@ -129,7 +149,9 @@ def _check_options(alpha1: float, alpha2: float, beta: float, batch: int) -> Non
         raise ConfigError(f"batch={batch} must be at least 1")
 
 
-def _setting(decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers, **options: Any) -> ProfileSettings:
+def _setting(
+    decoder: Decoder, ids: torch.Tensor, variant: str, config: Integers | Pruned, **options: Any
+) -> ProfileSettings:
     return ProfileSettings(
         variant=variant,
         config={"type": type(config).__name__, **dataclasses.asdict(config)},

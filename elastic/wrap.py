@@ -60,7 +60,7 @@ def wrap(
     `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
     safetensors that the model was loaded from, a file or a directory; released weights are read from there by mmap.
 
-    `variants` are what layers can be swapped to: "int8", "int4", "int3", or a `Variant`, packed now and kept in host
+    `variants` are what layers can be swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
     processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes; None: no bound.
 

@@ -84,7 +84,7 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--calibration", required=True, nargs="+", metavar="FILE", help="text like what will be served"
     )
-    command.add_argument("--variant", default="int4", metavar="NAME", help="int8, int4 (the default) or int3")
+    command.add_argument("--variant", default="int4", metavar="NAME", help="such as int4 (the default), int8 or 2:4")
     for name, default, score in (("alpha1", 0.25, "LTS"), ("alpha2", 0.25, "LRS"), ("beta", 0.5, "MDS")):
         command.add_argument(f"--{name}", type=float, default=default, metavar="X", help=f"weight of {score}")
     command.add_argument("--tokens", type=int, default=2048, metavar="N", help="of the calibration text (2048)")

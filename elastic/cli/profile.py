@@ -16,6 +16,7 @@ from elastic.cli.inputs.checks import read_text, require_file_to_write
 from elastic.config import Place
 from elastic.model_files import load_model
 from elastic.quant.sensitivity.profile_file import Profile
+from elastic.quant.variants.pack_model import file_name
 
 
 def profile(options: Namespace) -> int:
@@ -27,7 +28,7 @@ def profile(options: Namespace) -> int:
         from elastic.bench.report.plots import require_matplotlib
 
         require_matplotlib()
-    beside = Path(options.model) / f"elastic-profile-{options.variant}.json"
+    beside = Path(options.model) / f"elastic-profile-{file_name(options.variant)}.json"
     path = beside if options.out is None else Path(options.out)
     require_file_to_write(options.out, "--out")
     require_file_to_write(options.plot, "--plot")

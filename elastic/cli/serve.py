@@ -93,7 +93,7 @@ def _add_memory(command: ArgumentParser) -> None:
     command.add_argument(
         "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
     )
-    command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4")
+    command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4 2:4")
     command.add_argument(
         "--policy", metavar="NAME", help="accuracy, balanced, performance or manual (balanced where there are variants)"
     )

@@ -79,19 +79,28 @@ def pack_variants(
     """Pack every layer for every variant, from its parameters where they are now, for their devices."""
     if not variants:
         return
-    from elastic.quant.variants.calibration import inputs_of
-    from elastic.quant.variants.eligible import LayerParameters, matrices
+    from elastic.quant.variants.calibration import inputs_of, rows_for
+    from elastic.quant.variants.eligible import LayerParameters, head_sizes, matrices
     from elastic.quant.variants.pack_model import measure_paths, obtain
 
     own = [layer for layer in layers if layer.slots]
     parameters = [
-        LayerParameters(w.name, {n: (slot.homes[0][0], slot.parameter) for n, slot in w.slots.items()}, is_packable)
+        LayerParameters(
+            w.name,
+            {n: (slot.homes[0][0], slot.parameter) for n, slot in w.slots.items()},
+            is_packable,
+            head_sizes(model.get_submodule(w.name)),
+        )
         for w in own
     ]
     used = {f"{p.name}.{name}": p.parameters[name][0] for p in parameters for name, w, _ in matrices(p) if w.ndim == 2}
     for variant in variants:
         text = variant.calibration
-        inputs = partial(inputs_of, model, used, text) if text is not None else dict[str, torch.Tensor]
+        inputs = (
+            partial(inputs_of, model, used, text, rows_for(variant.config))
+            if text is not None
+            else dict[str, torch.Tensor]
+        )
         made = obtain(parameters, variant, cache, inputs)
         for layer, packed in zip(own, made, strict=True):
             layer.variants[variant.name] = packed

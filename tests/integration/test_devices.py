@@ -213,14 +213,14 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> KernelTarget:
     return target
 
 
-@pytest.mark.parametrize("variant", ["int8", "int4"])
+@pytest.mark.parametrize("variant", ["int8", "int4", "2:4"])
 @pytest.mark.parametrize("architecture", ["llama-gqa", "gpt2", "mixtral"])
 def test_packed_modules_go_to_devices_with_other_kernels(
     architecture: str, variant: str, other_kernels: KernelTarget, device: Any, wrapped: Any
 ) -> None:
     model, choose = build(architecture), random.Random(architecture)
     before, plain = bits(model), model(**prompt(2)).logits
-    rt = wrapped(model, here_and_there(), variants=("int8", "int4")).elastic
+    rt = wrapped(model, here_and_there(), variants=("int8", "int4", "2:4")).elastic
     rt.swap(1, variant)
     quantized = model(**prompt(2)).logits
     modules = modules_of(model, 1)
@@ -447,7 +447,7 @@ def test_a_run_of_replicas_ends_where_the_layers_are_on_another_device(device: A
     torch.testing.assert_close(model(token, past_key_values=found.past_key_values).logits, after)
 
 
-@pytest.mark.parametrize("variant", ["int8", "int4"])
+@pytest.mark.parametrize("variant", ["int8", "int4", "2:4"])
 def test_packed_layers_have_replicas_on_another_device(
     variant: str, other_kernels: KernelTarget, device: Any, wrapped: Any
 ) -> None:
@@ -480,7 +480,7 @@ def act_at_random(rt: Any, choose: random.Random, modules: list[str]) -> None:
         rt.evict(layer, list(rt.status().residencies.values())[layer][-1].place)
     acts: list[Any] = [
         *[lambda: rt.migrate(choose.choice(modules), place, kv=choose.random() < 0.5)] * 4,
-        *[lambda: rt.swap(choose.choice([layer, choose.choice(modules)]), choose.choice(["int8", "int4"]))] * 2,
+        *[lambda: rt.swap(choose.choice([layer, choose.choice(modules)]), choose.choice(["int8", "2:4"]))] * 2,
         lambda: rt.restore(choose.choice([None, layer])),
         lambda: rt.release(layer),
         lambda: rt.migrate_kv(layer, place),
@@ -496,7 +496,7 @@ def test_any_actions_in_any_order_on_three_places_of_two_devices(
 ) -> None:
     model, choose, inputs = build(["llama-gqa", "mixtral"][seed % 2]), random.Random(seed), prompt(3)
     before, found = bits(model), {frozenset[Any](): model(**inputs).logits}
-    rt = wrapped(model, [*here_and_there(), place_there(name="far")], variants=("int8", "int4")).elastic
+    rt = wrapped(model, [*here_and_there(), place_there(name="far")], variants=("int8", "2:4")).elastic
     modules = [name for layer in range(3) for name in modules_of(model, layer)]
     rt.swap(0, "int8")
     for _ in range(16):

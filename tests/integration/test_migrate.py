@@ -50,11 +50,11 @@ def test_logits_are_bit_equal_wherever_the_weights_are(architecture: str, wrappe
     assert torch.equal(model(**prompt(2)).logits, expected)
 
 
-@pytest.mark.parametrize("variant", ["int8", "int4"])
+@pytest.mark.parametrize("variant", ["int8", "int4", "2:4"])
 def test_a_layer_migrates_in_its_variant_and_is_swapped_where_it_is(variant: str, wrapped: Any) -> None:
     model, choose = build("llama-gqa"), random.Random(0)
     before, plain = bits(model), model(**prompt(2)).logits
-    rt = wrapped(model, two_places(), variants=("int8", "int4")).elastic
+    rt = wrapped(model, two_places(), variants=("int8", "int4", "2:4")).elastic
     rt.swap(1, variant)
     quantized = model(**prompt(2)).logits
     modules = modules_of(model, 1)

@@ -226,10 +226,10 @@ def test_a_copy_takes_its_pages_and_gives_them_back(wrapped: Any) -> None:
     assert rt.replicated == ()
 
 
-@pytest.mark.parametrize("variant", ["int8", "int4"])
+@pytest.mark.parametrize("variant", ["int8", "int4", "2:4"])
 def test_a_replica_is_in_the_variant_of_its_layer(variant: str, wrapped: Any) -> None:
     model = build("llama-gqa")
-    rt = wrapped(model, three_places(), variants=("int8", "int4")).elastic
+    rt = wrapped(model, three_places(), variants=("int8", "int4", "2:4")).elastic
     rt.swap(1, variant)
     rt.swap("model.layers.2.mlp", variant)
     rt.migrate("model.layers.0.mlp", "cpu#c")

@@ -23,7 +23,7 @@ from support.faulty_backend import CALLS, FaultyBackend
 from support.static_quant import pack_static
 from support.wrapped_model import PAGE, assert_same_bits, bits, layers, small, tight
 
-VARIANTS = ("int8", "int4", "int3")
+VARIANTS = ("int8", "int4", "int3", "2:4")
 
 
 def variants(model: Any) -> list[str]:
@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_statically_quantized_model(architecture: str, w
     model = build(architecture)
     before, expected = bits(model), model(**prompt(2)).logits
     rt = wrapped(model, variants=VARIANTS).elastic
-    for chosen in ({0: "int8", 1: "int4", 2: "int3"}, {0: "int4", 2: "int4"}, {1: "int3"}):
+    for chosen in ({0: "int8", 1: "int4", 2: "int3"}, {0: "int4", 2: "2:4"}, {1: "int3"}, {0: "2:4"}):
         rt.restore()
         for index, variant in chosen.items():
             assert rt.swap(index, variant).layers == (index,)
@@ -89,7 +89,7 @@ def test_freed_pages_are_kv_capacity_at_once_and_return(wrapped: Any) -> None:
     rt = wrapped(build("llama-gqa"), variants=VARIANTS).elastic
     owners, capacity = rt.status().places[0].owners, rt.kv.capacity_bytes
     held = owners["layer:1"]
-    for variant in ("int8", "int4", "int3", "int4", "int8"):
+    for variant in ("int8", "int4", "2:4", "int3", "2:4", "int8"):
         step = rt.plan(elastic.Swap((1,), variant))[0]
         change = rt.swap(1, variant)
         now = rt.status().places[0].owners["layer:1"]

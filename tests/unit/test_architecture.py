@@ -35,7 +35,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "weights": (("proxy",), ("",)),
     "hooks": (("",), ("replicas",)),
     "kvcache": (("storage",), ("layers",), ("",)),
-    "quant": (("formats",), ("kernels", "checkpoints"), ("variants",), ("sensitivity",)),
+    "quant": (("formats",), ("kernels", "checkpoints"), ("pruning",), ("variants",), ("sensitivity",)),
     "controller": (("",), ("sensors",), ("policies",)),
     "actions": (("pages",), ("",), ("transactions",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("continuous", "vllm")),

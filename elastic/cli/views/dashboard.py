@@ -26,6 +26,8 @@ SPARKS = 40
 EVENTS = 4
 LEVELS = "▁▂▃▄▅▆▇█"
 CELLS = {"int8": ("8", "green"), "int4": ("4", "yellow"), "int3": ("3", "red"), "absent": ("·", "dim")}
+PRUNED = (("2:4", "4:8", "sparse", "ffn", "heads"), ("p", "cyan"))
+"""What the names of pruned variants begin with, and their cell."""
 FULL = ("█", "blue")
 MIXED = ("±", "magenta")
 
@@ -187,4 +189,5 @@ def milliseconds(seconds: float | None) -> str:
 
 def _cell(variant: str) -> tuple[str, str]:
     """Return the character and the style of a layer in a variant."""
-    return CELLS.get(variant) or (MIXED if "+" in variant else FULL)
+    beginnings, pruned = PRUNED
+    return CELLS.get(variant) or (MIXED if "+" in variant else pruned if variant.startswith(beginnings) else FULL)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elastic.bench.report.plots import png_figure
-from elastic.quant.formats.integer import Integers
+from elastic.quant.formats.base import config_from
 from elastic.quant.sensitivity.evaluate import nats, prefixes, score_sets
 from elastic.quant.sensitivity.fake_quant import dequantized_layer
 from elastic.quant.sensitivity.layer_trace import LayerTrace
@@ -27,7 +27,8 @@ def losses_by_order(model: Any, profile: Profile, ids: torch.Tensor) -> dict[str
     ids: [sequences, tokens], int64 token ids.
     """
     layers = find_decoder(model).layers
-    config = Integers(**{key: value for key, value in profile.setting.config.items() if key != "type"})
+    fields = dict(profile.setting.config)
+    config = config_from(fields.pop("type"), fields)
     orders = {"LIS": profile.order, "reverse": profile.order[::-1]}
     orders |= {f"random {seed}": random_order(len(layers), seed) for seed in range(RANDOM_ORDERS)}
     sets = {s for order in orders.values() for s in prefixes(order)}

@@ -20,7 +20,7 @@ from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, Packed
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens with an entry: a product goes by the next larger one, above 512 by 512."""
-PATHS = ("packed", "marlin", "triton", "expanded", "expanded_float32", "dynamic", "reference")
+PATHS = ("packed", "marlin", "triton", "sparse", "dense", "expanded", "expanded_float32", "dynamic", "reference")
 """The names that a table may have."""
 FEW = 32
 """The most tokens for which a packed kernel is the default."""
@@ -53,7 +53,7 @@ def bucket_of(tokens: int) -> int:
 
 def default(paths: Mapping[str, Kernel], bucket: int) -> str:
     """Return the path where nothing was measured: a packed kernel for few tokens, expanded weights for more."""
-    packed = ("packed", "marlin", "triton")
+    packed = ("packed", "marlin", "triton", "sparse", "dense")
     order = (*packed, "expanded") if bucket <= FEW else ("expanded", *packed)
     return next((name for name in order if name in paths), "reference")
 

@@ -12,17 +12,26 @@ from elastic.errors import ConfigError
 
 MOST_ROWS = 512
 """Rows kept for each matrix, evenly over the text."""
+ROWS_FOR_HESSIAN = 2048
+"""The same for SparseGPT, whose products of inputs need as many rows as a matrix has inputs, and more."""
+
+
+def rows_for(config: Any) -> int:
+    """Return how many rows of a matrix's inputs a config asks for."""
+    return ROWS_FOR_HESSIAN if getattr(config, "by", None) == "sparsegpt" else MOST_ROWS
 
 
 @torch.no_grad()
-def inputs_of(model: nn.Module, modules: Mapping[str, nn.Module], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Collect up to 512 rows of each module's inputs, [rows, inputs], by the same names, on the module's device.
+def inputs_of(
+    model: nn.Module, modules: Mapping[str, nn.Module], tokens: torch.Tensor, most_rows: int = MOST_ROWS
+) -> dict[str, torch.Tensor]:
+    """Collect up to so many rows of each module's inputs, [rows, inputs], by the same names, on the module's device.
 
     tokens: [sequences, tokens], int64; each sequence is one forward pass. Raises `ConfigError` for anything else.
     """
     if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
         raise ConfigError(f"calibration: token ids [sequences, tokens] are needed, not {tokens.dtype} {tokens.shape}")
-    rows = -(-MOST_ROWS // len(tokens))
+    rows = -(-most_rows // len(tokens))
     samples: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in modules.values()}
 
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -33,7 +42,7 @@ def inputs_of(model: nn.Module, modules: Mapping[str, nn.Module], tokens: torch.
 
     handles = [module.register_forward_pre_hook(keep) for module in samples]
     try:
-        for sequence in tokens[:MOST_ROWS]:
+        for sequence in tokens[:most_rows]:
             model(sequence.unsqueeze(0).to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:

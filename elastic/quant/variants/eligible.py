@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from elastic.quant.formats.base import MatrixShape, format_of
 from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
+from elastic.quant.pruning import sparse_format, structured_format  # noqa: F401  (the same)
 
 
 def is_packable(module: nn.Module, parameter: torch.Tensor) -> bool:
@@ -34,6 +35,8 @@ class LayerParameters:
     """Name in the layer -> the module that has the parameter, and the parameter."""
     is_packable: Callable[[nn.Module, torch.Tensor], bool] = is_packable
     """Whether a module multiplies its input with a parameter: a matrix, or one for each expert."""
+    head_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Name in the layer of an attention module -> the size of its heads."""
 
     @classmethod
     def of(cls, layer: nn.Module, name: str = "") -> LayerParameters:
@@ -42,12 +45,18 @@ class LayerParameters:
         for path, module in layer.named_modules():
             prefix = f"{path}." if path else ""
             parameters |= {prefix + key: (module, p) for key, p in module._parameters.items() if p is not None}
-        return cls(name, parameters)
+        return cls(name, parameters, head_sizes=head_sizes(layer))
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return next(iter(self.parameters.values()))[1].device
+
+
+def head_sizes(layer: nn.Module) -> dict[str, int]:
+    """Return the size of the heads of each attention module that says it, by the module's name in the layer."""
+    sizes = {path: getattr(module, "head_dim", None) for path, module in layer.named_modules()}
+    return {path: size for path, size in sizes.items() if isinstance(size, int)}
 
 
 def matrices(layer: LayerParameters) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.quant.formats.autotune import measure
-from elastic.quant.formats.base import KernelTarget
+from elastic.quant.formats.base import KernelTarget, format_of
 from elastic.quant.formats.kernel_table import MatmulSpec, paths
+from elastic.quant.formats.pruned import Pruned, Structured
 from elastic.quant.variants.eligible import LayerParameters, fitting, matrices, matrix_of
 from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, Variant, pack_parameter
 
+logger = logging.getLogger(__name__)
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Layers packed at the same time: torch uses several threads for each."""
 
@@ -50,14 +55,41 @@ def obtain(
     """
     from elastic.quant.variants.variant_file import load, save
 
-    path = Path(cache) / f"elastic-{variant.name}.safetensors" if cache is not None else None
+    path = Path(cache) / f"elastic-{file_name(variant.name)}.safetensors" if cache is not None else None
     cached = path is not None and path.exists()
-    packed = load(path, variant, layers) if path and cached else build(layers, variant, packer(variant, inputs()))
+    packed = (
+        load(path, variant, layers) if path and cached else build(layers, variant, _packer(variant, layers, inputs))
+    )
     for device in {layer.device for layer in layers}:
         measure_paths([p for layer, p in zip(layers, packed, strict=True) if layer.device == device], device)
     if path and not cached:
         save(path, variant, layers, packed)
     return packed
+
+
+def _packer(
+    variant: Variant, layers: Sequence[LayerParameters], inputs: Callable[[], Mapping[str, torch.Tensor]]
+) -> Callable[[LayerParameters], Mapping[str, Packing]]:
+    """Return the packer of a variant; warn of matrices without the samples that its criterion needs."""
+    samples = inputs()
+    if isinstance(variant.config, Pruned) and variant.config.calibrated:
+        names = [f"{layer.name}.{name}" for layer in layers for name, _, _ in matrices(layer)]
+        unseen = [name for name in names if name not in samples]
+        if unseen:
+            logger.warning(
+                "variant %s: %d of %d matrices have no samples of inputs, as those of experts, and are pruned by "
+                "magnitude; the first is %s",
+                variant.name,
+                len(unseen),
+                len(names),
+                unseen[0],
+            )
+    return packer(variant, samples)
+
+
+def file_name(variant: str) -> str:
+    """Return a variant's name as a part of a file's: a colon, as in "2:4", means another host to some programs."""
+    return variant.replace(":", "of")
 
 
 def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[LayerParameters], Mapping[str, Packing]]:
@@ -70,6 +102,9 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
 
         return checkpoint_packer(variant.checkpoint)
 
+    if isinstance(variant.config, Structured):
+        return partial(_pack_channels, config=variant.config, inputs=inputs)
+
     @torch.no_grad()
     def pack(layer: LayerParameters) -> Mapping[str, Packing]:
         packings: dict[str, Packing] = {}
@@ -80,10 +115,28 @@ def packer(variant: Variant, inputs: Mapping[str, torch.Tensor]) -> Callable[[La
                 packed = pack_parameter(parameter, config, KernelTarget.of(parameter.device), transposed, sample)
                 packings[name] = MatrixParameter(packed, digest(parameter))
         if not packings:
-            raise ConfigError(f"variants: no matrix of {layer.name} can be packed as {variant.config}")
+            raise ConfigError(
+                f"variants: no matrix of {layer.name} can be packed as {variant.config}{_why(variant.config, layer)}"
+            )
         return packings
 
     return pack
+
+
+@torch.no_grad()
+def _pack_channels(
+    layer: LayerParameters, config: Structured, inputs: Mapping[str, torch.Tensor]
+) -> Mapping[str, Packing]:
+    from elastic.quant.variants.channels import pack_channels
+
+    return pack_channels(layer, config, inputs)
+
+
+def _why(config: Any, layer: LayerParameters) -> str:
+    """Say why the first of a layer's matrices cannot be packed, for a message."""
+    for name, parameter, transposed in matrices(layer):
+        return f": {name}: {format_of(config).supports(config, matrix_of(parameter, transposed))}"
+    return ""
 
 
 def measure_paths(layers: Iterable[PackedLayer], device: torch.device) -> None:

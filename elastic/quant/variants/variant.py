@@ -14,7 +14,9 @@ from elastic.errors import ConfigError, StateError
 from elastic.memory.host_store import HostTensor
 from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers
+from elastic.quant.formats.pruned import NAMES, Pruned, pruned_by_name
 from elastic.quant.kernels import integer_format  # noqa: F401  (registers its format)
+from elastic.quant.pruning import sparse_format, structured_format  # noqa: F401  (the same)
 from elastic.quant.variants.packed_weight import PackedMatrix, PackedSource, PlainSource, stack_parts
 from elastic.weights.proxy.tensor import WeightProxy, WeightSource
 
@@ -23,7 +25,10 @@ DEFAULTS: Mapping[str, Any] = {
     "int4": Integers(4, group_size=128),
     "int3": Integers(3, group_size=128),
 }
-"""Plain name -> the config that it stands for."""
+"""Plain name -> the config that it stands for; names of pruned variants follow a pattern (`pruned_by_name`)."""
+
+NAMED = f"{', '.join(DEFAULTS)}, {NAMES}"
+"""Plain names, for messages."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,13 @@ class Variant:
     """A variant of every decoder layer, as given to `wrap`.
 
     Its matrices are rounded to nearest from the model's own weights; with `calibration`, after a search for the scales
-    that suit the inputs which that text gives them (AWQ). Or they are read from a quantized checkpoint of the same
-    model, norms included.
+    that suit the inputs which that text gives them (AWQ). Or they are pruned, by magnitude or by a criterion that needs
+    calibration. Or they are read from a quantized checkpoint of the same model, norms included.
     """
 
     name: str
     config: Any = None
-    """A config such as `elastic.Integers(bits=4, group_size=64)`. None: that of the name ("int8", "int4", "int3")."""
+    """A config such as `elastic.Integers(bits=4, group_size=64)`. None: that of the name, such as "int4" or "2:4"."""
     checkpoint: str | Path | None = None
     """The directory of an AutoGPTQ, GPTQModel or AutoAWQ checkpoint; its config then counts."""
     calibration: torch.Tensor | None = None
@@ -50,13 +55,39 @@ class Variant:
         if chosen.checkpoint is not None:
             return chosen
         if chosen.config is None:
-            if chosen.name not in DEFAULTS:
+            config = config_of(chosen.name)
+            if config is None:
                 raise ConfigError(
-                    f"variants: {variant!r} is not known; use one of {list(DEFAULTS)}, or elastic.Variant(name, config)"
+                    f"variants: {variant!r} is not known; use one of {NAMED}, or elastic.Variant(name, config)"
                 )
-            chosen = replace(chosen, config=DEFAULTS[chosen.name])
+            chosen = replace(chosen, config=config)
         format_of(chosen.config)
+        _check_calibration(chosen)
         return chosen
+
+
+def config_of(name: str) -> Any | None:
+    """Return the config that a plain name stands for; None for an unknown one.
+
+    Raises `ConfigError` for the name of a pruned variant with impossible numbers, such as "3:5".
+    """
+    return DEFAULTS[name] if name in DEFAULTS else pruned_by_name(name)
+
+
+def _check_calibration(variant: Variant) -> None:
+    """Raise `ConfigError` where a criterion lacks calibration text, or would not use it."""
+    if not isinstance(variant.config, Pruned):
+        return
+    if variant.config.calibrated and variant.calibration is None:
+        raise ConfigError(
+            f"variants: {variant.name!r} is pruned by {variant.config.by!r}, which needs calibration=, token ids "
+            "[sequences, tokens]; without them use by='magnitude'"
+        )
+    if variant.calibration is not None and not variant.config.calibrated:
+        raise ConfigError(
+            f"variants: {variant.name!r} is pruned by 'magnitude', which uses no calibration; leave it out, or use "
+            "by='wanda' or by='sparsegpt'"
+        )
 
 
 class MatrixParameter:
@@ -85,13 +116,17 @@ class MatrixParameter:
         return WeightProxy(like, PackedSource(full, replace(self.packed, parts=parts)))
 
     def renewed(self, full: torch.Tensor, origin: int) -> MatrixParameter:
-        """Round new weights, of the parameter's shape `[...]` and any float dtype, to nearest.
+        """Round new weights, of the parameter's shape `[...]` and any float dtype, to nearest, or prune by magnitude.
 
-        Raises `StateError` for a matrix from a checkpoint.
+        Channels that were left out of a layer stay so. Raises `StateError` for a matrix from a checkpoint.
         """
         if self.from_checkpoint:
             raise StateError(_STALE_CHECKPOINT)
         old = self.packed
+        renew = getattr(format_of(old.config), "renew", None)
+        if renew is not None:
+            parts = renew(old.config, old.parts, full.T if old.transposed else full)
+            return MatrixParameter(replace(old, parts=parts), origin)
         return MatrixParameter(pack_parameter(full, old.config, old.target, old.transposed), origin)
 
     def with_storage(self, parts: PackedTensors) -> MatrixParameter:

@@ -29,7 +29,9 @@ from elastic.quant.variants.host_block import in_one_block, over_block, parts_in
 from elastic.quant.variants.packed_weight import PackedMatrix
 from elastic.quant.variants.variant import MatrixParameter, PackedLayer, Packing, ReplacedParameter, Variant
 
-VERSION = "elastic-variant-1"
+VERSION = "elastic-variant-2"
+READ = ("elastic-variant-1", VERSION)
+"""Versions that can be read: the first knew no pruned matrices, and was the same otherwise."""
 
 
 def save(path: Path, variant: Variant, layers: Sequence[LayerParameters], packed: Sequence[PackedLayer]) -> None:
@@ -100,7 +102,7 @@ class _Entry:
     """The description of one parameter of a layer, as in a file."""
 
     kind: str
-    """One of "rounded", "read" (from a checkpoint) and "plain"."""
+    """One of "rounded" (or pruned), "read" (from a checkpoint) and "plain"."""
     origin: int
     """The digest of the full parameter."""
     parts: dict[str, tuple[str, tuple[int, ...]]]
@@ -182,7 +184,7 @@ def _read_description(file: CheckpointFile) -> dict[str, Any]:
     if hashlib.sha256(text.encode()).hexdigest() != file.metadata.get("sha256"):
         raise _damaged(file.path, "the checksum of its description does not fit")
     description: dict[str, Any] = json.loads(text)
-    if description.get("version") != VERSION:
+    if description.get("version") not in READ:
         raise _foreign(file.path, f"its version is {description.get('version')!r}, not {VERSION!r}")
     return description
 

@@ -223,10 +223,11 @@ def test_replicas_are_in_the_variant_of_layers_that_were_swapped_while_serving(e
     assert [right(model, r, heard.tokens[r.id], e) for r, e in zip(requests, expected, strict=True)] == [True] * 3
 
 
-def test_replicas_of_packed_layers_serve(engines: Any) -> None:
+@pytest.mark.parametrize("variant", ["int4", "2:4"])
+def test_replicas_of_packed_layers_serve(variant: str, engines: Any) -> None:
     model = architectures.build("llama-gqa")
-    engine = engines(model, wrap={"variants": ("int4",)})
-    engine.runtime.swap([0, 1], "int4")
+    engine = engines(model, wrap={"variants": (variant,)})
+    engine.runtime.swap([0, 1], variant)
     engine.runtime.replicate(range(3), "cpu#b")
     requests = [Request(p, 20) for p in prompts(LENGTHS, architectures.VOCAB)]
     heard = serve(engine, requests)

@@ -42,13 +42,20 @@ def test_the_order_is_shown_and_saved_beside_the_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_picture_is_drawn(model: Path, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["int3", "2:4"])
+def test_a_picture_is_drawn(variant: str, model: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, out = tmp_path / "out.png", tmp_path / "profile.json"
-    options = ["--variant", "int3", "--tokens", "16", "--out", str(out), "--plot", str(picture)]
+    options = ["--variant", variant, "--tokens", "16", "--out", str(out), "--plot", str(picture)]
     assert main(["profile", str(model), "--calibration", str(text), "--held-out", str(text), *options]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert Profile.load(out).setting.variant == "int3"
+    assert Profile.load(out).setting.variant == variant
+
+
+def test_a_pruned_variant_has_a_file_without_a_colon(model: Path, text: Path) -> None:
+    arguments = ["--variant", "2:4", "--tokens", "8", "--lazy"]
+    assert main(["profile", str(model), "--calibration", str(text), *arguments]) == 0
+    assert Profile.load(model / "elastic-profile-2of4.json").setting.config["type"] == "SemiStructured"
 
 
 @pytest.mark.parametrize(

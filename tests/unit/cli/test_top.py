@@ -103,8 +103,8 @@ def test_a_model_that_is_not_wrapped_has_requests_only() -> None:
 
 
 def test_layers_are_cells() -> None:
-    text = drawn(layers(["bfloat16"] * 60 + ["int3"] * 20), 60)
-    assert "█" * 56 + " │\n│ " + "█" * 4 + "3" * 20 in text
+    text = drawn(layers(["bfloat16"] * 60 + ["int3"] * 18 + ["2:4", "ffn75"]), 60)
+    assert "█" * 56 + " │\n│ " + "█" * 4 + "3" * 18 + "pp" in text
     assert "80 layers" in text
 
 

@@ -142,6 +142,7 @@ def _check_policy(policy: str | Path | Policy, variants: Sequence[str]) -> str |
 
 
 def _check_variants(variants: Sequence[str]) -> tuple[str, ...]:
+    from elastic.quant.formats.pruned import Pruned
     from elastic.quant.variants.variant import Variant
 
     names = [variants] if isinstance(variants, str) else list(variants)
@@ -151,5 +152,9 @@ def _check_variants(variants: Sequence[str]) -> tuple[str, ...]:
                 f"variants: {name!r} cannot be used in vLLM, whose workers round the weights that they have loaded; "
                 "give a name: 'int8', 'int4' or 'int3'"
             )
-        Variant.parse(name)
+        if isinstance(Variant.parse(name).config, Pruned):
+            raise ConfigError(
+                f"variants: {name!r} is pruned, which cannot be used in vLLM, whose layers hold several matrices in "
+                "one and may be split over ranks; give 'int8', 'int4' or 'int3'"
+            )
     return tuple(names)

@@ -158,6 +158,7 @@ def test_a_connector_of_the_user_comes_after_ours() -> None:
         ({"policy": "balanced"}, "variants"),
         ({"variants": ("int5",)}, "int5"),
         ({"variants": (3,)}, "round the weights"),
+        ({"variants": ("int4", "2:4")}, "'2:4' is pruned, which cannot be used in vLLM"),
         ({"connector": {"kv_connector": "NixlConnector"}}, "NixlConnector"),
     ],
 )

@@ -1,0 +1,68 @@
+"""Which weights of a matrix stay: by magnitude, or by Wanda's score; SparseGPT is in `sparsegpt`."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.errors import ConfigError
+from elastic.quant.formats.pruned import SemiStructured, Unstructured
+from elastic.quant.pruning.sparsegpt import sparsegpt
+
+Sparse = SemiStructured | Unstructured
+
+
+def prune(
+    weight: torch.Tensor, config: Sparse, inputs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the weights of a matrix that stay.
+
+    weight: [outputs, inputs], any float dtype. inputs: [tokens, inputs], any float dtype, samples of what the matrix is
+    multiplied with; without them weights are chosen by magnitude, whatever the config says. Returns the matrix with the
+    other weights zero, in its dtype, and where weights stay, bool; both [outputs, inputs]. How many stay depends on the
+    shape and the config alone. Raises `ConfigError` for inputs that do not fit the matrix or are not finite.
+    """
+    weight = weight.detach()
+    if inputs is None or not config.calibrated:
+        mask = keep_largest(weight.float().abs(), config, per_output=False)
+        return torch.where(mask, weight, 0), mask
+    sample = _checked(inputs.detach(), weight)
+    if config.by == "sparsegpt":
+        return sparsegpt(weight, sample, config)
+    mask = keep_largest(wanda_score(weight, sample), config, per_output=True)
+    return torch.where(mask, weight, 0), mask
+
+
+def wanda_score(weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Return |weight| times the norm of its input, float32 [outputs, inputs] (Sun et al., 2023, equation 1).
+
+    weight: [outputs, inputs]. inputs: [tokens, inputs].
+    """
+    norms: torch.Tensor = torch.linalg.vector_norm(inputs.float(), dim=0)
+    return weight.float().abs() * norms
+
+
+def keep_largest(scores: torch.Tensor, config: Sparse, *, per_output: bool) -> torch.Tensor:
+    """Return where the highest scores are, bool [outputs, inputs]; of equal ones any.
+
+    scores: [outputs, inputs], not negative. Unstructured sparsity: the highest of each output, or of the whole matrix.
+    """
+    outputs, inputs = scores.shape
+    if isinstance(config, SemiStructured):
+        groups = scores.reshape(-1, config.of)
+        kept = config.kept
+    else:
+        kept = inputs - config.removed(inputs)
+        groups, kept = (scores, kept) if per_output else (scores.reshape(1, -1), kept * outputs)
+    best = groups.topk(kept, dim=1, sorted=False).indices
+    mask = torch.zeros(groups.shape, dtype=torch.bool, device=scores.device)
+    return mask.scatter_(1, best, True).view(outputs, inputs)
+
+
+def _checked(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if inputs.dim() != 2 or inputs.shape[1] != weight.shape[1]:
+        raise ConfigError(
+            f"inputs are {list(inputs.shape)}; the matrix, {list(weight.shape)}, needs [tokens, {weight.shape[1]}]"
+        )
+    if not bool(inputs.isfinite().all()):
+        raise ConfigError("inputs hold values that are not finite; collect them from a forward pass without")
+    return inputs

@@ -1,0 +1,101 @@
+"""The format of matrices from which whole outputs or whole inputs were removed: a smaller dense matrix.
+
+    packed   the weights that stay, [outputs that stay, inputs], or [outputs, inputs that stay]
+    outputs  int32, the outputs that stay, ascending; the others of a product are zero
+    inputs   int32, the inputs that stay, ascending; the others are not read
+
+One of `outputs` and `inputs` is there. The product has the shape that the full matrix would give it, so that biases,
+adapters and hooks around it see what they know. It is the same on CPUs and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from elastic.errors import ConfigError
+from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.pruned import Structured
+from elastic.quant.kernels.checks import CheckedKernel, Required, reference_kernel
+
+
+class StructuredFormat:
+    """The format of smaller matrices."""
+
+    def supports(self, config: Structured, matrix: MatrixShape) -> str | None:
+        """Return None: a matrix of any shape can be made smaller."""
+        return None
+
+    def quantize(
+        self, config: Structured, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget
+    ) -> PackedTensors:
+        """Raise `ConfigError`: what is removed is chosen for a layer, not for a matrix by itself."""
+        raise ConfigError(f"{config} removes channels that several matrices of a layer share; pack the whole layer")
+
+    def value(
+        self, config: Structured, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
+    ) -> torch.Tensor:
+        """Expand parts to the matrix that they stand for, float32 [outputs, inputs], with zeros where it was pruned."""
+        whole = torch.zeros(matrix.outputs, matrix.inputs, device=parts["packed"].device)
+        dim, kept = _kept(parts)
+        return whole.index_copy_(dim, kept.long(), parts["packed"].float())
+
+    def paths(
+        self, config: Structured, parts: PackedTensors, matrix: MatrixShape, target: KernelTarget
+    ) -> Mapping[str, Kernel]:
+        """Return the kernels that multiply x: [tokens, inputs] with such parts, by name."""
+        reference = reference_kernel(lambda parts: self.value(config, parts, matrix, target))
+        dim, kept = _kept(parts)
+        shape = (len(kept), matrix.inputs) if dim == 0 else (matrix.outputs, len(kept))
+        shapes: Required = {
+            "packed": (shape, parts["packed"].dtype),
+            "outputs" if dim == 0 else "inputs": ((len(kept),), torch.int32),
+        }
+        return {"dense": CheckedKernel(matrix, shapes, lambda parts: _bind(parts, matrix)), "reference": reference}
+
+    def repack(
+        self,
+        config: Structured,
+        parts: PackedTensors,
+        matrix: MatrixShape,
+        packed_for: KernelTarget,
+        target: KernelTarget,
+    ) -> PackedTensors:
+        """Return the parts themselves: they are the same for every target."""
+        return parts
+
+    def renew(self, config: Structured, parts: PackedTensors, weight: torch.Tensor) -> PackedTensors:
+        """Pack new weights, [outputs, inputs], with the channels that were chosen for the old ones."""
+        dim, kept = _kept(parts)
+        return without(weight, dim, kept)
+
+
+def without(weight: torch.Tensor, dim: int, kept: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the parts of a matrix, [outputs, inputs], of which only some outputs (dim 0) or inputs (dim 1) stay.
+
+    kept: [channels that stay], ascending.
+    """
+    chosen = kept.to(weight.device, torch.int32)
+    packed = weight.detach().index_select(dim, chosen).contiguous()
+    return {"packed": packed, "outputs" if dim == 0 else "inputs": chosen}
+
+
+def _kept(parts: PackedTensors) -> tuple[int, torch.Tensor]:
+    return (0, parts["outputs"]) if "outputs" in parts else (1, parts["inputs"])
+
+
+def _bind(parts: PackedTensors, matrix: MatrixShape) -> BoundKernel:
+    """Fix the parts of a product, for x: [tokens, inputs] -> [tokens, outputs]."""
+    (dim, kept), packed = _kept(parts), parts["packed"]
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        values = x.to(packed.dtype)
+        if dim == 1:
+            return values.index_select(1, kept) @ packed.t()
+        return values.new_zeros(x.shape[0], matrix.outputs).index_copy_(1, kept.long(), values @ packed.t())
+
+    return product
+
+
+register(Structured, StructuredFormat())
