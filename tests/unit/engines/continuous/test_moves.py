@@ -222,6 +222,25 @@ def test_what_the_target_has_of_a_prompt_is_not_copied(engines: Any) -> None:
     assert b.computed - computed == 40 - len(states[0].generated)
 
 
+def test_what_was_copied_of_a_request_that_ended_meanwhile_is_nobodys_prefix(engines: Any) -> None:
+    """Its blocks had another owner before they were read: only its own request would have noticed."""
+    a, b = engines(share_prefixes=False), engines()
+    heard, request, other = Collector(), Request(PROMPT, 20), Request(prompts([100], architectures.VOCAB, 3)[0], 2)
+    a.engine.submit(request, heard)
+    heard.wait_for_tokens(request.id, 2)
+    kv = a.engine.locate(request.id)
+    source = a.sources_of(kv)
+    heard.wait([request.id])
+    a.engine.submit(other, heard)
+    heard.wait([other.id])
+    b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, source)
+    b.engine.give_up(request.id)
+    again = Request(PROMPT, 20)
+    b.engine.submit(again, heard)
+    heard.wait([again.id])
+    assert heard.tokens[again.id] == heard.tokens[request.id]
+
+
 class Alternating:
     """A compiler of one grammar: even and odd tokens in turn."""
 
