@@ -146,11 +146,11 @@ class ReceivedRequests:
         request, computed = state.request, kv.computed
         if request.prompt_logprobs is not None and not state.index and not state.generated:
             return None  # those of its tokens so far are known where they were computed, and nowhere else
+        if not computed:
+            return None
         most = len(request.prompt) + request.max_tokens
-        if not 0 < computed < most:
-            raise ConfigError(
-                f"{state.id!r} has {computed} computed tokens of {most}: there must be some, and one to go"
-            )
+        if not computed < most:
+            raise ConfigError(f"{state.id!r} has {computed} computed tokens of {most}; one must be to come")
         received = reservation.sequences.get(state.id)
         if received is None:
             size, others = self._format.block_tokens, reservation.sequences.values()
