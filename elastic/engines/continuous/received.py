@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from elastic.engines.core.block_manager import BlockManager, BlockTable
@@ -20,17 +20,22 @@ from elastic.memory.backends.shared_file import open_shared
 class ReceivedKV:
     """Of one sequence."""
 
+    state: SequenceState
+    """As it was told first."""
     table: BlockTable
     computed: int
     """Tokens whose keys and values are here."""
     source: tuple[tuple[int, ...], ...] = ()
     """The blocks that they were copied from, by group."""
 
-    def moved(self, kv: SequenceKV | None) -> bool:
-        """Return whether it lies elsewhere at its source than it did."""
-        return kv is not None and any(
-            now[: len(before)] != before for now, before in zip(kv.blocks, self.source, strict=True)
-        )
+    def is_of(self, state: SequenceState) -> bool:
+        """Return whether it is of that answer, and not of another with its name."""
+        one, other = (replace(each.request, arrived_s=None) for each in (state, self.state))
+        return (one, state.seed) == (other, self.state.seed)
+
+    def lies_at(self, kv: SequenceKV) -> bool:
+        """Return whether it lies at its source where it did."""
+        return all(now[: len(before)] == before for now, before in zip(kv.blocks, self.source, strict=True))
 
     def alike(self, kv: SequenceKV, block_tokens: int) -> int:
         """Count the first blocks that another sequence shares with it at their source; they are full."""
@@ -72,8 +77,8 @@ class ReceivedRequests:
         with reservation.lock:
             try:
                 by_name = {one.sequence: one for one in kv}
-                if any(each.moved(by_name.get(name)) for name, each in reservation.sequences.items()):
-                    self._free_blocks(reservation)  # it was begun anew there, or another engine has it
+                if not self._goes_on(reservation, states, by_name):
+                    self._free_blocks(reservation)
                 with open_shared(source.file) as file:
                     copier = BlockCopier(self._memory, source, file, lambda: reservation.wanted)
                     return sum(
@@ -124,6 +129,13 @@ class ReceivedRequests:
 
     # -- inside, under the lock of the reservation
 
+    def _goes_on(
+        self, reservation: _Reservation, states: Sequence[SequenceState], kv: Mapping[str, SequenceKV]
+    ) -> bool:
+        """Return whether what is here is the beginning of what is there, and not of an earlier life of the request."""
+        known = [(reservation.sequences[state.id], state) for state in states if state.id in reservation.sequences]
+        return all(each.is_of(state) and (state.id not in kv or each.lies_at(kv[state.id])) for each, state in known)
+
     def _receive(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV, copier: BlockCopier) -> int:
         """Copy what is not here yet of one sequence; return bytes."""
         if not reservation.wanted:
@@ -158,7 +170,7 @@ class ReceivedRequests:
             like, alike = (None, 0) if nearest is None else (nearest.table, nearest.alike(kv, size))
             tokens = (*request.prompt, *state.generated)
             table, shared = self._blocks.reserve(most, tokens, computed, like, alike)
-            received = reservation.sequences[state.id] = ReceivedKV(table, shared)
+            received = reservation.sequences[state.id] = ReceivedKV(state, table, shared)
         elif computed > received.table.capacity and self._blocks.grow(received.table, computed) is None:
             raise Overloaded(f"there are no blocks for {computed} tokens of {state.id!r} now", retry_after_s=1.0)
         return received
@@ -166,7 +178,7 @@ class ReceivedRequests:
     def _usable(self, received: ReceivedKV, state: SequenceState, kv: SequenceKV | None) -> bool:
         """Return whether a sequence can begin with what was received of it, and note how many tokens that are."""
         last = len(state.request.prompt) + len(state.generated) - 1
-        if kv is None:
+        if kv is None or not received.is_of(state):
             return False
         if any(window is not None for _, window in self._format.groups):
             # behind a window tokens take the places of those before them: it is all as it was then, or it is of no use

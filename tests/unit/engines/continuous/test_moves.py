@@ -93,8 +93,17 @@ def move(source: TrackedEngine, target: TrackedEngine, request: str, listener: A
     return states
 
 
-@pytest.mark.parametrize("layout", ["head_centric", "token_major"])
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-sliding", "mistral-sliding", "gemma3", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-gqa", "head_centric"),
+        ("llama-gqa", "token_major"),
+        ("qwen2-sliding", "head_centric"),
+        ("mistral-sliding", "token_major"),
+        ("gemma3", "head_centric"),
+        ("opt", "token_major"),
+    ],
+)
 def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     name: str, layout: str, engines: Any
 ) -> None:
@@ -239,6 +248,22 @@ def test_what_was_copied_of_a_request_that_ended_meanwhile_is_nobodys_prefix(eng
     b.engine.submit(again, heard)
     heard.wait([again.id])
     assert heard.tokens[again.id] == heard.tokens[request.id]
+
+
+def test_a_request_that_began_anew_is_copied_anew(engines: Any) -> None:
+    """Its blocks have the same numbers, and other tokens."""
+    b, heard = engines(), Collector()
+    for prompt in prompts([70, 70], architectures.VOCAB, seed=4):
+        a = engines()
+        request = Request(prompt, 20, id="again")
+        a.engine.submit(request, Collector())
+        while not (kv := a.engine.locate(request.id)) or not kv[0].decoding:
+            pass
+        b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, a.sources_of(kv))
+    state = SequenceState(request.id, request, 0, 0)
+    assert b.engine.adopt([state], heard, kv=kv) == 69
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == continuation(architectures.build("llama-gqa"), request.prompt, 20)
 
 
 class Alternating:
