@@ -91,7 +91,8 @@ class MovingRequests:
             found = (
                 scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
             )
-            return tuple(sequence.kv() for sequence in found if sequence is not None and sequence.computed)
+            located = [sequence.kv() for sequence in found if sequence is not None]
+            return tuple(kv for kv in located if kv.computed)
 
         return self._between_steps(look)
 
@@ -147,6 +148,8 @@ class MovingRequests:
         """
 
         def leave() -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
+            if self._loop.ended:  # what was held is given back as it ends: nobody could copy it
+                raise StateError("the engine has stopped; make a new one")
             if request not in self._held:
                 self._loop.settle(self._requests.sequences(request))
                 held = self._loop.scheduler.hold(self._requests.sequences(request))
