@@ -254,7 +254,7 @@ class Fleet:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
             instance.state = "draining"
         if drain:
-            _result(name, instance.client.ask(Drain()))
+            _result(instance, instance.client.ask(Drain()))
             self._mover.drain(instance, timeout_s)
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
         instance.leaving = True
@@ -263,8 +263,11 @@ class Fleet:
         instance.client.close(timeout_s=END_S)
 
     def kill(self, name: str) -> None:
-        """Fence a rank at once, as if it had failed; its requests go on elsewhere."""
-        self._instance(name).client.kill("killed by hand")
+        """Fence a rank at once, as if it had failed; return when its requests wait or go on elsewhere."""
+        instance = self._instance(name)
+        instance.client.kill("killed by hand")
+        with self._dispatcher.lock:
+            self._dispatcher.changed.wait_for(lambda: name not in self._dispatcher.instances, END_S)
 
     def move(self, request: str, instance: str) -> Moved:
         """Have a request go on at another instance; see `Mover.move`. Not for listeners."""
@@ -325,11 +328,10 @@ class Fleet:
     def check(self) -> None:
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""
         self._dispatcher.check()
-        asked: list[tuple[str, Future[Any]]] = []
-        for name in list(self._dispatcher.instances):
-            asked.append((name, self._instance(name).client.ask(Check())))
-        for name, answer in asked:
-            _result(name, answer)
+        with self._dispatcher.lock:
+            asked = [(i, i.client.ask(Check())) for i in self._dispatcher.instances.values()]
+        for instance, answer in asked:
+            _result(instance, answer)
 
     # -- inside
 
@@ -350,7 +352,8 @@ class Fleet:
         return instance
 
     def _ask(self, rank: str, question: Question) -> Any:
-        return _result(rank, self._instance(rank).client.ask(question))
+        instance = self._instance(rank)
+        return _result(instance, instance.client.ask(question))
 
     def _require_serving(self) -> None:
         if self._state != "serving":
@@ -369,12 +372,16 @@ def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:
     return tuple(actions) if isinstance(actions, Sequence) else (actions,)
 
 
-def _result(rank: str, answer: Future[Any]) -> Any:
+def _result(instance: Instance, answer: Future[Any]) -> Any:
     """Return what a rank answers. Raises what it raised, `RankLost` if it did not."""
     try:
         return answer.result(ANSWER_S)
     except TimeoutError as error:
-        raise RankLost(f"rank {rank!r} did not answer in {ANSWER_S:.0f} s", rank=rank) from error
+        raise RankLost(f"rank {instance.name!r} did not answer in {ANSWER_S:.0f} s", rank=instance.name) from error
+    except StateError as error:
+        if instance.client.lost:
+            raise RankLost(str(error), rank=instance.name) from error
+        raise
 
 
 def _stop_all() -> None:
