@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
-from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, read_configs
+from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, make_launcher, read_configs
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -148,9 +148,7 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     import elastic
     from elastic.model_files import load_model
 
-    places = [Place.parse(place) for place in options.place or ["cpu"]]
-    require_memory(places)
-    device = places[0].device
+    device = Place.parse((options.place or ["cpu"])[0]).device
     model, tokenizer = load_model(options.model, device, option="MODEL")
     max_model_len = longest(model, options)
     elastic.wrap(model.to(device), **chosen)
@@ -162,11 +160,14 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
 
 def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
     """Start the ranks of a fleet, which load the model; this process has its tokenizer alone. `stack` ends them."""
+    launcher = make_launcher(options)
+    if not isinstance(launcher, str):
+        stack.callback(launcher.close)
     tokenizer, model = read_configs(options.model)
     max_model_len = longest(model, options)
     defaults = sampling_defaults(model, options.generation_config)
     grammars = compiler(model, tokenizer)
-    fleet = make_fleet(options, chosen, grammars)
+    fleet = make_fleet(options, launcher, chosen, grammars)
     stack.callback(fleet.stop, drain=False)
     fleet.start()
     return Served(fleet, tokenizer, max_model_len, defaults, grammars)
@@ -226,6 +227,8 @@ def _check(options: Namespace, token: str | None) -> None:
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
     check_fleet(options)
+    if options.ranks is None:
+        require_memory([Place.parse(place) for place in options.place or ["cpu"]])
     require_at_least(0, options.drain_seconds, "--drain-seconds")
     for option in ("header_timeout", "body_timeout"):
         if not getattr(options, option) > 0:

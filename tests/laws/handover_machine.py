@@ -242,9 +242,9 @@ class Handover(RuleBasedStateMachine):
 
     def copy(self, request: str, target: Rank, kv: Sequence[SequenceKV]) -> bool:
         """Copy what is there to a target; return whether it had room."""
-        if not kv:
-            return False
         states = self.held[request].states if request in self.held else self.begun(request)
+        if not kv or not states:  # it has ended
+            return False
         try:
             target.engine.receive(states, kv, self.at[request].sources_of(kv))
         except (Overloaded, CapacityError):
