@@ -42,7 +42,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
     _add_answers(command)
     _add_clients(command)
-    _add_memory(command)
+    add_memory(command)
     add_fleet(command)
     command.add_argument(
         "--enable-actions", action="store_true", help="open /elastic/actions and /elastic/fleet to holders of the token"
@@ -89,7 +89,8 @@ def _add_clients(command: ArgumentParser) -> None:
     )
 
 
-def _add_memory(command: ArgumentParser) -> None:
+def add_memory(command: ArgumentParser) -> None:
+    """Add the options that `wrap_options` reads."""
     command.add_argument(
         "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -122,13 +123,12 @@ def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(
         heard.wait([f"request-{i}" for i in range(4)])
         assert [heard.tokens[f"request-{i}"] for i in range(4)] == [expected] * 4
 
-        def serving() -> bool:
-            ranks = fleet.status().ranks
-            return sum(rank.state == "serving" for rank in ranks) == 2 and first.pid not in {r.pid for r in ranks}
+        def serving() -> set[int]:
+            return {rank.pid for rank in fleet.status().ranks if rank.state == "serving"}
 
-        wait_until(serving, "the lost rank was not replaced", 120)
+        wait_until(lambda: len(serving() - {first.pid}) == 2, "the lost rank was not replaced", 120)
         fleet.add(places=PLACES)
-        assert sum(rank.state == "serving" for rank in fleet.status().ranks) == 3
+        assert len(serving()) == 3
 
 
 def application(name: str, fleet: Fleet) -> Any:
@@ -149,6 +149,7 @@ def test_the_front_answers_through_ray_serve() -> None:
 
     from elastic.cluster.ray import deploy
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import this file
     deploy(
         MODEL_DIR,
         partial(application, "small"),

@@ -173,7 +173,7 @@ class LocalLauncher:
         if not isinstance(spec.model, str | Path):
             raise ConfigError(
                 f"model: a {type(spec.model).__name__} cannot go to another process; give its directory, or "
-                "launch=elastic.cluster.InProcessLauncher()"
+                "launch='in-process'"
             )
         spec = replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
         encoded = encode(spec)
