@@ -164,6 +164,7 @@ class Dispatcher:
             self._counters.produced_together(counts, news.outputs[-1].at_s if instance.same_host and counts else now)
             for record, finish in ended:
                 self._end(record, OUTCOMES[finish])
+            instance.served = instance.served or bool(counts)
             if self.queue:
                 self.dispatch()
         delivery.tell()

@@ -53,7 +53,8 @@ class Instance:
     """Whether it was asked to end: then its end is no failure."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     given: int = 0
-    since_s: float = field(default_factory=time.perf_counter)
+    served: bool = False
+    """Whether it has told a token."""
     heard_s: float = field(default_factory=time.perf_counter)
     progress_s: float = field(default_factory=time.perf_counter)
     """When its engine last began a step, or had nothing to do."""
