@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from elastic.engines.base import Request
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.scheduler import Scheduler
+from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import SequenceState, Step
 from elastic.errors import CapacityError, Overloaded
 from elastic.kvcache.storage.budget import WeightsShare
@@ -121,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: list[Step] = []
         self.taken: list[int] = []
         self.away: list[tuple[SequenceState, ...]] = []
+        self.held: list[list[Sequence]] = []
 
     def open_memory(self, blocks_per_sector: tuple[int, ...], **asks: Any) -> Any:
         return SimulatedMemory(SECTORS, blocks_per_sector, **asks)
@@ -242,6 +244,32 @@ class SchedulerMachine(RuleBasedStateMachine):
     def come_back(self) -> None:
         self.add(self.away.pop(0))
 
+    @precondition(lambda self: self.live and not self.in_flight)
+    @rule(data=st.data())
+    def hold(self, data: Any) -> None:
+        """A request stops, with its blocks."""
+        request = self.states[data.draw(st.sampled_from(sorted(self.live)))].request
+        names = sorted(name for name in self.live if self.states[name].request == request)
+        held = self.scheduler.hold(names)
+        assert [sequence.id for sequence in held] == names
+        self.held.append(held)
+        self.live -= set(names)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def resume(self) -> None:
+        held = self.held.pop(0)
+        self.scheduler.resume(held)
+        names = [sequence.id for sequence in held]
+        self.live |= set(names)
+        self.arrived = [*names, *(name for name in self.arrived if name not in names)]  # they are the first again
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        for sequence in self.held.pop(0):
+            self.scheduler.release(sequence)
+
     @rule(sectors=st.integers(1, 3))
     def weights_come(self, sectors: int) -> None:
         if self.memory.take(sectors):
@@ -278,6 +306,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "blocks"):
             return
         self.memory.limit = SECTORS
+        while self.held:
+            self.resume()
         for _ in range(5000):
             went_on = self.begin_step()
             if self.in_flight:

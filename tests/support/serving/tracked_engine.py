@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,7 +28,8 @@ class TrackedEngine:
         self.computed = 0
         """Tokens that went through the model."""
         self.reports: list[KVReport] = []
-        self._may = threading.Semaphore(1 << 30)
+        self._left = math.inf  # steps that may begin
+        self._more = threading.Condition()
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         source = self.engine.kv_source()
         assert source is not None
@@ -47,10 +49,13 @@ class TrackedEngine:
 
     def only(self, steps: int) -> None:
         """Let so many steps begin from now on, and then no more; for an engine that has nothing to do."""
-        self._may = threading.Semaphore(steps)
+        self._left = steps
 
-    def go_on(self, steps: int = 1 << 30) -> None:
-        self._may.release(steps)
+    def go_on(self, steps: float = math.inf) -> None:
+        """Let so many more begin."""
+        with self._more:
+            self._left += steps
+            self._more.notify_all()
 
     def close(self) -> None:
         """Stop it, and see that nothing is left."""
@@ -65,7 +70,9 @@ class TrackedEngine:
 
     def _count(self, module: Any, args: Any, inputs: Any) -> None:
         if threading.current_thread() is self.engine._thread:
-            assert self._may.acquire(timeout=60)
+            with self._more:
+                assert self._more.wait_for(lambda: self._left > 0, 60)
+                self._left -= 1
             self.computed += inputs["input_ids"].shape[1]
 
     def _hear(self, report: KVReport) -> None:

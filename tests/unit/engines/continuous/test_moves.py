@@ -67,11 +67,14 @@ def in_flight(call: Callable[[], Any]) -> Future[Any]:
 
 
 def hand_over_after(source: TrackedEngine, request: str, steps: int) -> Any:
-    """Stop a request when so many steps more are over, none of which may begin before."""
+    """Stop a request when so many steps are over, the first of an engine, none of which may begin before."""
+    source.go_on(steps - 1)
+    while source.engine.load().steps < steps:
+        pass
     asked = in_flight(lambda: source.engine.hand_over(request))
     while not source.engine._loop._commands and not asked.done():
         pass
-    source.go_on(steps)
+    source.go_on(1)
     return asked.result(60)
 
 
@@ -105,7 +108,9 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
         heard.wait_for_tokens(request.id, tokens)
         kv = a.engine.locate(request.id)
         rounds.append(b.engine.receive(begun, kv, a.sources_of(kv)))
-    assert rounds[0] > sum(rounds[1:]) > 0, "what is there is not copied again"
+    assert all(rounds)
+    if all(window is None for _, window in a.engine.kv_format.groups):
+        assert rounds[0] > sum(rounds[1:]), "what is there is not copied again"
     states, kv = a.engine.hand_over(request.id)
     assert b.engine.receive(states, kv, a.sources_of(kv)) >= 0
     table = b.engine._received._requests[request.id].sequences[request.id].table
@@ -160,13 +165,12 @@ def test_several_answers_move_together_and_share_the_prompts_blocks_there_too(sh
         for one, other in zip(*logprobs, strict=True):
             assert (one.token, one.rank) == (other.token, other.rank)
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-    computed = sum(len(state.generated) for state in states) - 2
-    assert b.computed == 2 * 30 - computed - 2 - 2 + 2 - 0 or b.computed == sum(30 - len(s.generated) for s in states)
+    assert b.computed == sum(30 - len(state.generated) for state in states)
 
 
 def test_blocks_that_answers_share_are_shared_where_they_go(engines: Any) -> None:
     a, b = engines(), engines()
-    heard, request = Answers(), Request(PROMPT, 40, n=3)
+    heard, request = Answers(), Request(PROMPT, 40, Sampling(1.5, seed=2), n=3)
     a.engine.submit(request, heard)
     for i in range(3):
         heard.wait_for_tokens(f"{request.id}/{i}", 4)
@@ -180,8 +184,8 @@ def test_blocks_that_answers_share_are_shared_where_they_go(engines: Any) -> Non
     assert copied == len({b for one in kv for b in one.blocks[0]}) * 3 * a.engine.kv_format.block_bytes
     b.engine.check()
     b.engine.adopt(states, heard, kv=kv)
-    heard.wait([f"{request.id}/{i}" for i in range(3)])
     a.engine.release(request.id)
+    heard.wait([f"{request.id}/{i}" for i in range(3)])
 
 
 def test_answers_that_wait_for_the_prompt_wait_for_it_elsewhere_too(engines: Any) -> None:
@@ -374,7 +378,6 @@ def test_blocks_that_were_received_are_in_use_until_they_are_given_up(engines: A
     assert layer_digests(b.engine, there) == kv_digests(a.engine, request.id)[request.id], "nobody took the blocks"
     b.engine.give_up(request.id)
     assert kv_of_b.used_bytes == 0
-    assert b.engine.adopt.__self__ is b.engine
     kv_of_b.resize("max")
     assert b.engine.adopt(states, heard, kv=kv) == 0, "it is computed anew"
     a.engine.release(request.id)
@@ -430,7 +433,7 @@ def test_an_adopted_answer_says_how_many_tokens_it_came_with(engines: Any) -> No
     there.wait([request.id])
     a.engine.release(request.id)
     assert there.first[request.id].cached_tokens == kv[0].computed
-    assert b.engine.counters.read().queued_s.most >= 5.0 if hasattr(b.engine.counters.read().queued_s, "most") else True
+    assert b.engine.counters.read().ttft_s.mean >= 5.0
 
 
 # -- beside the engine's steps
@@ -508,11 +511,11 @@ def test_what_ended_is_told_before_its_blocks_can_be_anybody_elses(engines: Any)
             where[kv.sequence] = a.directory.of(kv.sequence, 30 + 11)
         for name in report.ended:
             assert heard.ends[name].finish == "length", "its end was told before"
-            before = layer_digests(engine, replace(where[name], computed=41, decoding=True))
+            before = layer_digests(engine, replace(where[name], computed=40))
             taker = threading.Thread(target=lambda: engine.runtime.kv.trim())
             taker.start()
             taker.join()
-            assert layer_digests(engine, replace(where[name], computed=41)) == before
+            assert layer_digests(engine, replace(where[name], computed=40)) == before
             assert a.directory.of(name, 41) is None
             seen.append(name)
 
