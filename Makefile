@@ -13,13 +13,14 @@ SIMULATED_CUDA := $(CURDIR)/build/simulated-cuda
 SCHEDULES ?= lazy random:1 random:2
 TESTS ?= tests
 VLLM_VENV ?= build/vllm-venv
+RAY_VENV ?= build/ray-venv
 SIMULATED := LD_LIBRARY_PATH=$(SIMULATED_CUDA) LD_PRELOAD=$(SIMULATED_CUDA)/libcudart.so.13 \
 	PYTHONPATH=$(SIMULATED_CUDA):$(CURDIR):$(CURDIR)/tests \
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SIMCUDA_DEVICES=2
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long simulate docs test-vllm bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate docs test-vllm test-ray bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -55,6 +56,9 @@ simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: T
 
 test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, in a virtual environment of its own: 3 GB
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm
+
+test-ray: $(RAY_VENV)/installed ## fleets on Ray, on this machine, in a virtual environment of its own
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -W default tests/in_ray
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
@@ -95,6 +99,17 @@ $(VLLM_VENV)/dependencies: constraints-vllm.txt
 $(VLLM_VENV)/installed: $(VLLM_VENV)/dependencies $(SOURCES)
 	rm -rf build/lib build/bdist*
 	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	touch $@
+
+$(RAY_VENV)/dependencies: pyproject.toml $(CONSTRAINTS)
+	mkdir -p build
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) ".[dev,ray]"
+	touch $@
+
+$(RAY_VENV)/installed: $(RAY_VENV)/dependencies $(SOURCES)
+	rm -rf build/lib build/bdist*
+	$(RAY_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall .
 	touch $@
 
 $(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB

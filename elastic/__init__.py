@@ -13,6 +13,7 @@ from elastic.errors import (
     ElasticError,
     IntegrityError,
     Overloaded,
+    RankLost,
     StateError,
 )
 from elastic.runtime.runtime import Runtime, runtime
@@ -40,6 +41,7 @@ from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from elastic.cluster.control.status import FleetStatus
+    from elastic.cluster.fleet.fleet import Fleet
     from elastic.controller.decision import Plan
     from elastic.controller.snapshot import Snapshot
     from elastic.engines.base import Engine, Output, Request, Sampling
@@ -63,6 +65,7 @@ __all__ = [
     "Engine",
     "Event",
     "Evict",
+    "Fleet",
     "FleetStatus",
     "HostStatus",
     "Integers",
@@ -79,6 +82,7 @@ __all__ = [
     "Policy",
     "Prepared",
     "Profile",
+    "RankLost",
     "Release",
     "Replicate",
     "Request",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 
 from elastic.assets import MODEL_DIR
+from elastic.cli.serve import add_memory, wrap_options
 from elastic.errors import StateError
 
 
@@ -16,11 +18,8 @@ def add_options(command: ArgumentParser) -> None:
     )
     command.add_argument("--join", required=True, metavar="HOST:PORT", help="where the fleet listens for ranks")
     command.add_argument("--key-file", required=True, metavar="FILE", help="the fleet's key; only you may read it")
-    command.add_argument(
-        "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
-    )
     command.add_argument("--name", default="", help="name of this rank (the fleet chooses one)")
-    command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4")
+    add_memory(command)
     command.add_argument("--max-requests", type=int, default=256, metavar="N", help="answers computed at a time (256)")
     command.add_argument("--cores", type=int, nargs="+", default=[], metavar="N", help="CPU cores to run on (all)")
 
@@ -33,12 +32,13 @@ def rank(options: Namespace) -> int:
     from elastic.cluster.rank.spec import RankSpec
 
     key, address = read_key(options.key_file), parse_address(options.join, option="--join")
+    wrap = wrap_options(options)
     spec = RankSpec(
         options.name,
         os.path.abspath(options.model),
-        tuple(options.place or ()),
-        wrap={"variants": tuple(options.variants)},
-        engine={"max_requests": options.max_requests},
+        tuple(wrap.pop("places") or ()),
+        wrap=wrap,
+        engine={"max_requests": options.max_requests, "grammars": "llguidance" if find_spec("llguidance") else None},
         cores=tuple(options.cores),
     )
     connection = connect(address, key)  # before minutes are spent on the model

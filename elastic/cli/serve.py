@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
-from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, read_configs
+from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, make_launcher, read_configs
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -42,7 +42,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
     _add_answers(command)
     _add_clients(command)
-    _add_memory(command)
+    add_memory(command)
     add_fleet(command)
     command.add_argument(
         "--enable-actions", action="store_true", help="open /elastic/actions and /elastic/fleet to holders of the token"
@@ -89,7 +89,8 @@ def _add_clients(command: ArgumentParser) -> None:
     )
 
 
-def _add_memory(command: ArgumentParser) -> None:
+def add_memory(command: ArgumentParser) -> None:
+    """Add the options that `wrap_options` reads."""
     command.add_argument(
         "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
     )
@@ -148,9 +149,7 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     import elastic
     from elastic.model_files import load_model
 
-    places = [Place.parse(place) for place in options.place or ["cpu"]]
-    require_memory(places)
-    device = places[0].device
+    device = Place.parse((options.place or ["cpu"])[0]).device
     model, tokenizer = load_model(options.model, device, option="MODEL")
     max_model_len = longest(model, options)
     elastic.wrap(model.to(device), **chosen)
@@ -162,11 +161,14 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
 
 def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
     """Start the ranks of a fleet, which load the model; this process has its tokenizer alone. `stack` ends them."""
+    launcher = make_launcher(options)
+    if not isinstance(launcher, str):
+        stack.callback(launcher.close)
     tokenizer, model = read_configs(options.model)
     max_model_len = longest(model, options)
     defaults = sampling_defaults(model, options.generation_config)
     grammars = compiler(model, tokenizer)
-    fleet = make_fleet(options, chosen, grammars)
+    fleet = make_fleet(options, launcher, chosen, grammars)
     stack.callback(fleet.stop, drain=False)
     fleet.start()
     return Served(fleet, tokenizer, max_model_len, defaults, grammars)
@@ -226,6 +228,8 @@ def _check(options: Namespace, token: str | None) -> None:
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
     check_fleet(options)
+    if options.ranks is None:
+        require_memory([Place.parse(place) for place in options.place or ["cpu"]])
     require_at_least(0, options.drain_seconds, "--drain-seconds")
     for option in ("header_timeout", "body_timeout"):
         if not getattr(options, option) > 0:

@@ -11,6 +11,12 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMISES = {
+    "fleet": (
+        r"ranks: r0 \(serving\), r1 \(serving\)",
+        r"moved from r\d to r\d: [1-9][\d,]+ bytes of KV while it generated",
+        r"the rank was killed, and the text is the same: True",
+        r"lost: 1 requests",
+    ),
     "manual_control": (
         r"would: Swap\(layers=\(10, 11\), variant='int4', parts=\(\)\): applied, moves [\d,]+ bytes, frees [1-9]",
         r"two layers to int4: applied, [1-9][\d,]+ bytes freed",

@@ -106,7 +106,7 @@ def test_every_module_has_a_floor() -> None:
     rooms = {place(module) for module in MODULES}
     assert {room for room, _ in rooms} == {room for rooms in FLOORS for room in rooms}
     for room, floors in INSIDE.items():
-        assert {sub for known, sub in rooms if known == room} - {""} <= {sub for subs in floors for sub in subs} - {""}
+        assert {sub for known, sub in rooms if known == room} - {""} == {sub for subs in floors for sub in subs} - {""}
     assert not {room for room, sub in rooms if sub} - INSIDE.keys()
 
 

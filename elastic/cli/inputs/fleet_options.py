@@ -59,7 +59,9 @@ def check_fleet(options: Namespace) -> None:
         Place.parse(place)
 
 
-def make_fleet(options: Namespace, wrap: Mapping[str, Any], grammars: GrammarCompiler | None) -> Fleet:
+def make_fleet(
+    options: Namespace, launcher: str | Launcher, wrap: Mapping[str, Any], grammars: GrammarCompiler | None
+) -> Fleet:
     """Make the fleet, not started yet."""
     from elastic.cluster.fleet.fleet import Fleet
 
@@ -67,7 +69,8 @@ def make_fleet(options: Namespace, wrap: Mapping[str, Any], grammars: GrammarCom
         os.path.abspath(options.model),
         ranks=_by_rank(options.place or [], options.ranks),
         cores=_cores(options),
-        launch=_launcher(options),
+        launch=launcher,
+        engine={} if grammars is None else {"grammars": "llguidance"},  # each rank compiles them for itself
         wrap={name: value for name, value in wrap.items() if name != "places"},
         policy="balance" if options.balance else None,
         routing=options.routing or "prefix",
@@ -90,9 +93,16 @@ def read_configs(path: str) -> tuple[Any, Any]:
     return read_tokenizer(path, option="MODEL"), SimpleNamespace(config=config, generation_config=generation)
 
 
-def _launcher(options: Namespace) -> str | Launcher:
+def make_launcher(options: Namespace) -> str | Launcher:
+    """Return what starts the ranks: a local one begins to import what they need at once."""
+    if options.launch in (None, "local"):
+        from elastic.cluster.launch.local import LocalLauncher
+
+        local = LocalLauncher()
+        local.warm_up()
+        return local
     if options.launch != "join":
-        return options.launch or "local"
+        return str(options.launch)
     from elastic.cluster.control.listener import parse_address
     from elastic.cluster.launch.join import JoinLauncher
 

@@ -89,7 +89,9 @@ def read_key(path: str | Path) -> bytes:
         with open(path, "rb") as file:
             mode, key = os.fstat(file.fileno()).st_mode, file.read(4097).strip()
     except OSError as error:
-        raise ConfigError(f"key file {path}: {error.strerror}; `elastic.cluster.make_key_file` writes one") from error
+        raise ConfigError(
+            f"key file {path}: {error.strerror}; elastic.cluster.control.handshake.make_key_file(path) writes one"
+        ) from error
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"key file {path} can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
     if not 16 <= len(key) <= 4096:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -15,9 +16,10 @@ from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.launch.base import START_S, await_hello
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
-from elastic.errors import ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, StateError
 
 logger = logging.getLogger(__name__)
+KEY_FILE = "ELASTIC_KEY_FILE"
 
 
 class JoinLauncher:
@@ -31,14 +33,20 @@ class JoinLauncher:
 
     def __init__(
         self,
-        key: bytes | str | Path,
+        key: bytes | str | Path | None = None,
         *,
         host: str = LOOPBACK,
         port: int = 0,
         start_timeout_s: float = START_S,
         refused: Callable[[str], None] | None = None,
     ) -> None:
-        """`key` is the key itself, or the path of its file. Raises `ConfigError` for a bad file or address."""
+        """`key` is the key itself, or the path of its file; None: that in the environment, as ELASTIC_KEY_FILE.
+
+        Raises `ConfigError` for a bad file or address.
+        """
+        key = key if key is not None else os.environ.get(KEY_FILE)
+        if key is None:
+            raise ConfigError(f"ranks that join need a key: give JoinLauncher(key_file), or set {KEY_FILE}")
         key = key if isinstance(key, bytes) else read_key(key)
         self.on_joined: Callable[[RankClient], None] | None = None
         """Called with a rank that nobody waits for, on a thread of the launcher."""

@@ -173,13 +173,14 @@ class LocalLauncher:
         if not isinstance(spec.model, str | Path):
             raise ConfigError(
                 f"model: a {type(spec.model).__name__} cannot go to another process; give its directory, or "
-                "launch=elastic.cluster.InProcessLauncher()"
+                "launch='in-process'"
             )
         spec = replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
         encoded = encode(spec)
+        server = self._running()
         here, there = socket_pair()
         try:
-            process = self._running().fork(there, spec.model).result(IMPORT_S)
+            process = server.fork(there, spec.model).result(IMPORT_S)
         except (ElasticError, TimeoutError) as error:
             here.close()
             raise StateError(f"rank {spec.name!r} did not start: {error or 'the fork server is busy'}") from error

@@ -56,12 +56,13 @@ def _load(spec: RankSpec, places: list[Place]) -> Any:
     return load_weights(str(spec.model), device, option="model").to(device)
 
 
-def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler:
-    """Return the compiler of grammars over the tokenizer in the model's directory. Raises `ConfigError`."""
+def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler | None:
+    """Return the compiler of grammars over the tokenizer in the model's directory, if answers of the model can end."""
     require(name == "llguidance", "grammars", name, "'llguidance', or none")
     tokenizer = read_tokenizer(str(spec.model), option="model")
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return LlguidanceCompiler(tokenizer, tuple(dict.fromkeys([*end_tokens(model), *own])))
+    ends = tuple(dict.fromkeys([*end_tokens(model), *own]))
+    return LlguidanceCompiler(tokenizer, ends) if ends else None
 
 
 _ENGINE_OPTIONS = inspect.signature(ContinuousEngine).parameters.keys() - {"model"}

@@ -10,22 +10,17 @@ import torch
 
 from elastic.cluster.control.messages import ModelFacts
 from elastic.engines.stopping import end_tokens
-from elastic.errors import ConfigError
 from elastic.memory.checksum import digest
 from elastic.weights.decoder import find_decoder
-from elastic.weights.proxy.tensor import WeightProxy
 
 
 def model_facts(model: Any, variants: Sequence[str] = ()) -> ModelFacts:
-    """Return the facts of a model as it is now: what lies in its parameters and persistent buffers.
+    """Return the facts of a model: of its full parameters and persistent buffers, whatever form its layers have now.
 
-    Raises `ConfigError` for a model that has no decoder layers, and for a wrapped one whose layers are not all in full
-    precision at home: its checkpoint cannot be told then.
+    Raises `ConfigError` for a model that has no decoder layers.
     """
     decoder = find_decoder(model)
-    state = model.state_dict()
-    if any(isinstance(tensor, WeightProxy) for tensor in state.values()):
-        raise ConfigError("the model has layers that are swapped, released or elsewhere; call restore() first")
+    state = model.state_dict()  # of a wrapped model too it has the full weights
     prefixes = tuple(f"{name}." for name in decoder.layer_names)
     fixed = [name for name in state if not name.startswith(prefixes)]
     return ModelFacts(

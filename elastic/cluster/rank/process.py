@@ -31,16 +31,18 @@ def serve(connection: SocketConnection, spec: RankSpec) -> None:
     """
     _take_signals()
     name_in_logs(spec.name)
+    ended = threading.Event()
     try:
         _settle(spec)
         with built(spec, connection) as rank:
-            threading.Thread(target=_watch, args=(rank,), name="elastic-watchdog", daemon=True).start()
+            threading.Thread(target=_watch, args=(rank, ended), name="elastic-watchdog", daemon=True).start()
             rank.run()
     except Exception as error:  # whatever it is, who started the rank must hear it
         with suppress(StateError):
             connection.send(Refused("", portable(error)))
         raise
     finally:
+        ended.set()
         connection.close()
 
 
@@ -73,9 +75,9 @@ def _settle(spec: RankSpec) -> None:
         torch.set_num_threads(len(spec.cores))
 
 
-def _watch(rank: Rank) -> None:
-    """End the process when its rank has ended but something in it goes on, such as a hanging forward pass."""
+def _watch(rank: Rank, ended: threading.Event) -> None:
+    """End the process when its fleet has gone but something in it goes on, such as a hanging forward pass."""
     rank.ended.wait()
-    threading.Event().wait(GRACE_S)
-    print(f"rank {rank.name} had not ended {GRACE_S:.0f} s after its fleet went; it ends now", file=sys.stderr)
-    os._exit(1)
+    if not ended.wait(GRACE_S):
+        print(f"rank {rank.name} had not ended {GRACE_S:.0f} s after its fleet went; it ends now", file=sys.stderr)
+        os._exit(1)

@@ -82,6 +82,31 @@ def document(**changes: Any) -> dict[str, Any]:
     return json.loads(json.dumps(said | changes))
 
 
+def fleet_document(**changes: Any) -> dict[str, Any]:
+    """What a server of a fleet of two ranks says, one of them lost."""
+    said = document()
+    of_model = {key: said.pop(key) for key in ("layers", "status", "events", "controller")}
+    beat = {"pid": 7, "host": "here", "launcher": "local", "places": ["cuda:0=1GiB"], "beat_s": 0.25, "why": ""}
+    lost = {**beat, "beat_s": 9.0, "why": "it was killed [SIGKILL]", "traffic": None, "layers": [], "status": None}
+    load = {"running": 5, "waiting": 1, "free_blocks": 1200, "total_blocks": 4000, "steps": 9}
+    event = {"id": 0, "kind": "lost", "when_s": 1e9, "rank": "r1", "requests": 3, "recomputed_tokens": 1234}
+    return said | {
+        "version": 2,
+        "layers": [],
+        "status": None,
+        "events": [],
+        "controller": None,
+        "ranks": [
+            {"name": "r0", "state": "serving", **beat, **of_model, "traffic": said["traffic"]},
+            {"name": "r1", "state": "lost", **lost, "events": [], "controller": None},
+        ],
+        "instances": [{"name": "i0", "leader": "r0", "ranks": ["r0"], "load": load, "requests": 6, "freeness": 240.0}],
+        "fleet_events": [event, {**event, "kind": "moved", "request": "chat-1", "moved_bytes": 3 << 20, "why": "[b]"}],
+        "fleet": {"queued": 4, "totals": {"moved": 11, "requests_resumed": 3, "recomputed_tokens": 1234}},
+        **changes,
+    }
+
+
 Answer = Callable[[str], tuple[int, bytes]]
 """From a path to a status code and a body."""
 

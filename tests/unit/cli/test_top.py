@@ -24,7 +24,7 @@ from elastic.cli.views.dashboard import LEVELS, Sample, frame, layers, sample, s
 from elastic.cli.views.status_client import NoAnswer, ask, base_url
 from elastic.cli.views.status_document import NotAStatus, StatusDocument, read_status
 from elastic.errors import ConfigError
-from support.serving.status_documents import VARIANTS, document, events, serving, status, traffic
+from support.serving.status_documents import VARIANTS, document, events, fleet_document, serving, status, traffic
 
 
 @pytest.fixture(autouse=True)
@@ -285,3 +285,46 @@ def test_a_slow_server_is_not_waited_for_long() -> None:
         with pytest.raises(NoAnswer, match=r"does not answer within 0\.05 s|timed out"):
             ask(url, 0.05)
         go.set()
+
+
+def test_the_ranks_of_a_fleet_are_shown() -> None:
+    seen = read_status(fleet_document())
+    text = drawn(frame(seen, [sample(seen)], "http://here"), 160)
+    for words in (
+        "1 of 2 ranks serve",
+        "r0   serving i0              6       5       1 1,200 of 4,000     75%    0.2 cuda:0=1GiB",
+        "r1   lost    -               -       -       -              -       -    9.0 it was killed [SIGKILL]",
+        "4 queued, 11 moved, 3 resumed, 1,234 tokens computed again",
+        "r0: 8 layers",
+        "3.00 MiB",
+        "1,234 tokens",
+        "[b]",
+    ):
+        assert words in text, words
+    assert "controller" not in text, "each rank has its own"
+    assert sample(seen).use == 0.75
+
+
+def test_a_fleet_of_one_rank_is_shown_with_what_one_model_shows() -> None:
+    one = document(version=2)
+    rank = {"name": "r0", "state": "serving", **{k: one[k] for k in ("layers", "status", "events", "controller")}}
+    seen = read_status({**one, "ranks": [rank], "fleet_events": []})
+    text = drawn(frame(seen, [sample(seen)], "http://here"), 160)
+    for words in ("1 of 1 ranks serve", "KV cache: at most 512.00 MiB", "controller: running", "8 layers"):
+        assert words in text
+
+
+def test_documents_of_fleets_that_are_wrong_are_refused() -> None:
+    good = fleet_document()
+    for key, value, words in (
+        ("ranks", [{"state": "serving"}], r"ranks\[0\] has no 'name'"),
+        ("instances", [{"name": "i"}], r"instances\[0\] has no 'ranks'"),
+        ("fleet", {"queued": "many"}, "queued is 'many'"),
+        ("ranks", {}, "ranks is {}"),
+    ):
+        with pytest.raises(NotAStatus, match=words):
+            read_status({**good, key: value})
+    broken = fleet_document()
+    broken["ranks"][0]["status"]["places"][0]["page_bytes"] = 0
+    with pytest.raises(NotAStatus, match="page_bytes"):
+        read_status(broken)

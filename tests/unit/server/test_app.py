@@ -69,6 +69,27 @@ def elastic_client(model: Any) -> Iterator[TestClient]:
     elastic.unwrap(found)
 
 
+def test_actions_that_are_prepared_over_http(elastic_client: TestClient) -> None:
+    client, url = elastic_client, "/elastic/actions"
+    told = client.post(f"{url}/prepare", json={"actions": [SWAP], "id": "mine", "timeout_s": 60}).json()
+    assert (told["id"], told["pages"] > 0, told["steps"][0]["action"]["kind"]) == ("mine", True, "swap")
+    assert client.get("/elastic/status").json()["layers"] == ["float32"] * 12
+    answer = client.post(url, json={"actions": [{"kind": "release", "layers": [3]}]})
+    assert (answer.status_code, "'mine'" in answer.json()["error"]["message"]) == (503, True)
+    results = client.post(f"{url}/mine/commit", json={}).json()["results"]
+    assert client.post(f"{url}/mine/commit", json={}).json()["results"] == results
+    assert client.get("/elastic/status").json()["layers"][3:5] == ["int4"] * 2
+    answer = client.post(f"{url}/mine/rollback", json={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+    restore = {"actions": [{"kind": "restore"}], "id": "back"}
+    assert client.post(f"{url}/prepare", json=restore).status_code == 200
+    assert client.post(f"{url}/back/rollback", json={}).json() == {"id": "back"}
+    assert client.get("/elastic/status").json()["layers"][3:5] == ["int4"] * 2
+    assert client.post(f"{url}/none/commit", json={}).status_code == 404
+    rank = {"actions": [SWAP], "rank": "a"}
+    assert "this server has one model" in client.post(url, json=rank).json()["error"]["message"]
+
+
 def metrics(client: TestClient, accept: str = "") -> dict[tuple[str, ...], float]:
     """Name and label values (but the model's name) -> value."""
     answer = client.get("/metrics", headers={"Accept": accept})

@@ -1,0 +1,52 @@
+"""A fleet behind Ray Serve: Ray has the HTTP port, health checks and rolling restarts, a replica has the fleet.
+
+Extra `ray`. Written against Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.launch.ray import RayLauncher
+from elastic.errors import BackendUnavailable
+
+try:
+    from ray import serve
+except ImportError as error:
+    raise BackendUnavailable("elastic.cluster.ray needs Ray Serve: pip install 'elastic-llm[ray]'") from error
+
+HEALTH_S = 5.0
+
+
+def deploy(
+    model: str | Path,
+    make_app: Callable[[Fleet], Any],
+    *,
+    ranks: int = 1,
+    name: str = "elastic",
+    route_prefix: str = "/",
+    fleet: Mapping[str, Any] | None = None,
+    launcher: Mapping[str, Any] | None = None,
+    **deployment: Any,
+) -> Any:
+    """Serve a model behind Ray Serve, whose port it gets; returns Ray's handle of the deployment when it is healthy.
+
+    `make_app(fleet)` returns the ASGI application of a replica: one that calls `elastic.server.create_app(fleet, …)`,
+    which starts the fleet with itself and stops it at its end. `ranks` of the fleet are actors of Ray; `fleet` has
+    further options of `Fleet`, `launcher` those of `RayLauncher`, `deployment` those of `ray.serve.deployment`. Each
+    replica has a fleet of its own. `ray.serve.delete(name)` ends it, with its ranks.
+    """
+    path, fleet_options = os.path.abspath(model), dict(fleet or {})
+    launcher_options = {"ranks": ranks, **(launcher or {})}
+
+    def build() -> Any:
+        launch = RayLauncher(**launcher_options)
+        return make_app(Fleet(path, ranks=ranks, launch=launch, **fleet_options))
+
+    options = {"health_check_period_s": HEALTH_S, **deployment}
+    ingress = serve.deployment(**options)(serve.ingress(build)())
+    return serve.run(ingress.bind(), name=name, route_prefix=route_prefix)

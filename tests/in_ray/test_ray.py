@@ -1,0 +1,168 @@
+"""Ranks as actors of Ray: two serve, one is killed, another added; then a fleet behind Ray Serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import placement_group_table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from elastic.assets import MODEL_DIR
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.launch.ray import RayLauncher
+from elastic.engines.base import Request
+from elastic.errors import ConfigError, ElasticError, StateError
+from support.processes import wait_for_end, wait_until
+from support.serving.fleet_side import FleetSide
+from support.serving.generations import Collector, continuation
+
+PROMPT = (5, 6, 7)
+PLACES = ("cpu=32MiB",)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+
+
+@pytest.fixture
+def launcher() -> Iterator[Callable[..., RayLauncher]]:
+    made: list[RayLauncher] = []
+
+    def make(**options: Any) -> RayLauncher:
+        made.append(RayLauncher(cpus=0.5, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    wait_until(lambda: not groups(), "a placement group is left")
+
+
+def groups() -> list[str]:
+    """The placement groups that hold or wait for room."""
+    return [name for name, facts in placement_group_table().items() if facts["state"] != "REMOVED"]
+
+
+def test_two_actors_serve_one_is_killed_by_ray_one_by_the_system_and_one_is_added(
+    launcher: Callable[..., RayLauncher], model: Any
+) -> None:
+    one, expected = launcher(ranks=2), continuation(model, PROMPT, 12)
+    ranks = [FleetSide(one.start(RankSpec(f"r{i}", MODEL_DIR, PLACES))) for i in range(2)]
+    assert len(groups()) == 1
+    for rank in ranks:
+        assert rank.answer("one", prompt=PROMPT, tokens=12) == expected
+        rank.submit("long", tokens=900)
+        rank.wait(lambda rank=rank: len(rank.tokens["long"]) > 3)  # type: ignore[misc]
+
+    ray.kill(one._processes[0]._actor)
+    assert "its actor has ended" in ranks[0].end()
+    os.kill(ranks[1].client.hello.pid, signal.SIGKILL)
+    assert "its actor has ended" in ranks[1].end()
+    assert not any(rank.heard_all for rank in ranks)
+
+    again = [FleetSide(one.start(RankSpec(f"again-{i}", MODEL_DIR, PLACES))) for i in range(2)]
+    assert len(groups()) == 1  # the bundles of the dead
+    added = FleetSide(one.start(RankSpec("added", MODEL_DIR, PLACES)))
+    assert len(groups()) == 2
+    for rank in (*again, added):
+        assert rank.answer("one", prompt=PROMPT, tokens=12) == expected
+    pids = [rank.client.hello.pid for rank in (*again, added)]
+    again[0].client.close()
+    one.close()
+    for rank, pid in zip((*again, added), pids, strict=True):
+        rank.end()
+        wait_for_end(pid)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        (RankSpec("r", "/no/such/model"), ConfigError, "no model there"),
+        (RankSpec("r", MODEL_DIR, ("abacus=1MiB",)), ConfigError, "abacus"),
+        (RankSpec("r", object()), ConfigError, "give its directory"),
+    ],
+)
+def test_what_cannot_start_is_an_error_in_words(
+    launcher: Callable[..., RayLauncher], spec: RankSpec, error: type[ElasticError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        launcher().start(spec)
+
+
+def test_no_room_is_an_error_in_words_and_options_are_checked(launcher: Callable[..., RayLauncher]) -> None:
+    with pytest.raises(StateError, match="no room for 100 times"):
+        launcher(ranks=100, room_s=0.5).start(RankSpec("r", MODEL_DIR))
+    with pytest.raises(ConfigError, match="ranks=0"):
+        launcher(ranks=0)
+    with pytest.raises(ConfigError, match="strategy='CLOSE'"):
+        launcher(strategy="CLOSE")
+
+
+def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(
+    launcher: Callable[..., RayLauncher], model: Any
+) -> None:
+    expected, heard = continuation(model, PROMPT, 300), Collector()
+    with Fleet(str(MODEL_DIR), ranks=2, places=PLACES, launch=launcher(ranks=2)) as fleet:
+        for i in range(4):
+            fleet.submit(Request(PROMPT, 300, id=f"request-{i}", ignore_eos=True), heard)
+        heard.wait_for_tokens("request-0", 5)
+        first = fleet.status().ranks[0]
+        os.kill(first.pid, signal.SIGKILL)
+        heard.wait([f"request-{i}" for i in range(4)])
+        assert [heard.tokens[f"request-{i}"] for i in range(4)] == [expected] * 4
+
+        def serving() -> set[int]:
+            return {rank.pid for rank in fleet.status().ranks if rank.state == "serving"}
+
+        wait_until(lambda: len(serving() - {first.pid}) == 2, "the lost rank was not replaced", 120)
+        fleet.add(places=PLACES)
+        assert len(serving()) == 3
+
+
+def application(name: str, fleet: Fleet) -> Any:
+    from elastic.server import create_app
+
+    return create_app(fleet, AutoTokenizer.from_pretrained(MODEL_DIR), name)
+
+
+def asked(path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:8000{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_the_front_answers_through_ray_serve() -> None:
+    from ray import serve
+
+    from elastic.cluster.ray import deploy
+
+    deploy(
+        MODEL_DIR,
+        partial(application, "small"),
+        ranks=2,
+        fleet={"places": PLACES},
+        launcher={"cpus": 0.5},
+        ray_actor_options={"num_cpus": 0.5},
+    )
+    try:
+        assert [model["id"] for model in asked("/v1/models")["data"]] == ["small"]
+        body = {"model": "small", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
+        first, second = asked("/v1/completions", body), asked("/v1/completions", body)
+        assert first["usage"]["completion_tokens"] == 8
+        assert first["choices"][0]["text"] == second["choices"][0]["text"]
+        assert asked("/health")
+    finally:
+        serve.shutdown()
+    wait_until(lambda: not groups(), "the ranks of the replica are left")

@@ -1,0 +1,49 @@
+"""Processes that tests look at from outside: whether they live, and who else of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+def wait_until(what: Callable[[], object], why: str, timeout_s: float = PATIENCE_S) -> None:
+    """Wait for a condition that nobody tells of."""
+    until = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < until, why
+        time.sleep(0.01)
+
+
+def wait_for_end(pid: int, timeout_s: float = PATIENCE_S) -> None:
+    """Wait until a process of anybody's has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        assert poll.poll(timeout_s * 1000), f"process {pid} lives on"
+    finally:
+        os.close(pidfd)
+
+
+def children(pid: int) -> set[int]:
+    """The processes that one has forked and that have not been waited for."""
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def open_files(pid: int) -> list[str]:
+    """What a process holds open."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except OSError:
+            continue  # closed meanwhile
+    return found

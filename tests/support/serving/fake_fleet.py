@@ -1,0 +1,112 @@
+"""A fleet without processes, for tests of what stands in front of one: its ranks do what a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic.cluster.control.messages import RankLoad, RuntimeView
+from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
+from elastic.controller.loop import ControllerHealth
+from elastic.controller.snapshot import RequestStats
+from elastic.errors import CapacityError, ConfigError, RankLost, StateError
+from elastic.types import Action, Change, PlanStep, Prepared
+from support.serving.fake_engine import FakeEngine
+from support.serving.status_documents import events, status
+
+
+@dataclass(frozen=True)
+class Moved:
+    request: str
+    target: str
+    moved_bytes: int = 4096
+    stalled_ms: float = 1.5
+
+
+class FakeFleet(FakeEngine):
+    """Ranks by name, each an instance; `prepared` is what each holds, `done` what was committed."""
+
+    def __init__(self, *ranks: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.ranks = {name: RankStatus(name, "serving", 100 + i, "here", "fake") for i, name in enumerate(ranks)}
+        self.hung = threading.Event()
+        """While it is set, `look` of a rank in `hangs` waits."""
+        self.hangs: set[str] = set()
+        self.lacks_memory: set[str] = set()
+        self.cannot_commit: set[str] = set()
+        self.prepared: dict[str, dict[str, Sequence[Action]]] = {name: {} for name in ranks}
+        self.done: list[tuple[str, tuple[Action, ...]]] = []
+        self.looked: list[str] = []
+        self.moves: list[tuple[str, str]] = []
+        self.released = threading.Event()
+
+    def becomes(self, rank: str, state: Any, why: str = "") -> None:
+        self.ranks[rank] = replace(self.ranks[rank], state=state, why=why)
+
+    def status(self) -> FleetStatus:
+        live = [rank for rank in self.ranks.values() if rank.state in ("serving", "draining")]
+        load = RankLoad(running=2, waiting=1, free_blocks=30, total_blocks=40)
+        instances = tuple(InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0) for r in live)
+        totals = FleetTotals(7, 5, 4096, 1, 2, 33, 4)
+        return FleetStatus(tuple(self.ranks.values()), instances, 6, totals)
+
+    def events(self) -> tuple[FleetEvent, ...]:
+        return (FleetEvent(0, "lost", 1e9, rank="gone", requests=2, recomputed_tokens=33, why="it was killed"),)
+
+    def look(self, rank: str) -> RuntimeView:
+        self.looked.append(rank)
+        if rank in self.hangs:
+            self.released.wait()
+            raise RankLost(f"rank {rank} hangs", rank=rank)
+        self._require(rank)
+        return RuntimeView(status(), RequestStats(running=2), events(), ControllerHealth())
+
+    def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
+        self._require(rank)
+        if dry_run:
+            return tuple(PlanStep(action, "applied", 1, 2, 3, 0.0) for action in actions)
+        self.done.append((rank, tuple(actions)))
+        return tuple(Change("applied", getattr(action, "layers", ())) for action in actions)
+
+    def prepare(self, rank: str, actions: Sequence[Action], id: str, timeout_s: float = 60.0) -> Prepared:
+        self._require(rank)
+        if rank in self.lacks_memory:
+            raise CapacityError(f"rank {rank} is full", requested_bytes=1, free_bytes=0, total_bytes=0)
+        self.prepared[rank][id] = actions
+        return Prepared(id, tuple(self.apply(rank, actions, dry_run=True)), 10, 3, 1e9 + timeout_s)
+
+    def commit(self, rank: str, id: str) -> Any:
+        self._require(rank)
+        if rank in self.cannot_commit:
+            del self.prepared[rank][id]
+            raise StateError("its weights were written")
+        return self.apply(rank, self.prepared[rank].pop(id))
+
+    def rollback(self, rank: str, id: str) -> None:
+        self._require(rank)
+        self.prepared[rank].pop(id, None)
+
+    def move(self, request: str, instance: str) -> Moved:
+        if instance not in [each.name for each in self.status().instances]:
+            raise ConfigError(f"there is no instance {instance!r}; there are: i-a")
+        self.moves.append((request, instance))
+        return Moved(request, instance)
+
+    def add(self, places: Sequence[str] | None = None) -> str:
+        if places == ("cpu=1EiB",):
+            raise CapacityError("no such memory", requested_bytes=1, free_bytes=0, total_bytes=0)
+        self.ranks["new"] = RankStatus("new", "serving", 1, "here", "fake", tuple(places or ()))
+        return "new"
+
+    def remove(self, name: str, *, drain: bool = True) -> None:
+        if name not in self.ranks:
+            raise ConfigError(f"there is no rank {name!r}")
+        if len(self.ranks) == 1:
+            raise StateError(f"rank {name!r} is the last one")
+        self.becomes(name, "ended", "" if drain else "at once")
+
+    def _require(self, rank: str) -> None:
+        if self.ranks[rank].state == "lost":
+            raise RankLost(f"rank {rank} is lost", rank=rank)

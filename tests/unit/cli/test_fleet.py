@@ -1,0 +1,115 @@
+"""`elastic fleet`, and the options of `elastic serve` that make one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cli import serve
+from elastic.cli.inputs.fleet_options import check_fleet, make_fleet
+from elastic.cli.main import main, parser
+from elastic.errors import ConfigError
+from support.serving.fake_fleet import FakeFleet
+from support.serving.live_server import Live, live
+from support.serving.status_documents import document, fleet_document, serving
+
+TOKEN = "open sesame"
+
+
+@pytest.fixture(autouse=True)
+def directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.delenv("ELASTIC_TOKEN", raising=False)
+
+
+@pytest.fixture
+def served() -> Iterator[Live]:
+    with live(FakeFleet("a", "b"), token=TOKEN, actions=True) as running:
+        yield running
+
+
+def options(*arguments: str) -> Any:
+    return parser().parse_args(["serve", "MODEL", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--balance"], "--balance is for a fleet; say how many processes: --ranks N"),
+        (["--key-file", "k"], "--key-file is for a fleet"),
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--ranks", "2", "--launch", "join"], "--launch join needs --key-file"),
+        (["--ranks", "2", "--listen", "127.0.0.1:0"], "--listen is for ranks that come by themselves"),
+        (["--ranks", "2", *["--place", "cpu"] * 3], "--place, given 3 times, cannot be shared out to --ranks 2"),
+        (["--ranks", "1", "--place", "gpu"], "'gpu' is not a place"),
+        (["--ranks", "2", "--cores", "0"], "--cores, given 1 times, is for --ranks 2"),
+        (["--ranks", "1", "--cores", "0,x"], "--cores '0,x' is no list of CPU cores; write 0,1"),
+    ],
+)
+def test_options_that_make_no_fleet(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_fleet(options(*arguments))
+    assert words in str(error.value)
+
+
+def test_options_become_those_of_a_fleet() -> None:
+    def ranks(*arguments: str) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+        chosen = options(*arguments)
+        check_fleet(chosen)
+        fleet = make_fleet(chosen, "in-process", serve.wrap_options(chosen), None)
+        wrapped = [dict(spec.wrap) for spec in fleet._specs]
+        assert all("places" not in wrap and wrap["variants"] == tuple(chosen.variants) for wrap in wrapped)
+        return [(tuple(spec.places), tuple(spec.cores)) for spec in fleet._specs]
+
+    assert ranks("--ranks", "2") == [((), ()), ((), ())]
+    assert ranks("--ranks", "2", "--place", "cpu=1MiB", "--variants", "int4") == [(("cpu=1MiB",), ())] * 2
+    places = ["--place", "cpu#a", "--place", "cpu#b"]
+    assert ranks("--ranks", "2", *places) == [(("cpu#a",), ()), (("cpu#b",), ())]
+    assert ranks("--ranks", "1", *places, "--cores", "0,1") == [(("cpu#a", "cpu#b"), (0, 1))]
+
+
+def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = ["--token-file", str(token)]
+    assert main(["fleet", "status", served.url]) == 0
+    assert "2 of 2 ranks serve" in capsys.readouterr().out
+    assert main(["fleet", "move", served.url, "chatcmpl-12ab", "i-b", *given]) == 0
+    assert "chatcmpl-12ab goes on at i-b: 4,096 bytes were copied" in capsys.readouterr().out
+    assert served.engine.moves == [("12ab", "i-b")]
+    assert main(["fleet", "add", served.url, "--place", "cpu=1MiB", *given]) == 0
+    assert capsys.readouterr().out == "new serves\n"
+    assert served.engine.ranks["new"].places == ("cpu=1MiB",)
+    assert main(["fleet", "remove", served.url, "a", "--now", *given]) == 0
+    assert served.engine.ranks["a"].why == "at once"
+
+
+def test_what_the_caller_must_change(
+    served: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["fleet", "remove", served.url, "a"]) == 2
+    assert "give --token-file FILE, or set ELASTIC_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTIC_TOKEN", "wrong")
+    assert main(["fleet", "remove", served.url, "a"]) == 2
+    assert "answers 401: send the key of this server" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTIC_TOKEN", TOKEN)
+    assert main(["fleet", "remove", served.url, "c"]) == 2
+    assert "answers 404: there is no rank 'c'" in capsys.readouterr().err
+    assert main(["fleet", "remove", "127.0.0.1:1", "c"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_a_server_without_a_fleet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(path: str) -> tuple[int, bytes]:
+        return 200, json.dumps(document()).encode()
+
+    with serving(answer) as url:
+        assert main(["fleet", "status", url]) == 2
+    assert "serves one model and no fleet" in capsys.readouterr().err
+    with serving(lambda path: (200, json.dumps(fleet_document()).encode())) as url:
+        assert main(["fleet", "status", url]) == 0
+    assert "1 of 2 ranks serve" in capsys.readouterr().out

@@ -1,0 +1,150 @@
+"""Ranks that come by themselves: in order, by their key alone, and gone with their fleet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.assets import MODEL_DIR
+from elastic.cli.main import main
+from elastic.cluster.control.handshake import connect, make_key_file, read_key
+from elastic.cluster.control.messages import Refused
+from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.launch.join import JoinLauncher
+from elastic.cluster.rank.build import built
+from elastic.cluster.rank.client import RankClient
+from elastic.errors import ConfigError, StateError
+from support.architectures import build
+from support.processes import wait_for_end
+from support.serving.fleet_side import FleetSide
+
+ANY = RankSpec("any", None)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return make_key_file(tmp_path / "key")
+
+
+@pytest.fixture
+def launcher(key_file: Path) -> Iterator[JoinLauncher]:
+    one = JoinLauncher(key_file, start_timeout_s=60)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def join(launcher: JoinLauncher, key_file: Path) -> Iterator[Callable[[str], None]]:
+    """Have a rank with a tiny model come, on a thread of this process."""
+    threads: list[threading.Thread] = []
+
+    def run(name: str) -> None:
+        connection = connect(launcher.address, read_key(key_file))
+        with built(RankSpec(name, build("llama-gqa"), (f"cpu#{name}=8MiB",)), connection) as rank:
+            rank.run()
+
+    def start(name: str) -> None:
+        threads.append(threading.Thread(target=run, args=(name,), daemon=True))
+        threads[-1].start()
+
+    yield start
+    launcher.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank lives on behind its fleet"
+
+
+def test_ranks_are_taken_as_they_come(launcher: JoinLauncher, join: Callable[[str], None]) -> None:
+    join("early")
+    early = FleetSide(launcher.start(ANY))
+    assert early.client.hello.name == "early"
+    assert len(early.answer("one")) == 8
+    early.client.kill("let go")
+    assert early.end() == "let go"
+
+
+def test_one_that_nobody_waits_for_is_told_of(launcher: JoinLauncher, join: Callable[[str], None]) -> None:
+    came, told = threading.Event(), []
+
+    def on_joined(client: RankClient) -> None:
+        told.append(FleetSide(client))
+        came.set()
+
+    launcher.on_joined = on_joined
+    join("unasked")
+    assert came.wait(60)
+    assert len(told[0].answer("one")) == 8
+    told[0].client.close()
+
+
+def test_one_that_cannot_start_is_passed_over(
+    launcher: JoinLauncher, join: Callable[[str], None], key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = connect(launcher.address, read_key(key_file))
+    broken.send(Refused("", ConfigError("its model is not there")))
+    join("whole")
+    whole = launcher.start(ANY)
+    assert whole.hello.name == "whole"
+    whole.close()
+    assert "its model is not there" in caplog.text
+    broken.close()
+
+
+def test_nobody_comes(key_file: Path) -> None:
+    one = JoinLauncher(key_file, start_timeout_s=0.05)
+    with pytest.raises(StateError, match=r"none has come .* elastic rank MODEL --join 127\.0\.0\.1:"):
+        one.start(ANY)
+    one.close()
+    with pytest.raises(StateError, match="was closed"):
+        one.start(ANY)
+    one.close()
+
+
+def test_a_launcher_needs_a_key(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTIC_KEY_FILE", raising=False)
+    with pytest.raises(ConfigError, match="need a key"):
+        JoinLauncher()
+    monkeypatch.setenv("ELASTIC_KEY_FILE", str(key_file))
+    JoinLauncher().close()
+
+
+def said(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["rank", *options]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong(
+    launcher: JoinLauncher, key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = f"127.0.0.1:{launcher.address[1]}"
+    other = make_key_file(tmp_path / "other")
+    assert "the key is not the same" in said(capsys, "--join", where, "--key-file", str(other))
+    assert "No such file" in said(capsys, "--join", where, "--key-file", str(tmp_path / "absent"))
+    assert "is no address" in said(capsys, "--join", "nowhere", "--key-file", str(key_file))
+    os.chmod(other, 0o644)
+    assert "can be read by others" in said(capsys, "--join", where, "--key-file", str(other))
+    launcher.close()
+    assert "nobody answers" in said(capsys, "--join", where, "--key-file", str(key_file))
+
+
+@pytest.mark.slow
+def test_a_process_joins_serves_and_ends_with_its_fleet(launcher: JoinLauncher, key_file: Path) -> None:
+    where = f"127.0.0.1:{launcher.address[1]}"
+    options: list[Any] = ["--join", where, "--key-file", key_file, "--place", "cpu=32MiB", "--name", "far"]
+    command = [sys.executable, "-m", "elastic.cli.main", "rank", str(MODEL_DIR), *map(str, options)]
+    with subprocess.Popen(command) as process:
+        rank = FleetSide(launcher.start(ANY))
+        assert (rank.client.hello.name, rank.client.hello.pid) == ("far", process.pid)
+        rank.submit("one", tokens=900)
+        rank.wait(lambda: len(rank.tokens["one"]) > 3)
+        rank.client.kill("as if the fleet had died")
+        rank.end()
+        wait_for_end(process.pid)
+        assert process.wait() == 0

@@ -1,0 +1,249 @@
+"""Ranks as real processes: they serve, die, stop, refuse; and none outlives whoever started it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from elastic.assets import MODEL_DIR
+from elastic.cluster.control.messages import Beat
+from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.launch.local import LocalLauncher
+from elastic.errors import ConfigError, ElasticError, StateError
+from support.processes import children, open_files, wait_for_end, wait_until
+from support.serving.fleet_side import FleetSide
+from support.serving.generations import continuation
+
+pytestmark = pytest.mark.slow
+PROMPT = (5, 6, 7)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[LocalLauncher]:
+    """One for all: its fork server takes seconds to import torch and transformers."""
+    one = LocalLauncher(start_timeout_s=120)
+    yield one
+    server = one._server
+    one.close()
+    if server is not None:
+        wait_for_end(server.pid)
+
+
+@pytest.fixture
+def start(launcher: LocalLauncher) -> Iterator[Callable[..., FleetSide]]:
+    ranks: list[FleetSide] = []
+
+    def make(model: Any = MODEL_DIR, places: tuple[str, ...] = ("cpu=32MiB",), **options: Any) -> FleetSide:
+        ranks.append(FleetSide(launcher.start(RankSpec(f"r{len(ranks)}", model, places, **options))))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.client.kill("the test has ended")
+        rank.end()
+        wait_for_end(rank.client.hello.pid)
+    assert launcher._server is None or launcher._server.ended or not children(launcher._server.pid)
+
+
+def test_ranks_serve_as_the_model_does_and_end_when_asked(start: Callable[..., FleetSide]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    expected = continuation(model, PROMPT, 12)
+    ranks = [start(), start(cores=(min(os.sched_getaffinity(0)),))]
+    for rank in ranks:
+        assert rank.answer("one", prompt=PROMPT, tokens=12) == expected
+        assert rank.client.hello.pid != os.getpid()
+    assert ranks[0].client.hello.model == ranks[1].client.hello.model
+    status = Path(f"/proc/{ranks[1].client.hello.pid}/status").read_text()
+    assert f"Cpus_allowed_list:\t{min(os.sched_getaffinity(0))}\n" in status
+    for rank in ranks:
+        rank.client.close(drain=True, timeout_s=60)
+        assert rank.end() == "its process has ended with code 0; its connection ended"
+        assert not rank.heard_all
+
+
+def test_a_killed_rank_is_lost_with_its_reason_after_its_last_word(start: Callable[..., FleetSide]) -> None:
+    rank = start()
+    rank.submit("one", tokens=900)
+    rank.wait(lambda: len(rank.tokens["one"]) > 3)
+    os.kill(rank.client.hello.pid, signal.SIGKILL)
+    assert rank.end() == "its process was killed by SIGKILL; its connection ended"
+    assert rank.heard_all
+    assert not rank.finished
+
+
+def test_a_stopped_rank_is_silent_until_it_is_killed(start: Callable[..., FleetSide]) -> None:
+    rank = start()
+    rank.submit("one", tokens=900)
+    rank.wait(lambda: rank.tokens["one"])
+    os.kill(rank.client.hello.pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{rank.client.hello.pid}/stat")
+    wait_until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T", "it does not stop")
+    silence = threading.Event()
+    while not silence.wait(0.5):  # what it had sent before is read soon; then two beats are missing
+        heard = len(rank.messages)
+        if not silence.wait(0.6) and heard == len(rank.messages):
+            break
+    for i in range(50):
+        rank.submit(f"more-{i}", prompt=PROMPT * 300)  # more than the connection holds; it does not wait
+    assert not rank.lost
+    rank.client.kill("no beat for 2 s")
+    assert rank.end() == "no beat for 2 s"
+    assert rank.heard_all
+
+
+def test_an_interrupt_is_ignored_and_a_wish_to_terminate_ends_it_in_order(start: Callable[..., FleetSide]) -> None:
+    rank = start()
+    os.kill(rank.client.hello.pid, signal.SIGINT)
+    rank.submit("one", tokens=900)
+    rank.wait(lambda: len(rank.tokens["one"]) > 3)
+    os.kill(rank.client.hello.pid, signal.SIGTERM)
+    assert rank.end() == "its process has ended with code 0; its connection ended"
+    assert not rank.heard_all
+    assert not rank.finished  # nobody wished its request to end
+
+
+def test_beats_come_without_any_request(start: Callable[..., FleetSide]) -> None:
+    rank = start()
+    rank.wait(lambda: sum(isinstance(message, Beat) for message in rank.messages) >= 3)
+
+
+def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of the small model with other weights."""
+    copy = Path(shutil.copytree(MODEL_DIR, directory / "other"))
+    weights = load_file(copy / "model.safetensors")
+    change(weights)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def test_another_models_weights_have_other_digests(start: Callable[..., FleetSide], tmp_path: Path) -> None:
+    def one_weight(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+
+    facts = [start(model).client.hello.model for model in (MODEL_DIR, changed(tmp_path, one_weight))]
+    different = [i for i, (a, b) in enumerate(zip(facts[0].digests, facts[1].digests, strict=True)) if a != b]
+    assert different == [2]
+    assert facts[0].fixed_digest == facts[1].fixed_digest
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": "/no/such/model"}, "no model there"),
+        ({"places": ("cpu=1KiB",)}, "cpu"),
+        ({"places": ("abacus=1MiB",)}, "abacus"),
+        ({"cores": (4095,)}, r"cores=\[4095\]"),
+        ({"engine": {"no_such": 1}}, "no option 'no_such'"),
+        ({"model": object()}, "give its directory"),
+        ({"wrap": {"slo": threading.Lock()}}, "cannot be sent to another process"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_start_is_an_error_in_words(
+    start: Callable[..., FleetSide], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ElasticError, match=words):
+        start(**options)
+
+
+def test_a_model_whose_files_are_cut_off_is_an_error_in_words(start: Callable[..., FleetSide], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(MODEL_DIR, tmp_path / "cut"))
+    os.truncate(copy / "model.safetensors", 1000)
+    with pytest.raises(ConfigError, match="no whole safetensors file"):
+        start(copy)
+
+
+def test_a_rank_that_does_not_come_in_time_is_ended() -> None:
+    one = LocalLauncher(start_timeout_s=0.0)
+    with pytest.raises(StateError, match="'late' did not start"):
+        one.start(RankSpec("late", MODEL_DIR))
+    assert one._server is not None
+    server = one._server.pid
+    wait_until(lambda: not children(server), "the rank lives on")
+    one.close()
+    wait_for_end(server)
+    with pytest.raises(StateError, match="was closed"):
+        one.start(RankSpec("later", MODEL_DIR))
+
+
+def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place() -> None:
+    one = LocalLauncher()
+    ranks = [FleetSide(one.start(RankSpec(f"r{i}", MODEL_DIR, ("cpu=32MiB",)))) for i in range(2)]
+    os.kill(ranks[1].client.hello.pid, signal.SIGSTOP)
+    assert one._server is not None
+    os.kill(one._server.pid, signal.SIGKILL)
+    for rank in ranks:
+        assert "fork server has ended" in rank.end()
+        wait_for_end(rank.client.hello.pid)
+    again = FleetSide(one.start(RankSpec("again", MODEL_DIR, ("cpu=32MiB",))))
+    assert len(again.answer("one")) == 8
+    one.close()
+    again.end()
+
+
+FLEET = """
+import os, signal, sys
+from elastic.assets import MODEL_DIR
+from elastic.cluster.launch.base import RankSpec
+from elastic.cluster.launch.local import LocalLauncher
+launcher = LocalLauncher()
+ranks = [launcher.start(RankSpec(f"r{i}", MODEL_DIR, ("cpu=32MiB",))) for i in range(3)]
+os.kill(ranks[1].hello.pid, signal.SIGSTOP)
+print(launcher._server.pid, *(rank.hello.pid for rank in ranks), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_outlives_a_fleet_process_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "fleet.py"
+    script.write_text(FLEET)
+    memory = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as fleet:
+        assert fleet.stdout is not None
+        server, *ranks = map(int, fleet.stdout.readline().split())
+        files = [name for rank in ranks for name in open_files(rank)]
+        assert any(name.startswith("/memfd:cpu") for name in files)
+        assert not any(name.startswith("/dev/shm") for name in files)
+        assert "__main__" not in Path(f"/proc/{server}/cmdline").read_text()
+        fleet.kill()
+    for pid in (server, *ranks):
+        wait_for_end(pid)
+    assert set(os.listdir("/dev/shm")) <= memory
+
+
+HANGING = """
+import os, threading, types
+from contextlib import contextmanager
+from elastic.cluster.control.connection import SocketConnection, socket_pair
+from elastic.cluster.rank import process
+from elastic.cluster.rank.spec import RankSpec
+
+@contextmanager
+def built(spec, connection):
+    def run():
+        rank.ended.set()  # the fleet has gone
+        threading.Event().wait()  # and the engine does not end
+    rank = types.SimpleNamespace(name=spec.name, ended=threading.Event(), run=run)
+    yield rank
+
+process.built, process.GRACE_S = built, 0.1
+process.serve(SocketConnection(socket_pair()[1]), RankSpec("hanging", "model"))
+"""
+
+
+def test_a_rank_whose_engine_hangs_ends_with_its_fleet_all_the_same() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "rank hanging had not ended" in ended.stderr

@@ -1,0 +1,238 @@
+"""What a server says of a fleet, and has it do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic.server.fleets.fleet import as_fleet
+from elastic.server.fleets.views import RankViews
+from elastic.types import Release, ResizeKV
+from support.serving.fake_engine import FakeEngine
+from support.serving.fake_fleet import FakeFleet
+from support.serving.live_server import app_for, until
+from support.serving.status_documents import VARIANTS
+
+TOKEN = "open sesame"
+RELEASE = {"kind": "release", "layers": [3]}
+
+
+@pytest.fixture
+def fleet() -> Iterator[FakeFleet]:
+    made = FakeFleet("a", "b")
+    yield made
+    made.released.set()
+
+
+@pytest.fixture
+def client(fleet: FakeFleet) -> Iterator[TestClient]:
+    with TestClient(app_for(fleet, token=TOKEN, actions=True)) as found:
+        found.headers["Authorization"] = f"Bearer {TOKEN}"
+        yield found
+
+
+def scraped(client: TestClient) -> dict[tuple[str, ...], float]:
+    """Name and labels but the model's, as `label=value` -> value."""
+    found = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = sorted(f"{name}={value}" for name, value in sample.labels.items() if name != "model_name")
+            found[sample.name, *labels] = sample.value
+    return found
+
+
+def test_an_engine_is_a_fleet_if_it_can_do_what_one_does(fleet: FakeFleet) -> None:
+    assert as_fleet(fleet) is fleet
+    assert as_fleet(FakeEngine()) is None
+
+
+def test_health_is_good_while_one_rank_serves(client: TestClient, fleet: FakeFleet) -> None:
+    fleet.becomes("a", "lost", "killed")
+    answer = client.get("/health")
+    ranks = [{"name": "a", "state": "lost"}, {"name": "b", "state": "serving"}]
+    assert (answer.status_code, answer.json()) == (200, {"status": "serving", "ranks": ranks})
+    fleet.becomes("b", "starting")
+    answer = client.get("/health")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+
+
+def test_metrics_tell_ranks_and_instances_apart(client: TestClient, fleet: FakeFleet) -> None:
+    fleet.becomes("b", "lost")
+    found = scraped(client)
+    assert found["elastic_rank_up", "instance=i-a", "rank=a"] == 1
+    assert found["elastic_rank_up", "instance=", "rank=b"] == 0
+    for name, value in (("running", 2), ("waiting", 1), ("free_blocks", 30), ("total_blocks", 40), ("requests", 3)):
+        assert found[f"elastic_instance_{name}", "instance=i-a"] == value
+    assert found["elastic_fleet_queue_length",] == 6
+    totals = {
+        "elastic_requests_moved_total": 5,
+        "elastic_ranks_lost_total": 1,
+        "elastic_requests_resumed_total": 2,
+        "elastic_tokens_recomputed_total": 33,
+    }
+    assert {name: found[name,] for name in totals} == totals
+    assert found["elastic_kv_used_bytes", "instance=i-a", "place=cuda:0", "rank=a"] == 300 << 20
+    assert found["elastic_actions_total", "instance=i-a", "kind=swap", "outcome=applied", "rank=a"] == 1
+    assert not [key for key in found if key[0].startswith("elastic_kv") and "rank=b" in key]
+
+
+def test_a_rank_that_hangs_holds_up_no_look_at_the_others(client: TestClient, fleet: FakeFleet) -> None:
+    fleet.hangs = {"b"}
+    for _ in range(3):
+        ranks = {rank["name"]: rank for rank in client.get("/elastic/status").json()["ranks"]}
+        assert ranks["a"]["layers"] == list(VARIANTS)
+        assert (ranks["b"]["layers"], ranks["b"]["status"]) == ([], None)
+        assert ("elastic_kv_used_bytes", "instance=i-a", "place=cuda:0", "rank=a") in scraped(client)
+    assert fleet.looked.count("b") == 1, "one that does not answer is not asked again"
+
+
+def test_a_view_stays_for_a_moment_and_goes_with_its_rank(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = RankViews(fleet)
+    monkeypatch.setattr("elastic.server.fleets.views.FRESH_S", 3600)
+    assert list(views.read()) == list(views.read()) == ["a", "b"]
+    assert sorted(fleet.looked) == ["a", "b"]
+    fleet.becomes("b", "lost")
+    assert list(views.read()) == ["a"]
+    fleet.becomes("b", "serving")
+    assert list(views.read()) == ["a", "b"]
+    assert sorted(fleet.looked) == ["a", "b", "b"]
+
+
+def test_many_look_at_once_and_each_rank_is_asked_once(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.server.fleets.views.PATIENCE_S", 30)
+    fleet.hangs = {"a", "b"}
+    views = RankViews(fleet)
+    readers = [threading.Thread(target=views.read) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    until(lambda: len(fleet.looked) == 2)
+    assert sorted(fleet.looked) == ["a", "b"]
+    fleet.released.set()
+    for reader in readers:
+        reader.join(30)
+        assert not reader.is_alive()
+
+
+def test_the_status_of_a_fleet(client: TestClient) -> None:
+    status = client.get("/elastic/status").json()
+    assert (status["version"], status["layers"], status["status"], status["events"]) == (2, [], None, [])
+    assert [(rank["name"], rank["state"], rank["launcher"]) for rank in status["ranks"]] == [
+        ("a", "serving", "fake"),
+        ("b", "serving", "fake"),
+    ]
+    assert status["ranks"][1]["events"][0]["action"] == {
+        "kind": "swap",
+        "layers": [3, 4],
+        "variant": "int4",
+        "parts": [],
+    }
+    assert status["ranks"][0]["traffic"]["running"] == 2
+    assert status["instances"][0]["load"]["free_blocks"] == 30
+    assert status["fleet_events"][0]["why"] == "it was killed"
+    assert (status["fleet"]["queued"], status["fleet"]["totals"]["recomputed_tokens"]) == (6, 33)
+
+
+def test_a_fleet_of_one_rank_is_shown_as_one_model() -> None:
+    with TestClient(app_for(FakeFleet("only"))) as client:
+        status = client.get("/elastic/status").json()
+    assert status["layers"] == list(VARIANTS)
+    assert status["status"] == status["ranks"][0]["status"]
+    assert len(status["events"]) == 2
+
+
+def test_a_server_of_one_model_has_no_ranks() -> None:
+    with TestClient(app_for(FakeEngine(), token=TOKEN, actions=True)) as client:
+        client.headers["Authorization"] = f"Bearer {TOKEN}"
+        status = client.get("/elastic/status").json()
+        assert (status["ranks"], status["instances"], status["fleet_events"], status["fleet"]) == ([], [], [], None)
+        assert client.get("/health").json() == {"status": "serving"}
+        answer = client.post("/elastic/fleet/remove", json={"rank": "a"})
+        assert (answer.status_code, "one model" in answer.json()["error"]["message"]) == (404, True)
+
+
+def test_actions_are_done_at_one_rank_or_at_all(client: TestClient, fleet: FakeFleet) -> None:
+    done = client.post("/elastic/actions", json={"actions": [RELEASE], "rank": "b"}).json()["results"]
+    assert [(result["rank"], result["layers"], result["action"]["kind"]) for result in done] == [("b", [3], "release")]
+    done = client.post("/elastic/actions", json={"actions": [RELEASE]}).json()["results"]
+    assert [result["rank"] for result in done] == ["a", "b"]
+    assert fleet.done == [("b", (Release((3,)),)), ("a", (Release((3,)),)), ("b", (Release((3,)),))]
+    limit = {"actions": [{"kind": "resize_kv", "limit": "1MiB"}], "dry_run": True}
+    steps = client.post("/elastic/actions", json=limit).json()["steps"]
+    assert [(step["rank"], step["action"]["place"]) for step in steps] == [("a", "cuda:0"), ("b", "cuda:0")]
+    answer = client.post("/elastic/actions", json={"actions": [RELEASE], "rank": "c"})
+    assert answer.status_code == 400
+    assert "rank='c' does not serve; there are ['a', 'b']" in answer.json()["error"]["message"]
+
+
+def test_actions_on_all_ranks_are_done_at_none_if_one_cannot(client: TestClient, fleet: FakeFleet) -> None:
+    fleet.lacks_memory = {"b"}
+    answer = client.post("/elastic/actions", json={"actions": [RELEASE]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "capacity_exceeded")
+    assert (fleet.done, fleet.prepared) == ([], {"a": {}, "b": {}})
+
+
+def test_a_commit_that_fails_at_the_first_rank_is_done_at_none(client: TestClient, fleet: FakeFleet) -> None:
+    fleet.cannot_commit = {"a"}
+    answer = client.post("/elastic/actions", json={"actions": [RELEASE]})
+    assert answer.status_code == 503
+    assert (fleet.done, fleet.prepared) == ([], {"a": {}, "b": {}})
+    fleet.cannot_commit = {"b"}
+    client.post("/elastic/actions/prepare", json={"actions": [RELEASE], "id": "t"})
+    answer = client.post("/elastic/actions/t/commit", json={})
+    assert answer.status_code == 409
+    assert "rank b could not commit 't' after a had" in answer.json()["error"]["message"]
+
+
+def test_a_transaction_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    limit: dict[str, Any] = {"kind": "resize_kv", "limit": 4096, "place": "cuda:0"}
+    asked = {"actions": [RELEASE, limit], "id": "mine", "timeout_s": 5}
+    told = client.post("/elastic/actions/prepare", json=asked).json()
+    assert (told["id"], told["expires_s"], told["moved_bytes"], told["pages"]) == ("mine", 1e9 + 5, 20, 6)
+    assert [step["rank"] for step in told["steps"]] == ["a", "a", "b", "b"]
+    assert fleet.done == []
+    assert fleet.prepared["b"]["mine"] == (Release((3,)), ResizeKV("cuda:0", 4096))
+    results = client.post("/elastic/actions/mine/commit", json={}).json()["results"]
+    assert [result["rank"] for result in results] == ["a", "a", "b", "b"]
+    told = client.post("/elastic/actions/prepare", json={"actions": [RELEASE], "rank": "a"}).json()
+    assert client.post(f"/elastic/actions/{told['id']}/rollback", json={}).json() == {"id": told["id"]}
+    assert fleet.prepared == {"a": {}, "b": {}}
+    for end in ("commit", "rollback"):
+        answer = client.post(f"/elastic/actions/unknown/{end}", json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    for wrong in ({"id": "a/b"}, {"id": ""}, {"timeout_s": 0}, {"rank": 3}, {"actions": []}):
+        assert client.post("/elastic/actions/prepare", json={**asked, **wrong}).status_code == 400
+
+
+def test_requests_are_moved_and_ranks_come_and_go(client: TestClient, fleet: FakeFleet) -> None:
+    for request in ("chatcmpl-12ab", "cmpl-12ab", "resp_12ab", "12ab", "my-request"):
+        answer = client.post("/elastic/fleet/move", json={"request": request, "instance": "i-b"})
+        assert answer.json()["moved"]["moved_bytes"] == 4096
+    assert [request for request, _ in fleet.moves] == ["12ab"] * 4 + ["my-request"]
+    answer = client.post("/elastic/fleet/move", json={"request": "12ab", "instance": "nowhere"})
+    assert (answer.status_code, "there is no instance" in answer.json()["error"]["message"]) == (404, True)
+    assert client.post("/elastic/fleet/add", json={"places": ["cpu=1MiB"]}).json() == {"added": "new"}
+    assert client.post("/elastic/fleet/add", json={"places": ["cpu=1EiB"]}).status_code == 409
+    assert client.post("/elastic/fleet/remove", json={"rank": "a", "drain": False}).json()["removed"] == "a"
+    assert fleet.ranks["a"].why == "at once"
+    assert client.post("/elastic/fleet/remove", json={"rank": "a", "drain": 1}).status_code == 400
+
+
+def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFleet) -> None:
+    client.headers["Authorization"] = "Bearer wrong"
+    for path in (
+        "fleet/move",
+        "fleet/add",
+        "fleet/remove",
+        "actions/prepare",
+        "actions/x/commit",
+        "actions/x/rollback",
+    ):
+        assert client.post(f"/elastic/{path}", json={}).status_code == 401
+    with TestClient(app_for(FakeFleet("a"))) as closed:
+        for path in ("fleet/move", "actions/prepare", "actions/x/commit"):
+            assert closed.post(f"/elastic/{path}", json={}).json()["error"]["code"] == "not_found"
