@@ -329,8 +329,9 @@ class Fleet:
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""
         self._dispatcher.check()
         with self._dispatcher.lock:
-            asked = [(i, i.client.ask(Check())) for i in self._dispatcher.instances.values()]
-        for instance, answer in asked:
+            instances = list(self._dispatcher.instances.values())
+        asked = [instance.client.ask(Check()) for instance in instances]
+        for instance, answer in zip(instances, asked, strict=True):
             _result(instance, answer)
 
     # -- inside

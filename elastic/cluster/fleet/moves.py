@@ -174,7 +174,7 @@ class Mover:
         while move.reads and move.rounds < MOST_ROUNDS:
             with self._lock:
                 self._require_alive(move.source)
-                if not move.record.live or move.record.cancelled:
+                if not move.record.left or move.record.cancelled:
                     raise StateError(f"request {move.request!r} ended before it was moved")
                 kv = kv_of(move.source, move.record)
                 source = move.view(kv)
@@ -220,7 +220,7 @@ class Mover:
 
         with self._lock:
             self._dispatcher.changed.wait_for(settled, ANSWER_S)
-            if move.record.live and move.record.instance is None:
+            if move.record.left and move.record.instance is None:
                 if move.target.name in self._dispatcher.instances:
                     raise Overloaded(f"instance {move.target.name!r} refused request {move.request!r}", retry_after_s=1)
                 raise self._lost(move.target)
@@ -242,7 +242,7 @@ class Mover:
                 logger.debug("rank %s was given up: %s", move.target.name, gone)
             told = sum(len(answer.tokens) for answer in record.answers)
             there = record.instance if move.flipped else None
-            back = there is None and bool(record.live) and (not move.flipped or told == move.told)
+            back = there is None and bool(record.left) and (not move.flipped or told == move.told)
         if not back:
             self._release(move)
             return
@@ -273,9 +273,9 @@ class Mover:
             record.moving = False
             if record.instance != move.target.name:
                 move.target.unheard.pop(move.request, None)
-            if record.live and record.instance is None:
+            if record.left and record.instance is None:
                 self._dispatcher.requeue([record], delivery)
-            elif record.live and record.instance is not None:
+            elif record.left and record.instance is not None:
                 client = self._dispatcher.instances[record.instance].client
                 for index in record.cancelled & {answer.state.index for answer in record.live}:
                     client.send(Cancel(move.request, index))
