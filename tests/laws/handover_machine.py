@@ -7,13 +7,13 @@ a killed process does somewhere before. Others then go on from its memory file, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from elastic import CapacityError, Overloaded
 from elastic.engines.base import Output, Request, Sampling
@@ -30,6 +30,8 @@ PROMPTS = prompts([3, 17, 40], architectures.VOCAB)
 MODELS = ("llama-gqa", "gemma3")
 OPTIONS: dict[str, Any] = {"block_tokens": 4, "max_batch_tokens": 24, "max_requests": 4, "wrap": {"variants": [HALF]}}
 PLACE_BYTES = 1 << 20
+PICK = st.integers(0, 30)
+"""Of what there is then: what there is depends on how fast engines are, what is drawn may not."""
 
 
 class Tokens(Collector):
@@ -37,6 +39,11 @@ class Tokens(Collector):
 
     def __call__(self, output: Output) -> None:
         super().__call__(replace(output, request=f"{output.request}/{output.index}"))
+
+
+def chosen(names: Iterable[str], pick: int) -> str | None:
+    found = sorted(names)
+    return found[pick % len(found)] if found else None
 
 
 def asked(which: int, most: int, n: int, sampled: bool) -> Request:
@@ -133,11 +140,9 @@ class Handover(RuleBasedStateMachine):
 
     # -- what happens
 
-    @rule(
-        data=st.data(), which=st.integers(0, 2), most=st.integers(1, MOST), n=st.integers(1, 3), sampled=st.booleans()
-    )
-    def submit(self, data: Any, which: int, most: int, n: int, sampled: bool) -> None:
-        rank, request = data.draw(st.sampled_from(self.ranks)), asked(which, most, n, sampled)
+    @rule(at=PICK, which=st.integers(0, 2), most=st.integers(1, MOST), n=st.integers(1, 3), sampled=st.booleans())
+    def submit(self, at: int, which: int, most: int, n: int, sampled: bool) -> None:
+        rank, request = self.rank(at), asked(which, most, n, sampled)
         try:
             rank.engine.submit(request, self.listener(rank))
         except (Overloaded, CapacityError):
@@ -145,84 +150,83 @@ class Handover(RuleBasedStateMachine):
         self.asked[request.id] = which, sampled, request
         self.at[request.id] = rank
 
-    @precondition(lambda self: self.running())
-    @rule(data=st.data(), tokens=st.integers(1, 8))
-    def wait_for_tokens(self, data: Any, tokens: int) -> None:
-        request = data.draw(st.sampled_from(self.running()))
-        if request not in self.cancelled:
+    @rule(pick=PICK, tokens=st.integers(1, 8))
+    def wait_for_tokens(self, pick: int, tokens: int) -> None:
+        request = chosen(self.running(), pick)
+        if request is not None and request not in self.cancelled:
             self.at[request].kv.resize("max")
             self.heard.wait_for_tokens(f"{request}/0", min(tokens, self.asked[request][2].max_tokens))
 
-    @precondition(lambda self: self.running())
-    @rule(data=st.data())
-    def receive_a_round(self, data: Any) -> None:
-        request = data.draw(st.sampled_from(self.running()))
-        self.copy(request, self.target(data, request), self.at[request].engine.locate(request))
+    @rule(pick=PICK, to=PICK)
+    def receive_a_round(self, pick: int, to: int) -> None:
+        request = chosen(self.running(), pick)
+        if request is not None:
+            self.copy(request, self.target(to, request), self.at[request].engine.locate(request))
 
-    @precondition(lambda self: self.running())
-    @rule(data=st.data())
-    def hand_over(self, data: Any) -> None:
-        request = data.draw(st.sampled_from(self.running()))
-        handed = self.at[request].engine.hand_over(request)
-        if handed is not None:
+    @rule(pick=PICK)
+    def hand_over(self, pick: int) -> None:
+        request = chosen(self.running(), pick)
+        handed = None if request is None else self.at[request].engine.hand_over(request)
+        if request is not None and handed is not None:
             self.held[request] = Held(*handed)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), rounds=st.booleans())
-    def adopt(self, data: Any, rounds: bool) -> None:
-        request = data.draw(st.sampled_from(sorted(self.held)))
-        source, target, held = self.at[request], self.target(data, request), self.held[request]
+    @rule(pick=PICK, to=PICK, rounds=st.booleans())
+    def adopt(self, pick: int, to: int, rounds: bool) -> None:
+        request = chosen(self.held, pick)
+        if request is None:
+            return
+        source, target, held = self.at[request], self.target(to, request), self.held[request]
         if rounds and held.kv and not self.copy(request, target, held.kv):
             return
         self.begin_at(target, request, held.states, held.kv, None if rounds else source)
         del self.held[request]
         source.engine.release(request)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def take_back(self, data: Any) -> None:
-        request = data.draw(st.sampled_from(sorted(self.held)))
-        self.at[request].engine.take_back(request)
-        del self.held[request]
+    @rule(pick=PICK)
+    def take_back(self, pick: int) -> None:
+        request = chosen(self.held, pick)
+        if request is not None:
+            self.at[request].engine.take_back(request)
+            del self.held[request]
 
-    @precondition(lambda self: self.receiving)
-    @rule(data=st.data())
-    def give_up(self, data: Any) -> None:
-        request = data.draw(st.sampled_from(sorted(self.receiving)))
-        self.receiving.pop(request).engine.give_up(request)
+    @rule(pick=PICK)
+    def give_up(self, pick: int) -> None:
+        request = chosen(self.receiving, pick)
+        if request is not None:
+            self.receiving.pop(request).engine.give_up(request)
 
-    @precondition(lambda self: self.running())
-    @rule(data=st.data(), index=st.sampled_from([None, 0, 1]))
-    def cancel(self, data: Any, index: int | None) -> None:
-        request = data.draw(st.sampled_from(self.running()))
-        self.cancelled.add(request)
-        self.at[request].engine.cancel(request, index)
+    @rule(pick=PICK, index=st.sampled_from([None, 0, 1]))
+    def cancel(self, pick: int, index: int | None) -> None:
+        request = chosen(self.running(), pick)
+        if request is not None:
+            self.cancelled.add(request)
+            self.at[request].engine.cancel(request, index)
 
-    @rule(data=st.data(), share=st.floats(0, 1))
-    def resize(self, data: Any, share: float) -> None:
-        kv = data.draw(st.sampled_from(self.ranks)).kv
+    @rule(at=PICK, share=st.floats(0, 1))
+    def resize(self, at: int, share: float) -> None:
+        kv = self.rank(at).kv
         kv.resize(int(kv.maximum_bytes * share) // 4096 * 4096)
 
-    @rule(data=st.data(), layers=st.lists(st.integers(0, 2), unique=True))
-    def swap(self, data: Any, layers: list[int]) -> None:
-        runtime = data.draw(st.sampled_from(self.ranks)).engine.runtime
+    @rule(at=PICK, layers=st.lists(st.integers(0, 2), unique=True))
+    def swap(self, at: int, layers: list[int]) -> None:
+        runtime = self.rank(at).engine.runtime
         if layers:
             runtime.swap(layers, "half")
         else:
             runtime.restore()
 
-    @rule(data=st.data(), replace_it=st.booleans())
-    def end_at_once(self, data: Any, replace_it: bool) -> None:
-        dead = data.draw(st.sampled_from(self.ranks))
+    @rule(at=PICK, to=PICK, replace_it=st.booleans())
+    def end_at_once(self, at: int, to: int, replace_it: bool) -> None:
+        dead = self.rank(at)
         with self.lock:
             dead.dead = True
         self.ranks.remove(dead)
         if replace_it or len(self.ranks) < 2:
             self.ranks.append(Rank(self, self.options))
         self.receiving = {request: rank for request, rank in self.receiving.items() if rank is not dead}
-        for request, rank in list(self.at.items()):
+        for i, (request, rank) in enumerate(list(self.at.items())):
             if rank is dead:
-                self.rescue(data, request)
+                self.rescue(to + i, request)
         dead.bury()
 
     # -- how
@@ -233,9 +237,13 @@ class Handover(RuleBasedStateMachine):
     def running(self) -> list[str]:
         return sorted(set(self.at) - set(self.held))
 
-    def target(self, data: Any, request: str) -> Rank:
-        """Draw an engine for a request to go to; another that has received of it gives it up."""
-        target = data.draw(st.sampled_from([rank for rank in self.ranks if rank is not self.at[request]]))
+    def rank(self, pick: int) -> Rank:
+        return self.ranks[pick % len(self.ranks)]
+
+    def target(self, pick: int, request: str) -> Rank:
+        """Pick an engine for a request to go to; another that has received of it gives it up."""
+        others = [rank for rank in self.ranks if rank is not self.at[request]]
+        target = others[pick % len(others)]
         if self.receiving.get(request, target) is not target:
             self.receiving.pop(request).engine.give_up(request)
         return target
@@ -290,7 +298,7 @@ class Handover(RuleBasedStateMachine):
         else:
             assert taken >= sum(one.computed for one in kv)
 
-    def rescue(self, data: Any, request: str) -> None:
+    def rescue(self, pick: int, request: str) -> None:
         """Have another engine go on with a request of one that has ended, from its memory."""
         dead = self.at[request]
         states = self.begun(request)
@@ -298,7 +306,7 @@ class Handover(RuleBasedStateMachine):
             del self.at[request]
             return
         self.held.pop(request, None)
-        self.begin_at(self.target(data, request), request, states, dead.mirrored(states), dead)
+        self.begin_at(self.target(pick, request), request, states, dead.mirrored(states), dead)
         if request in self.cancelled:  # it may not have heard it
             self.at[request].engine.cancel(request)
 

@@ -91,7 +91,8 @@ class MovingRequests:
             found = (
                 scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
             )
-            return tuple(sequence.kv() for sequence in found if sequence is not None and sequence.computed)
+            located = [sequence.kv() for sequence in found if sequence is not None]
+            return tuple(kv for kv in located if kv.computed)
 
         return self._between_steps(look)
 

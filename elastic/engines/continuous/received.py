@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from elastic.engines.core.block_manager import BlockManager, BlockTable
 from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
@@ -19,13 +20,28 @@ from elastic.memory.backends.shared_file import open_shared
 class ReceivedKV:
     """Of one sequence."""
 
+    state: SequenceState
+    """As it was told first."""
     table: BlockTable
-    shared: int
-    """Tokens in blocks that were here already."""
     computed: int
     """Tokens whose keys and values are here."""
     source: tuple[tuple[int, ...], ...] = ()
     """The blocks that they were copied from, by group."""
+
+    def is_of(self, state: SequenceState) -> bool:
+        """Return whether it is of that answer, and not of another with its name."""
+        one, other = (replace(each.request, arrived_s=None) for each in (state, self.state))
+        return (one, state.seed) == (other, self.state.seed)
+
+    def lies_at(self, kv: SequenceKV) -> bool:
+        """Return whether it lies at its source where it did."""
+        return all(now[: len(before)] == before for now, before in zip(kv.blocks, self.source, strict=True))
+
+    def alike(self, kv: SequenceKV, block_tokens: int) -> int:
+        """Count the first blocks that another sequence shares with it at their source; they are full."""
+        pairs = zip(*(zip(a, b, strict=False) for a, b in zip(self.source, kv.blocks, strict=True)), strict=False)
+        common = sum(1 for _ in takewhile(lambda groups: all(a == b for a, b in groups), pairs))
+        return min(common, self.computed // block_tokens, kv.computed // block_tokens)
 
 
 @dataclass
@@ -61,6 +77,8 @@ class ReceivedRequests:
         with reservation.lock:
             try:
                 by_name = {one.sequence: one for one in kv}
+                if not self._goes_on(reservation, states, by_name):
+                    self._free_blocks(reservation)
                 with open_shared(source.file) as file:
                     copier = BlockCopier(self._memory, source, file, lambda: reservation.wanted)
                     return sum(
@@ -111,42 +129,48 @@ class ReceivedRequests:
 
     # -- inside, under the lock of the reservation
 
+    def _goes_on(
+        self, reservation: _Reservation, states: Sequence[SequenceState], kv: Mapping[str, SequenceKV]
+    ) -> bool:
+        """Return whether what is here is the beginning of what is there, and not of an earlier life of the request."""
+        known = [(reservation.sequences[state.id], state) for state in states if state.id in reservation.sequences]
+        return all(each.is_of(state) and (state.id not in kv or each.lies_at(kv[state.id])) for each, state in known)
+
     def _receive(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV, copier: BlockCopier) -> int:
         """Copy what is not here yet of one sequence; return bytes."""
         if not reservation.wanted:
             raise StateError(f"request {state.request.id!r} was given up while it was received")
-        received = self._blocks_of(reservation, state, kv.computed)
+        received = self._blocks_of(reservation, state, kv)
         if received is None:
             return 0
-        same = all(kv.blocks[g][: len(before)] == before for g, before in enumerate(received.source))
-        start, received.source = received.computed if same else received.shared, kv.blocks
-        copied = 0
+        start, copied = received.computed, 0
         for group, (_, window) in enumerate(self._format.groups):
             changed = changed_blocks(start, kv.computed, self._format.block_tokens, window)
             there, here = kv.blocks[group], received.table.blocks[group]
             if changed and changed[-1] >= len(there):
                 raise StateError(f"{kv.sequence!r} has {kv.computed} tokens, but only {len(there)} blocks were told")
             copied += copier.copy(group, [(there[i], here[i]) for i in changed])
-        received.computed = max(received.shared, kv.computed)
-        if self._blocks.shares:  # the next answer of the request finds its beginning there
-            tokens = (*state.request.prompt, *state.generated)
-            self._blocks.share_computed(received.table, tokens, min(received.computed, len(tokens)))
+        received.computed, received.source = max(start, kv.computed), kv.blocks
         return copied
 
-    def _blocks_of(self, reservation: _Reservation, state: SequenceState, computed: int) -> ReceivedKV | None:
+    def _blocks_of(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV) -> ReceivedKV | None:
         """Return a sequence with blocks for so many tokens; None if it has to be computed anew anyhow."""
-        request = state.request
+        request, computed = state.request, kv.computed
         if request.prompt_logprobs is not None and not state.index and not state.generated:
             return None  # those of its tokens so far are known where they were computed, and nowhere else
+        if not computed:
+            return None
         most = len(request.prompt) + request.max_tokens
-        if not 0 < computed < most:
-            raise ConfigError(
-                f"{state.id!r} has {computed} computed tokens of {most}: there must be some, and one to go"
-            )
+        if not computed < most:
+            raise ConfigError(f"{state.id!r} has {computed} computed tokens of {most}; one must be to come")
         received = reservation.sequences.get(state.id)
         if received is None:
-            table, shared = self._blocks.reserve(most, (*request.prompt, *state.generated), computed)
-            received = reservation.sequences[state.id] = ReceivedKV(table, shared, shared)
+            size, others = self._format.block_tokens, reservation.sequences.values()
+            nearest = max(others, key=lambda other: other.alike(kv, size), default=None)
+            like, alike = (None, 0) if nearest is None else (nearest.table, nearest.alike(kv, size))
+            tokens = (*request.prompt, *state.generated)
+            table, shared = self._blocks.reserve(most, tokens, computed, like, alike)
+            received = reservation.sequences[state.id] = ReceivedKV(state, table, shared)
         elif computed > received.table.capacity and self._blocks.grow(received.table, computed) is None:
             raise Overloaded(f"there are no blocks for {computed} tokens of {state.id!r} now", retry_after_s=1.0)
         return received
@@ -154,7 +178,7 @@ class ReceivedRequests:
     def _usable(self, received: ReceivedKV, state: SequenceState, kv: SequenceKV | None) -> bool:
         """Return whether a sequence can begin with what was received of it, and note how many tokens that are."""
         last = len(state.request.prompt) + len(state.generated) - 1
-        if kv is None:
+        if kv is None or not received.is_of(state):
             return False
         if any(window is not None for _, window in self._format.groups):
             # behind a window tokens take the places of those before them: it is all as it was then, or it is of no use
@@ -169,6 +193,9 @@ class ReceivedRequests:
 
     def _free(self, reservation: _Reservation) -> None:
         reservation.wanted = False
+        self._free_blocks(reservation)
+
+    def _free_blocks(self, reservation: _Reservation) -> None:
         for received in reservation.sequences.values():
             self._blocks.release(received.table)
         reservation.sequences.clear()

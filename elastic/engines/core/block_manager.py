@@ -183,18 +183,23 @@ class BlockManager:
                 table.refused = self._version, room, 0
             return None
 
-    def reserve(self, most_tokens: int, tokens: Sequence[int], computed: int) -> tuple[BlockTable, int]:
+    def reserve(
+        self, most_tokens: int, tokens: Sequence[int], computed: int, like: BlockTable | None = None, alike: int = 0
+    ) -> tuple[BlockTable, int]:
         """Give a sequence that may come the blocks for its first `computed` tokens; `attach` it, or `release` them.
 
-        Until then they are in use, and what it may still need is promised, as for any that lives. Returns its table,
-        and how many of its tokens are in blocks that it shares. Raises `CapacityError` where it never fits,
-        `Overloaded` where it does not now; nothing has changed then.
+        Until then they are in use, and what it may still need is promised, as for any that lives. It shares what is
+        there of `tokens`, and the first `alike` blocks of another live one. Nobody else shares its own: what is in them
+        is sure when it begins. Returns its table, and how many of its tokens are in blocks that it shares.
+        Raises `CapacityError` where it never fits, `Overloaded` where it does not now; nothing has changed then.
         """
         with self.memory.lock:
             what = f"a request of {most_tokens} tokens"
             self.memory.require_possible(self._sectors_for(most_tokens), what)
             table = self._new_table(most_tokens)
             cached = self._begin(table, tokens)
+            if like is not None and self.shares and alike * self.block_tokens > cached:
+                cached = self._share_with(table, like, alike)
             if not self._extend(table, max(cached, computed), growing=False):
                 self._release(table)
                 raise Overloaded(
@@ -223,7 +228,7 @@ class BlockManager:
                 for prefixes, users, blocks in zip(self._prefixes, self._users, table.blocks, strict=True):
                     prefixes.register(name, blocks[i])
                     if blocks[i] in prefixes:
-                        users[blocks[i]] = frozenset((table.demand,))
+                        users.setdefault(blocks[i], frozenset((table.demand,)))
             table.shared = computed // self.block_tokens
 
     def check(self) -> None:
@@ -287,6 +292,19 @@ class BlockManager:
             table.shared += 1
         self._ledger.give(table.demand, [table.shared] * len(self._pools), alone=False)
         table.capacity = table.shared * self.block_tokens
+        return table.capacity
+
+    def _share_with(self, table: BlockTable, other: BlockTable, count: int) -> int:
+        """Have a sequence share the first `count` blocks of another, which are full; return how many tokens."""
+        more = count - len(table.blocks[0])
+        for group, (users, blocks) in enumerate(zip(self._users, other.blocks, strict=True)):
+            for block in blocks[count - more : count]:
+                before = users.get(block, frozenset((other.demand,)))
+                users[block] = before | {table.demand}
+                self._ledger.share(group, before, users[block])
+                table.blocks[group].append(block)
+        self._ledger.give(table.demand, [more] * len(self._pools), alone=False)
+        table.capacity = count * self.block_tokens
         return table.capacity
 
     def _hash(self, table: BlockTable, tokens: Sequence[int], block: int) -> bytes:

@@ -65,5 +65,5 @@ class Sequence:
 
     def kv(self) -> SequenceKV:
         """Return where its keys and values are, as far as no step is about to write them."""
-        blocks = tuple(map(tuple, self.table.blocks))
-        return SequenceKV(self.id, self.computed - self.in_flight, blocks, not self.in_prompt)
+        computed = self.computed - self.in_flight
+        return SequenceKV(self.id, computed, tuple(map(tuple, self.table.blocks)), computed >= len(self.tokens) - 1)

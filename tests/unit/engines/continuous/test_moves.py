@@ -93,8 +93,17 @@ def move(source: TrackedEngine, target: TrackedEngine, request: str, listener: A
     return states
 
 
-@pytest.mark.parametrize("layout", ["head_centric", "token_major"])
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-sliding", "mistral-sliding", "gemma3", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-gqa", "head_centric"),
+        ("llama-gqa", "token_major"),
+        ("qwen2-sliding", "head_centric"),
+        ("mistral-sliding", "token_major"),
+        ("gemma3", "head_centric"),
+        ("opt", "token_major"),
+    ],
+)
 def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     name: str, layout: str, engines: Any
 ) -> None:
@@ -220,6 +229,41 @@ def test_what_the_target_has_of_a_prompt_is_not_copied(engines: Any) -> None:
     a.engine.release(request.id)
     assert heard.tokens[request.id] == continuation(architectures.build("llama-gqa"), PROMPT, 40)
     assert b.computed - computed == 40 - len(states[0].generated)
+
+
+def test_what_was_copied_of_a_request_that_ended_meanwhile_is_nobodys_prefix(engines: Any) -> None:
+    """Its blocks had another owner before they were read: only its own request would have noticed."""
+    a, b = engines(share_prefixes=False), engines()
+    heard, request, other = Collector(), Request(PROMPT, 20), Request(prompts([100], architectures.VOCAB, 3)[0], 2)
+    a.engine.submit(request, heard)
+    heard.wait_for_tokens(request.id, 2)
+    kv = a.engine.locate(request.id)
+    source = a.sources_of(kv)
+    heard.wait([request.id])
+    a.engine.submit(other, heard)
+    heard.wait([other.id])
+    b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, source)
+    b.engine.give_up(request.id)
+    again = Request(PROMPT, 20)
+    b.engine.submit(again, heard)
+    heard.wait([again.id])
+    assert heard.tokens[again.id] == heard.tokens[request.id]
+
+
+def test_a_request_that_began_anew_is_copied_anew(engines: Any) -> None:
+    """Its blocks have the same numbers, and other tokens."""
+    b, heard = engines(), Collector()
+    for prompt in prompts([70, 70], architectures.VOCAB, seed=4):
+        a = engines()
+        request = Request(prompt, 20, id="again")
+        a.engine.submit(request, Collector())
+        while not (kv := a.engine.locate(request.id)) or not kv[0].decoding:
+            pass
+        b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, a.sources_of(kv))
+    state = SequenceState(request.id, request, 0, 0)
+    assert b.engine.adopt([state], heard, kv=kv) == 69
+    heard.wait([request.id])
+    assert heard.tokens[request.id] == continuation(architectures.build("llama-gqa"), request.prompt, 20)
 
 
 class Alternating:

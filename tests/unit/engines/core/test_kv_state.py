@@ -165,7 +165,38 @@ def test_a_sequence_that_comes_with_blocks_is_told_at_once_and_once() -> None:
     assert [len(kv.blocks[0]) for kv in told.reports[-1].sequences] == [1]
 
 
+def test_what_a_step_in_flight_computes_is_not_there_yet() -> None:
+    told = Told()
+    told.add("a", 20, 9)
+    for computed, decoding in [(0, False), (16, False), (20, True), (21, True)]:
+        told.begin()
+        kv = told.scheduler.sequences["a"].kv()
+        assert (kv.computed, kv.decoding) == (computed, decoding)
+        told.end()
+        assert told.scheduler.sequences["a"].kv().computed > computed
+
+
 # -- blocks for what may come
+
+
+def test_sequences_that_may_come_share_blocks_among_them_and_nobody_else_does() -> None:
+    manager = BlockManager(functools.partial(SimulatedMemory, 12, (1,)), (None,), 4)
+    tokens = tuple(range(10))
+    a, _ = manager.reserve(20, tokens, 9)
+    b, shared = manager.reserve(20, tokens, 9, a, 2)
+    manager.check()
+    assert (shared, a.blocks[0][:2] == b.blocks[0][:2], a.blocks[0][2] == b.blocks[0][2]) == (8, True, False)
+    assert manager.reserve(20, tokens, 9)[1] == 0, "what is in them may not be there yet"
+    manager.share_computed(a, tokens, 9)
+    manager.share_computed(b, tokens, 9)
+    manager.check()
+    _, shared = manager.reserve(20, tokens, 9)
+    assert shared == 8
+    manager.check()
+    manager.release(a)
+    manager.check()
+    manager.release(b)
+    manager.check()
 
 
 def test_blocks_that_are_reserved_are_promised_all_they_may_need() -> None:
