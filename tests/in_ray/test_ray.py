@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -148,6 +149,7 @@ def test_the_front_answers_through_ray_serve() -> None:
 
     from elastic.cluster.ray import deploy
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import this file
     deploy(
         MODEL_DIR,
         partial(application, "small"),

@@ -81,8 +81,9 @@ class SocketConnection:
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(True)
         if stream.family != socket.AF_UNIX:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+            with suppress(OSError):  # the other end has gone already: the first word says so
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         self._socket = stream
         self.pipe = Pipe(os.dup(stream.fileno()))
         """The frames; for the handshake, before anything is sent or received."""

@@ -103,14 +103,15 @@ class Listener:
                     stream.shutdown(socket.SHUT_RDWR)
 
     def _shake_hands(self, stream: socket.socket, peer: str) -> None:
-        connection = SocketConnection(stream)
+        connection = None
         try:
+            connection = SocketConnection(stream)
             prove(connection, self._key, first=True)
             compare_protocols(connection)
-        except ElasticError as error:
+        except (ElasticError, OSError) as error:  # OSError: there are no descriptors left
             with self._lock:
                 late = self._pending.pop(stream, None) is None
-                connection.close()
+                stream.close() if connection is None else connection.close()
             self._refused(f"{peer} was refused: {'it took too long' if late else error}")
             return
         with self._lock:
