@@ -49,6 +49,8 @@ class Instance:
     """Where in that memory the keys and values of its sequences are."""
     state: RankState = "serving"
     why: str = ""
+    moves: int = 0
+    """Requests that are on their way from here or to here: it does not end before."""
     leaving: bool = False
     """Whether it was asked to end: then its end is no failure."""
     records: dict[str, RequestRecord] = field(default_factory=dict)

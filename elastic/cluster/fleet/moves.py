@@ -132,7 +132,7 @@ class Mover:
             with self._lock:
                 requests = list(instance.records)
                 others = [other for other in dispatcher.instances.values() if other.state == "serving"]
-            if not requests:
+            if not requests and not instance.moves:
                 return
             target = max(others, key=lambda other: other.freeness, default=None)
             for request in requests if target is not None else ():
@@ -142,7 +142,7 @@ class Mover:
                 except ElasticError as error:
                     logger.debug("request %s stays at %s: %s", request, instance.name, error)
             with self._lock:  # what did not move gets on meanwhile, or makes room elsewhere
-                dispatcher.changed.wait_for(lambda: not instance.records, 0.2)
+                dispatcher.changed.wait_for(lambda: not instance.records and not instance.moves, 0.2)
 
     def _begin(self, request: str, target: str) -> _Move:
         dispatcher = self._dispatcher
@@ -166,7 +166,9 @@ class Mover:
                 )
             record.moving = True
             goal.reserve(record)
-            return _Move(record, dispatcher.instances[record.instance], goal)
+            source = dispatcher.instances[record.instance]
+            source.moves, goal.moves = source.moves + 1, goal.moves + 1
+            return _Move(record, source, goal)
 
     def _copy(self, move: _Move) -> None:
         """Copy what is computed, while more is, until little is left."""
@@ -271,6 +273,9 @@ class Mover:
         record, delivery = move.record, Delivery(self._lock)
         with self._lock:
             record.moving = False
+            for instance in (move.source, move.target):
+                instance.moves -= 1
+            self._dispatcher.changed.notify_all()
             if record.instance != move.target.name:
                 move.target.unheard.pop(move.request, None)
             if record.left and record.instance is None:

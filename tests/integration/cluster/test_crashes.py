@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support.serving.generations import Collector, prompts, same_unless_close, serve
 
+logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.slow
 TOKENS = 150
 PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
@@ -131,7 +133,7 @@ def chaos(fleet: Fleet, expected: list[list[int]], faults: int, seed: int) -> No
             try:
                 fleet.move(chance.choice(sorted(asked)), chance.choice(names))
             except Exception as error:  # it has ended, waits, or is there: moves under faults are told elsewhere
-                print(error)
+                logger.info("not moved: %s", error)
         wait_until(lambda: bool(serving(fleet)), "no rank came")
         victim = chance.choice(serving(fleet))
         kill = signal.SIGKILL if chance.random() < 0.7 else signal.SIGSTOP
