@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -70,10 +71,10 @@ def hand_over_after(source: TrackedEngine, request: str, steps: int) -> Any:
     """Stop a request when so many steps are over, the first of an engine, none of which may begin before."""
     source.go_on(steps - 1)
     while source.engine.load().steps < steps:
-        pass
+        time.sleep(0.001)
     asked = in_flight(lambda: source.engine.hand_over(request))
     while not source.engine._loop._commands and not asked.done():
-        pass
+        time.sleep(0.001)
     source.go_on(1)
     return asked.result(60)
 
@@ -258,7 +259,7 @@ def test_a_request_that_began_anew_is_copied_anew(engines: Any) -> None:
         request = Request(prompt, 20, id="again")
         a.engine.submit(request, Collector())
         while not (kv := a.engine.locate(request.id)) or not kv[0].decoding:
-            pass
+            time.sleep(0.001)
         b.engine.receive((SequenceState(request.id, request, 0, 0),), kv, a.sources_of(kv))
     state = SequenceState(request.id, request, 0, 0)
     assert b.engine.adopt([state], heard, kv=kv) == 69
@@ -568,7 +569,7 @@ def test_what_ended_is_told_before_its_blocks_can_be_anybody_elses(engines: Any)
         engine.submit(request, heard)
     heard.wait([request.id for request in requests])
     while engine.load().running:
-        pass
+        time.sleep(0.001)
     assert sorted(seen) == sorted(request.id for request in requests)
     assert engine.runtime.kv.used_bytes == 0
 
@@ -579,7 +580,7 @@ def test_reports_tell_what_changed_and_no_more(engines: Any) -> None:
     a.engine.submit(request, heard)
     heard.wait([request.id])
     while a.engine.load().running:
-        pass
+        time.sleep(0.001)
     told = [report.sequences for report in a.reports]
     assert [kv.computed for (kv,) in told[:3]] == [32, 64, 70]
     assert [kv.decoding for (kv,) in told[:3]] == [False, False, True]
