@@ -148,6 +148,8 @@ class MovingRequests:
         """
 
         def leave() -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
+            if self._loop.ended:  # what was held is given back as it ends: nobody could copy it
+                raise StateError("the engine has stopped; make a new one")
             if request not in self._held:
                 self._loop.settle(self._requests.sequences(request))
                 held = self._loop.scheduler.hold(self._requests.sequences(request))

@@ -83,6 +83,7 @@ def test_pages_are_read_where_they_are_in_the_file_also_those_that_come_later(ba
     backend.unreserve(address, 8 * PAGE)
 
 
+@pytest.mark.slow
 def test_what_a_file_has_outlives_its_process_while_another_holds_it(
     child: tuple[subprocess.Popen[str], SharedFile],
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_read_to_where_nothing_is_mapped_is_an_error_and_no_crash(backend: Mem
     assert libc.pread(-1, 0, 0, 0) == -1
 
 
+@pytest.mark.slow
 def test_a_host_has_one_name_in_all_of_its_processes() -> None:
     code = "from elastic.memory.backends.shared_file import host_name; print(host_name())"
     command = [sys.executable, "-P", "-c", code]
