@@ -21,7 +21,7 @@ class Answer:
     def listen(self, output: elastic.Output) -> None:
         """Take new tokens. Called on a thread of the fleet."""
         self.tokens += output.tokens
-        if len(self.tokens) > 20:
+        if len(self.tokens) > 150:
             self.begun.set()
         if output.finish:
             self.ended.set()

@@ -71,4 +71,4 @@ class Balancer:
         kv, prompt = instance.kv_format, len(record.request.prompt)
         held = sum(blocks_of(kv, prompt + len(answer.tokens)) for answer in record.live)
         steady = record.begun and not record.moving and not record.cancelled and record.request.id not in self._rests
-        return Movable(record.request.id, held, all_blocks(kv, record), len(record.live), steady)
+        return Movable(record.request.id, held, all_blocks(kv, record), record.left, steady)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.planning.drain_rate import DrainRate
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
 from elastic.cluster.fleet.planning.router import Candidate, Routing, route
 from elastic.cluster.fleet.records.delivery import Delivery
@@ -20,17 +21,12 @@ from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.records.requests import RequestRecord, new_record
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
 from elastic.engines.base import FinishReason, Listener, Output, Request
+from elastic.engines.continuous.active_requests import OUTCOMES
 from elastic.errors import CapacityError, ConfigError, IntegrityError, Overloaded, StateError
 
 logger = logging.getLogger(__name__)
 RETRY_S = 0.1
 """How long an instance that had no room is not asked again for the same request."""
-OUTCOMES: dict[FinishReason, Outcome] = {
-    "stop": "completed",
-    "length": "completed",
-    "cancelled": "cancelled",
-    "failed": "failed",
-}
 
 
 class Dispatcher:
@@ -53,7 +49,7 @@ class Dispatcher:
         self._routing, self._max_queue = routing, max_queue
         self._counters = counters
         self._prefixes = PrefixIndex()
-        self._ends: deque[float] = deque(maxlen=64)  # when requests ended
+        self._drain_rate = DrainRate()
 
     # -- what users ask
 
@@ -114,7 +110,7 @@ class Dispatcher:
                     )
                 if record.instance is None and not record.moving and id(record) not in waiting:
                     raise IntegrityError(f"request {request!r} is at no instance, and does not wait")
-                if not record.live:
+                if not record.left:
                     raise IntegrityError(f"request {request!r} has ended, and is remembered")
             if len(waiting) != len(self.queue) or any(record.instance is not None for record in self.queue):
                 raise IntegrityError("a request waits that an instance has, or waits twice")
@@ -159,11 +155,12 @@ class Dispatcher:
                 fault = self._take(instance, record, output, start, now, delivery, counts)
                 if fault is not None:
                     break
-                if output.finish is not None and not record.live:
+                if output.finish is not None and not record.left:
                     ended.append((record, output.finish))
             self._counters.produced_together(counts, news.outputs[-1].at_s if instance.same_host and counts else now)
             for record, finish in ended:
                 self._end(record, OUTCOMES[finish])
+            instance.served = instance.served or bool(counts)
             if self.queue:
                 self.dispatch()
         delivery.tell()
@@ -287,7 +284,7 @@ class Dispatcher:
         for output in record.end(indices, finish, error):
             record.had.pop(output.index, None)
             delivery.add(record, output)
-        if not record.live:
+        if not record.left:
             if record in self.queue:
                 self.queue.remove(record)
             self._end(record, OUTCOMES[finish])
@@ -348,7 +345,7 @@ class Dispatcher:
         del self.records[request]
         self._names.difference_update(answer.state.id for answer in record.answers)
         self._counters.ended(request, outcome)
-        self._ends.append(time.perf_counter())
+        self._drain_rate.note(time.perf_counter())
         record.kv, record.source = (), None
         if record.resumption is not None:
             record.resumption.heard(request)
@@ -382,11 +379,8 @@ class Dispatcher:
 
     @property
     def retry_after_s(self) -> float:
-        """When the queue should be empty, at the rate at which requests have ended lately; from 1 to 60 s."""
-        if len(self._ends) < 2:
-            return 1.0
-        rate = len(self._ends) / max(1e-3, time.perf_counter() - self._ends[0])
-        return min(60.0, max(1.0, len(self.queue) / rate))
+        """When it makes sense to come back, at the rate at which requests end."""
+        return self._drain_rate.wait_s(len(self.queue), time.perf_counter())
 
     # -- inside, without the lock
 
@@ -395,11 +389,8 @@ class Dispatcher:
         for record in ended:
             if not record.hashes:
                 continue
-            size = instance.kv_format.block_tokens
-            found = [
-                block_hashes([*record.request.prompt, *answer.tokens[:-1]], size, record.hashes)
-                for answer in record.answers
-            ]
+            size, prompt = instance.kv_format.block_tokens, record.request.prompt
+            found = [block_hashes([*prompt, *answer.tokens[:-1]], size, record.hashes) for answer in record.answers]
             with self.lock:
                 if instance.name in self.instances:
                     for hashes in found:

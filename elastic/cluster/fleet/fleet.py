@@ -54,8 +54,8 @@ class Fleet:
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
     for each its own list of places; `cores` the CPU cores of each. `launch` starts them: "local" processes of this
-    host, "in-process" threads, "ray" actors, "join" for ranks that come by themselves, or a `Launcher`. `wrap` and
-    `engine` are further options of `elastic.wrap` and `ContinuousEngine` in each.
+    host, "in-process" threads, "ray" actors, or a `Launcher`, such as a `JoinLauncher` for ranks that come by
+    themselves. `wrap` and `engine` are further options of `elastic.wrap` and `ContinuousEngine` in each.
 
     A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
     `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
@@ -329,8 +329,9 @@ class Fleet:
         """Recount its books and those of all ranks. Raises `IntegrityError`, `RankLost`."""
         self._dispatcher.check()
         with self._dispatcher.lock:
-            asked = [(i, i.client.ask(Check())) for i in self._dispatcher.instances.values()]
-        for instance, answer in asked:
+            instances = list(self._dispatcher.instances.values())
+        asked = [instance.client.ask(Check()) for instance in instances]
+        for instance, answer in zip(instances, asked, strict=True):
             _result(instance, answer)
 
     # -- inside

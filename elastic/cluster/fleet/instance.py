@@ -49,11 +49,14 @@ class Instance:
     """Where in that memory the keys and values of its sequences are."""
     state: RankState = "serving"
     why: str = ""
+    moves: int = 0
+    """Requests that are on their way from here or to here: it does not end before."""
     leaving: bool = False
     """Whether it was asked to end: then its end is no failure."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     given: int = 0
-    since_s: float = field(default_factory=time.perf_counter)
+    served: bool = False
+    """Whether it has told a token."""
     heard_s: float = field(default_factory=time.perf_counter)
     progress_s: float = field(default_factory=time.perf_counter)
     """When its engine last began a step, or had nothing to do."""
@@ -76,7 +79,7 @@ class Instance:
     @property
     def sequences(self) -> int:
         """Answers that it was given and that have not ended."""
-        return sum(len(record.live) for record in self.records.values())
+        return sum(record.left for record in self.records.values())
 
     @property
     def free_blocks(self) -> int:
@@ -118,7 +121,7 @@ class Instance:
 
     def holds(self, record: RequestRecord, cached: int) -> bool:
         """Return whether a request could begin there at once, and all that it has could still end."""
-        live, new = self.sequences, len(record.live)
+        live, new = self.sequences, record.left
         if live and live + new > self.hello.max_requests + AHEAD:
             return False
         if not live or not self.fits_alone(record.request):
@@ -156,7 +159,7 @@ def all_blocks(kv: KVFormat, record: RequestRecord) -> int:
     """Count the blocks that a request may need at the most; its answers share those of the prompt."""
     prompt, most = len(record.request.prompt), record.request.max_tokens
     shared = blocks_of(kv, prompt // kv.block_tokens * kv.block_tokens)
-    return shared + len(record.live) * (blocks_of(kv, prompt + most) - shared)
+    return shared + record.left * (blocks_of(kv, prompt + most) - shared)
 
 
 def can_all_end(kv: KVFormat, records: Sequence[RequestRecord], total_blocks: int) -> bool:

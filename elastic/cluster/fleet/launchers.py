@@ -10,7 +10,6 @@ from elastic.errors import ConfigError
 _LAUNCHERS = {
     "local": "elastic.cluster.launch.local:LocalLauncher",
     "in-process": "elastic.cluster.launch.in_process:InProcessLauncher",
-    "join": "elastic.cluster.launch.join:JoinLauncher",
     "ray": "elastic.cluster.launch.ray:RayLauncher",
 }
 
@@ -19,6 +18,8 @@ def launcher_of(launch: str | Launcher) -> Launcher:
     """Return a launcher, by its name or as it is. Raises `ConfigError` for an unknown name."""
     if not isinstance(launch, str):
         return launch
+    if launch == "join":
+        raise ConfigError("launch='join' needs a key: give elastic.cluster.launch.join.JoinLauncher(key_file, ...)")
     if launch not in _LAUNCHERS:
         raise ConfigError(f"launch={launch!r} must be one of {', '.join(_LAUNCHERS)}, or a launcher")
     module, name = _LAUNCHERS[launch].split(":")

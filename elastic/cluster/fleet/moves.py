@@ -132,7 +132,7 @@ class Mover:
             with self._lock:
                 requests = list(instance.records)
                 others = [other for other in dispatcher.instances.values() if other.state == "serving"]
-            if not requests:
+            if not requests and not instance.moves:
                 return
             target = max(others, key=lambda other: other.freeness, default=None)
             for request in requests if target is not None else ():
@@ -142,7 +142,7 @@ class Mover:
                 except ElasticError as error:
                     logger.debug("request %s stays at %s: %s", request, instance.name, error)
             with self._lock:  # what did not move gets on meanwhile, or makes room elsewhere
-                dispatcher.changed.wait_for(lambda: not instance.records, 0.2)
+                dispatcher.changed.wait_for(lambda: not instance.records and not instance.moves, 0.2)
 
     def _begin(self, request: str, target: str) -> _Move:
         dispatcher = self._dispatcher
@@ -166,7 +166,9 @@ class Mover:
                 )
             record.moving = True
             goal.reserve(record)
-            return _Move(record, dispatcher.instances[record.instance], goal)
+            source = dispatcher.instances[record.instance]
+            source.moves, goal.moves = source.moves + 1, goal.moves + 1
+            return _Move(record, source, goal)
 
     def _copy(self, move: _Move) -> None:
         """Copy what is computed, while more is, until little is left."""
@@ -174,7 +176,7 @@ class Mover:
         while move.reads and move.rounds < MOST_ROUNDS:
             with self._lock:
                 self._require_alive(move.source)
-                if not move.record.live or move.record.cancelled:
+                if not move.record.left or move.record.cancelled:
                     raise StateError(f"request {move.request!r} ended before it was moved")
                 kv = kv_of(move.source, move.record)
                 source = move.view(kv)
@@ -220,7 +222,7 @@ class Mover:
 
         with self._lock:
             self._dispatcher.changed.wait_for(settled, ANSWER_S)
-            if move.record.live and move.record.instance is None:
+            if move.record.left and move.record.instance is None:
                 if move.target.name in self._dispatcher.instances:
                     raise Overloaded(f"instance {move.target.name!r} refused request {move.request!r}", retry_after_s=1)
                 raise self._lost(move.target)
@@ -242,7 +244,7 @@ class Mover:
                 logger.debug("rank %s was given up: %s", move.target.name, gone)
             told = sum(len(answer.tokens) for answer in record.answers)
             there = record.instance if move.flipped else None
-            back = there is None and bool(record.live) and (not move.flipped or told == move.told)
+            back = there is None and bool(record.left) and (not move.flipped or told == move.told)
         if not back:
             self._release(move)
             return
@@ -271,11 +273,14 @@ class Mover:
         record, delivery = move.record, Delivery(self._lock)
         with self._lock:
             record.moving = False
+            for instance in (move.source, move.target):
+                instance.moves -= 1
+            self._dispatcher.changed.notify_all()
             if record.instance != move.target.name:
                 move.target.unheard.pop(move.request, None)
-            if record.live and record.instance is None:
+            if record.left and record.instance is None:
                 self._dispatcher.requeue([record], delivery)
-            elif record.live and record.instance is not None:
+            elif record.left and record.instance is not None:
                 client = self._dispatcher.instances[record.instance].client
                 for index in record.cancelled & {answer.state.index for answer in record.live}:
                     client.send(Cancel(move.request, index))

@@ -18,9 +18,7 @@ from elastic.errors import ElasticError
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""How long is waited before each try to replace a rank; after these it is given up."""
-LASTING_S = 60.0
-"""A rank that has lived for so long is replaced as if it were the first."""
+"""How long is waited before each try to replace a rank. After so many in a row without one token it is given up."""
 
 
 @dataclass(eq=False)
@@ -81,7 +79,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             seat = self._seats.pop(instance.name, None) or _Seat(instance.spec)
-            if time.perf_counter() - instance.since_s > LASTING_S:
+            if instance.served:
                 seat.tries = 0
             if self._replaces and not self._starter.waits:
                 self._coming += 1

@@ -58,6 +58,8 @@ class RequestRecord:
     listener: Listener
     answers: tuple[AnswerRecord, ...]
     arrived_s: float
+    left: int
+    """Answers that have not ended."""
     hashes: list[bytes] = field(default_factory=list)
     """Of the prompt's full blocks."""
     instance: str | None = None
@@ -118,7 +120,9 @@ class RequestRecord:
                 output, scheduled_s=None, waited_for_kv_s=None, cached_tokens=None, prompt_logprobs=None
             )  # which belong to the first output
         answer.tokens.extend(output.tokens)
-        answer.ended = output.finish is not None
+        if output.finish is not None:
+            answer.ended = True
+            self.left -= 1
         return output
 
     def end(self, indices: Iterable[int], finish: FinishReason, error: str | None = None) -> list[Output]:
@@ -127,6 +131,7 @@ class RequestRecord:
         for index in indices:
             if not self.answers[index].ended:
                 self.answers[index].ended = True
+                self.left -= 1
                 now = time.perf_counter()
                 outputs.append(Output(self.request.id, (), finish, error, now, index=index))
         return outputs
@@ -137,7 +142,7 @@ def new_record(request: Request, listener: Listener) -> RequestRecord:
     names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
     states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
     arrived_s = time.perf_counter() if request.arrived_s is None else request.arrived_s
-    return RequestRecord(request, listener, tuple(map(AnswerRecord, states)), arrived_s)
+    return RequestRecord(request, listener, tuple(map(AnswerRecord, states)), arrived_s, len(states))
 
 
 def require_sense(request: Request, vocabulary: int, longest: int | None) -> None:

@@ -342,6 +342,27 @@ def test_a_rank_that_is_added_gets_what_waits(world: Any) -> None:
     assert [rank.state for rank in w.fleet.status().ranks] == ["serving"] * 4
 
 
+def test_a_rank_does_not_end_before_what_leaves_it_has_arrived(world: Any) -> None:
+    w = world(2)
+    (request,) = w.submit(tokens=30)
+    w.launcher.step(2)
+    source = w.rank_of(request)
+    (target,) = [rank for rank in w.launcher.ranks.values() if rank is not source]
+    leaving = threading.Thread(target=w.fleet.move, args=(request.id, target.hello.name))
+    leaving.start()
+    while not source.held:
+        source.step()
+    removing = threading.Thread(target=w.fleet.remove, args=(source.hello.name,))
+    removing.start()
+    assert not source.lost, "it ended, and with it what the target still reads"
+    while removing.is_alive():
+        assert not source.lost or not source.held
+        target.step()
+        removing.join(0.005)
+    leaving.join(30)
+    w.finish()
+
+
 @pytest.mark.parametrize("drain", [True, False])
 def test_a_rank_is_removed_and_its_requests_go_on(world: Any, drain: bool) -> None:
     w = world(2)
