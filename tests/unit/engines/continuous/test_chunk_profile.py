@@ -69,6 +69,6 @@ def test_an_engine_that_serves_is_not_profiled(engine: ContinuousEngine) -> None
 
 def test_batches_that_do_not_fit_are_refused_and_leave_nothing(engine: ContinuousEngine) -> None:
     with pytest.raises(ConfigError, match="no room for the batch"):
-        profile_chunks(engine, [((64, 8),) * 1200], rounds=1)
+        profile_chunks(engine, [((64, 8),) * 2000], rounds=1)
     assert not engine._runner.batch.rows
     profile_chunks(engine, MIXES[:1], rounds=1)
