@@ -41,6 +41,8 @@ BENCHMARKS = (
     "replicate",
     "predict",
     "planner",
+    "drop_plan",
+    "chunk_cost",
     "lending",
     "server_stall",
 )

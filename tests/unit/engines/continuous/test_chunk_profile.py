@@ -67,6 +67,7 @@ def test_an_engine_that_serves_is_not_profiled(engine: ContinuousEngine) -> None
         profile_chunks(engine, MIXES)
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_fit_are_refused_and_leave_nothing(engine: ContinuousEngine) -> None:
     with pytest.raises(ConfigError, match="no room for the batch"):
         profile_chunks(engine, [((64, 8),) * 2000], rounds=1)
