@@ -42,6 +42,8 @@ BENCHMARKS = (
     "replicate",
     "predict",
     "planner",
+    "drop_plan",
+    "chunk_cost",
     "lending",
     "server_stall",
 )

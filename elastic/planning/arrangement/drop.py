@@ -10,7 +10,7 @@ largest group is as small as it can be: six instances that are to become two gro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -49,6 +49,21 @@ class GroupPlan:
         count = 1 + max(layer for keeps in self.keeps for layer in keeps)
         layers = tuple(tuple(shards[name] for name, keeps in pairs if layer in keeps) for layer in range(count))
         return Arrangement(layers, leader, epoch)
+
+    def assignment(self, homes: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Assign requests in that arrangement: to their home, and where it lacks a layer, to the layer's stage.
+
+        `homes` says for each request which member had it before.
+        """
+        paths: dict[str, tuple[int, ...]] = {}
+        for home in dict.fromkeys(homes.values()):
+            path = []
+            for layer, owner in sorted((layer, owner) for owner, run in enumerate(self.stages) for layer in run):
+                holders = [number for number, keeps in enumerate(self.keeps) if layer in keeps]
+                wanted = [number for number in (self.members.index(home), owner) if number in holders]
+                path.append(holders.index((wanted or holders)[0]))
+            paths[home] = tuple(path)
+        return {request: paths[home] for request, home in homes.items()}
 
 
 @dataclass(frozen=True)
@@ -208,19 +223,24 @@ class _Planner:
         if needed is None:
             kept = [frozenset(run) for run in cut.layers]
         elif needed >= held_bytes - sum(self._layer_bytes):
-            kept = self._kept.get(alike) or self._kept.setdefault(alike, self._thinned(members, cut, needed))
+            key = (*(held.layers for held in members), cut.layers)
+            if key not in self._kept:
+                self._kept[key] = self._thinned(members, cut, needed)
+            kept = self._kept[key]
         else:
             kept = self._thinned(members, cut, needed)
         freed_bytes = held_bytes - sum(map(self._bytes, kept))
         names = tuple(held.name for held in members)
         fetched_bytes = cut.fetched_bytes if needed is None else 0
+        if needed is not None and not self._fits(members, kept, cut):
+            return None
         return GroupPlan(part, names, tuple(tuple(sorted(k)) for k in kept), cut.layers, freed_bytes, fetched_bytes)
 
     def _bytes(self, layers: Iterable[int]) -> int:
         return sum(self._layer_bytes[layer] for layer in layers)
 
     def _thinned(self, members: Sequence[Held], cut: StageCut, needed: int) -> list[frozenset[int]]:
-        """Drop layers that others hold, too, until `needed` bytes are free.
+        """Drop layers that others hold, too, until `needed` bytes are free and each member has room for what comes.
 
         The member that has freed least is next, with the layer that is farthest from its stage: so a request that is
         half way through its layers goes to another member once.
@@ -232,7 +252,7 @@ class _Planner:
             for held, run in zip(members, cut.layers, strict=True)
         ]
         freed = [(0, number) for number in range(len(members))]
-        while freed and needed > 0:
+        while freed and (needed > 0 or not self._fits(members, kept, cut)):
             nbytes, number = heappop(freed)
             while queues[number] and copies[queues[number][-1]] < 2:
                 queues[number].pop()
@@ -244,6 +264,19 @@ class _Planner:
             needed -= self._layer_bytes[layer]
             heappush(freed, (nbytes + self._layer_bytes[layer], number))
         return [frozenset(layers) for layers in kept]
+
+    def _fits(self, members: Sequence[Held], kept: Sequence[Collection[int]], cut: StageCut) -> bool:
+        """Tell whether every member has room for what it keeps, its keys and values, and those that come to it."""
+        if all(held.room_bytes is None for held in members):
+            return True
+        for owner, (held, layers, run) in enumerate(zip(members, kept, cut.layers, strict=True)):
+            nbytes = self._bytes(layers) + sum(held.kv_bytes[layer] for layer in layers if held.kv_bytes)
+            for number, other in enumerate(members):
+                if number != owner and other.kv_bytes:
+                    nbytes += sum(other.kv_bytes[layer] for layer in run if layer not in kept[number])
+            if held.room_bytes is not None and nbytes > held.room_bytes:
+                return False
+        return True
 
 
 def _distance(layer: int, run: range) -> int:

@@ -6,8 +6,10 @@ the slowest stage is as fast as it can be, by dynamic programming; no weights ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from elastic.errors import ConfigError
@@ -71,14 +73,16 @@ def stages(
     if len(ranks) > count:
         return None
     table = _Table(ranks, cost, layer_bytes, first, last)
-    best = table.search(lambda rank, start, stop: (table.fetched(rank, start, stop), table.cost(rank, start, stop)))
+    limited = any(rank.room_bytes is not None for rank in ranks)
+    kinds = tuple(replace(rank, name="", kv_bytes=rank.kv_bytes if limited else ()) for rank in ranks)
+    best = _least_cost(kinds, tuple(cost), tuple(layer_bytes), first, last)
     if best is None:
         return None
-    fetched_bytes, bottleneck = best[0]
+    fetched_bytes, bottleneck = best
     limit = bottleneck * (1 + 1e-12)
 
     def least_moved(rank: int, start: int, stop: int) -> Score:
-        return (table.fetched(rank, start, stop), table.moved(rank, start, stop))
+        return table.fetched(rank, start, stop), table.moved(rank, start, stop)
 
     found = table.search(least_moved, limit)
     assert found is not None
@@ -87,6 +91,16 @@ def stages(
     cut = tuple(runs[number] for number in range(len(ranks)))
     fetched = tuple(tuple(i for i in run if i not in rank.layers) for rank, run in zip(ranks, cut, strict=True))
     return StageCut(cut, bottleneck, int(moved), fetched, int(fetched_bytes))
+
+
+@lru_cache(maxsize=1024)  # many groups are of the same kinds of ranks
+def _least_cost(
+    kinds: tuple[Held, ...], cost: tuple[float, ...], layer_bytes: tuple[int, ...], first: float, last: float
+) -> Score | None:
+    """Return the fewest bytes that must be fetched, and the cost of the slowest stage of the best such cut."""
+    table = _Table(kinds, cost, layer_bytes, first, last)
+    found = table.search(lambda *run: (table.fetched(*run), table.cost(*run)))
+    return None if found is None else found[0]
 
 
 class _Table:
@@ -132,18 +146,14 @@ class _Table:
 
         With `limit` no stage costs more than that, and the second part is summed, too.
         """
-        best: dict[tuple[int, int], Found] = {
-            (0, 0): ((0, 0), ())
-        }  # by ranks that have a stage, layers that are in one
+        best: dict[tuple[int, int], Found] = {(0, 0): ((0, 0), ())}  # by ranks with a stage, and layers in one
         for used in self._used():
             for start in range(self._count):
                 state = best.get((used, start))
                 if state is None:
                     continue
                 (first, second), cuts = state
-                for rank, stop in self._next(used, start):
-                    if limit is not None and self.cost(rank, start, stop) > limit:
-                        continue
+                for rank, stop in self._next(used, start, math.inf if limit is None else limit):
                     more, most = score(rank, start, stop)
                     most = second + most if limit is not None else max(second, most)
                     key = used | 1 << rank, stop
@@ -159,15 +169,15 @@ class _Table:
             return range((1 << count) - 1)
         return accumulate([1 << rank for rank in self._order[:-1]], initial=0)
 
-    def _next(self, used: int, start: int) -> Iterator[tuple[int, int]]:
-        """List the stages that may follow: (rank, stop); each rank behind it has one layer at least."""
+    def _next(self, used: int, start: int, limit: float) -> Iterator[tuple[int, int]]:
+        """List the stages that may follow, (rank, stop), and cost no more; each rank behind has one layer at least."""
         ranks, number = range(len(self._ranks)), used.bit_count()
         behind = len(ranks) - number - 1
         for rank in ranks if len(ranks) <= EXACT else self._order[number : number + 1]:
             if used >> rank & 1:
                 continue
             for stop in range(start + 1, self._count - behind + 1) if behind else (self._count,):
-                if not self._fits(rank, start, stop):
+                if not self._fits(rank, start, stop) or self.cost(rank, start, stop) > limit:
                     break
                 yield rank, stop
 

@@ -106,6 +106,26 @@ class ModelCost:
         return cost + self.rest if last else cost
 
 
+@dataclass(frozen=True)
+class ChunkProfile:
+    """Batches that were measured in a model, its decoder layers and what is around them apart."""
+
+    layer: tuple[Sample, ...]
+    """Seconds of one layer, of as many as there are on the average."""
+    rest: tuple[Sample, ...]
+    layers: int
+
+    @property
+    def whole(self) -> tuple[Sample, ...]:
+        """The seconds of the whole model."""
+        pairs = zip(self.layer, self.rest, strict=True)
+        return tuple(Sample(one.chunks, self.layers * one.seconds + rest.seconds) for one, rest in pairs)
+
+    def fit(self, form: str = "paper") -> ModelCost:
+        """Fit the layers and the rest, in which there is no attention."""
+        return ModelCost(ChunkCost.fit(self.layer, form), ChunkCost.fit(self.rest, "linear"), self.layers)
+
+
 Chunks = Sequence[tuple[int, int]]
 Term = Callable[[Chunks], float]
 
@@ -133,6 +153,7 @@ FORMS: Mapping[str, Mapping[str, Term]] = {
     "two alphas": {"prefix": _prefix, "own": _own, **_LINEAR},
     "no prefix": {"own": _own, **_LINEAR},  # as DistServe
     "no self-attention": {"prefix": _prefix, **_LINEAR},  # as NanoFlow
+    "linear": _LINEAR,
     "tokens": {"token": _tokens, "batch": _once},
 }
 """What is fitted: by name the coefficients, and the amounts that they are multiplied with."""

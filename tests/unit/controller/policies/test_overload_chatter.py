@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -24,23 +26,29 @@ from support.planning.simulated_server import BASE, KINDS, TRACE_TICKS, Arrival,
 TRACES, SOON, EPISODE_TICKS = 200, 20, 30
 
 
+@cache
+def one_trace(seed: int) -> list[Arrival]:
+    return trace(KINDS[seed % 4], seed)
+
+
 def arrivals(seed: int) -> list[tuple[str, Arrival]]:
     """Two traces of a kind, one for each instance."""
-    found = [("i0", one) for one in trace(KINDS[seed % 4], seed)]
-    found += [("i1", one) for one in trace(KINDS[seed % 4], seed + TRACES)]
+    found = [("i0", one) for one in one_trace(seed)]
+    found += [("i1", one) for one in one_trace((seed + 4) % TRACES)]
     return sorted(found, key=lambda pair: pair[1].tick)
 
 
 def episodes(offered: list[tuple[str, Arrival]], pooled: bool) -> list[tuple[int, int]]:
     """(first tick, tick after the last). `pooled`: requests wait at the fleet, for any instance."""
-    needed = {home: [0] * (TRACE_TICKS + 1) for home in ("i0", "i1")}
+    changes = {home: [0] * (TRACE_TICKS + 1) for home in ("i0", "i1")}
     for home, one in offered:
-        for tick in range(one.tick, min(one.tick + one.output, TRACE_TICKS)):
-            needed[home][tick] += one.prompt + one.output
-    both = zip(*needed.values(), strict=True)
+        changes[home][one.tick] += one.prompt + one.output
+        changes[home][min(one.tick + one.output, TRACE_TICKS)] -= one.prompt + one.output
+    needed = [accumulate(of_one) for of_one in changes.values()]
+    both = zip(*needed, strict=True)
     over = [sum(pair) >= 2 * BASE if pooled else max(pair) >= BASE for pair in both]
     found, start = [], None
-    for tick, overload in enumerate(over):
+    for tick, overload in enumerate([*over, False]):
         if overload:
             start = tick if start is None else start
         else:
@@ -115,7 +123,30 @@ def test_overloads_are_answered_and_there_is_no_chatter() -> None:
 
 @pytest.mark.slow
 def test_policies_that_do_nothing_or_forget_fail() -> None:
-    nothing, hasty = score(DoNothing, range(40)), score(Hasty, range(40))
+    nothing, hasty = score(DoNothing, range(20)), score(Hasty, range(20))
     assert nothing.calm == nothing.episodes
     assert nothing.good < 0.5 * nothing.episodes
     assert hasty.calm < 0.8 * hasty.episodes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_hot_instance_of_eight_takes_one_partner_and_the_others_never_change(seed: int) -> None:
+    """It needs half as much again as it has, the others a third of what they have."""
+    choose = random.Random(seed)
+    offered = [
+        (f"i{number}", Arrival(tick, choose.randint(16, 32), choose.randint(24, 48)))
+        for tick in range(300)
+        for number in range(8)
+        for _ in range(choose.random() < (0.7 if number == 3 else 0.15))
+    ]
+    fleet, policy, state = SimulatedFleet(8, choose), OverloadPolicy(), None
+    together: set[tuple[str, ...]] = set()
+    for tick in range(300):
+        plan = policy.decide(fleet.step([pair for pair in offered if pair[1].tick == tick]), state)
+        state = plan.state
+        fleet.act(plan)
+        together |= {tuple(sorted(group.layers)) for group in fleet.groups if len(group.layers) > 1}
+    (pair,) = together
+    assert "i3" in pair
+    assert len(pair) == 2
+    assert sum(len(group.layers) == 1 for group in fleet.groups) >= 6

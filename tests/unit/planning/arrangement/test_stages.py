@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import combinations, permutations, product
+import random
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -8,57 +9,23 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.planning.arrangement.stages import EXACT, Held, stages
+from support.planning.every_cut import best_score, random_ranks
 
 ALL = frozenset(range(6))
 
 
-@st.composite
-def ranks(draw: st.DrawFn, layers: int) -> list[Held]:
-    found = []
-    for name in "abcd"[: draw(st.integers(1, min(4, layers)))]:
-        start = draw(st.integers(0, layers - 1))
-        held = range(layers) if draw(st.booleans()) else range(start, draw(st.integers(start + 1, layers)))
-        room = draw(st.one_of(st.none(), st.integers(5, 80)))
-        kv = tuple(draw(st.integers(0, 5)) for _ in range(layers)) if draw(st.booleans()) else ()
-        found.append(Held(name, frozenset(held), room, kv, draw(st.sampled_from([1.0, 2.0]))))
-    return found
-
-
-def every_cut(members: list[Held], layers: int) -> list[dict[int, range]]:
-    found = []
-    for order in permutations(range(len(members))):
-        for cuts in combinations(range(1, layers), len(members) - 1):
-            edges = [0, *cuts, layers]
-            found.append({rank: range(edges[i], edges[i + 1]) for i, rank in enumerate(order)})
-    return found
-
-
-@given(st.integers(1, 6).flatmap(lambda n: st.tuples(ranks(n), st.lists(st.integers(1, 9), min_size=n, max_size=n))))
-def test_it_is_the_best_of_all_cuts_in_any_order_of_ranks(case: tuple[list[Held], list[int]]) -> None:
-    members, cost = case
-    layers, first, last = len(cost), 2.0, 5.0
-    nbytes = [2 * c for c in cost]
-    kv = [sum(m.kv_bytes[i] if m.kv_bytes else 0 for m in members) for i in range(layers)]
-    scores = []
-    for cut in every_cut(members, layers):
-        rooms = [members[r].room_bytes for r in cut]
-        needs = [sum(nbytes[i] + kv[i] for i in run) for run in cut.values()]
-        if any(room is not None and need > room for room, need in zip(rooms, needs, strict=True)):
-            continue
-        fetched = sum(nbytes[i] for r, run in cut.items() for i in run if i not in members[r].layers)
-        slowest = max(
-            members[r].slowness * (sum(cost[i] for i in run) + first * (run.start == 0) + last * (run.stop == layers))
-            for r, run in cut.items()
-        )
-        moved = sum(
-            kv[i] - (members[r].kv_bytes[i] if members[r].kv_bytes else 0) for r, run in cut.items() for i in run
-        )
-        scores.append((fetched, slowest, moved))
-    found = stages(members, [float(c) for c in cost], nbytes, first=first, last=last)
-    assert (found is None) == (not scores)
+@given(st.integers(0, 1 << 30))
+def test_it_is_the_best_of_all_cuts_in_any_order_of_ranks(seed: int) -> None:
+    choose = random.Random(seed)
+    cost = [choose.randint(1, 9) for _ in range(choose.randint(1, 6))]
+    members = random_ranks(choose, len(cost))
+    nbytes = [2 * one for one in cost]
+    best = best_score(members, cost, nbytes, 2.0, 5.0)
+    found = stages(members, cost, nbytes, first=2.0, last=5.0)
+    assert (found is None) == (best is None)
     if found is not None:
-        assert (found.fetched_bytes, found.bottleneck, found.moved_bytes) == min(scores)
-        assert sorted(i for run in found.layers for i in run) == list(range(layers))
+        assert (found.fetched_bytes, found.bottleneck, found.moved_bytes) == best
+        assert sorted(i for run in found.layers for i in run) == list(range(len(cost)))
         assert [[i for i in run if i not in m.layers] for m, run in zip(members, found.layers, strict=True)] == [
             list(fetched) for fetched in found.fetched
         ]

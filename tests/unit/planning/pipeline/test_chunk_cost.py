@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.planning.pipeline.chunk_cost import FORMS, Chunk, ChunkCost, ModelCost, Sample, relative_errors
+from elastic.planning.pipeline.chunk_cost import (
+    FORMS,
+    Chunk,
+    ChunkCost,
+    ChunkProfile,
+    ModelCost,
+    Sample,
+    relative_errors,
+)
 
 TRUE = ChunkCost(2e-8, 2e-8, 3e-5, 9e-4, 7e-4)
 COSTS = st.floats(0, 1e-3)
@@ -58,7 +66,7 @@ def test_held_out_batches_are_predicted_and_models_blind_to_attention_fail_there
     errors = {form: relative_errors(ChunkCost.fit(samples, form), held_out) for form in FORMS}
     assert statistics.mean(errors["paper"]) <= 0.05
     assert statistics.mean(errors["two alphas"]) <= 0.05
-    for blind in ("no prefix", "no self-attention", "tokens"):
+    for blind in ("no prefix", "no self-attention", "linear", "tokens"):
         assert max(errors[blind]) >= 0.3
         assert statistics.mean(errors[blind]) > 2 * statistics.mean(errors["paper"])
 
@@ -101,3 +109,17 @@ def test_stages_add_up_to_the_model(values: list[float], layers: int) -> None:
     chunks = [Chunk("r", 100, 30), Chunk("s", 7, 1)]
     parts = [model.stage(layers, last=False), model.stage(6 - layers, last=True)]
     assert sum(part.batch(chunks) for part in parts) == pytest.approx(model.whole.batch(chunks))
+
+
+def test_a_profile_is_fitted_by_layer_and_adds_up_to_the_model() -> None:
+    rest = ChunkCost(0, 0, 1e-5, 5e-4, 3e-4)
+    chunks = mixes(5, 40)
+    costs = [(TRUE, chunks), (rest, chunks)]
+    layer, around = (
+        tuple(Sample(mix, cost.batch([Chunk("", *chunk) for chunk in mix])) for mix in mixes_) for cost, mixes_ in costs
+    )
+    profile = ChunkProfile(layer, around, 12)
+    model = profile.fit()
+    assert model.layer.coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+    assert model.rest.coefficients == pytest.approx(rest.coefficients, rel=1e-6)
+    assert max(relative_errors(model.whole, profile.whole)) < 1e-6
