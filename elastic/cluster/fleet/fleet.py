@@ -35,12 +35,12 @@ from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.cluster.fleet.records.requests import require_sense
 from elastic.cluster.fleet.supervisor import Supervisor
 from elastic.cluster.launch.base import Launcher
 from elastic.config import require
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
+from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
 from elastic.errors import ConfigError, RankLost, StateError
 from elastic.types import Action
@@ -179,7 +179,7 @@ class Fleet:
         if facts is None or not self.serving:
             self._refuse()
         assert facts is not None
-        require_sense(request, facts.vocabulary, facts.longest)
+        require_valid(request, facts.vocabulary, facts.longest)
         if request.grammar is not None and self._grammars is not None:
             self._grammars.matcher(request.grammar)
         kv = self._members.kv_format

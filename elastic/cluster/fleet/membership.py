@@ -23,6 +23,8 @@ from elastic.errors import ConfigError
 from elastic.memory.backends.shared_file import host_name
 
 logger = logging.getLogger(__name__)
+MOST_LOSSES = 4
+"""How many ranks in a row may be lost with a request before its next token: then it is taken for what ends them."""
 MOST_GONE = 32
 """How many ranks that have gone are remembered for the status."""
 
@@ -79,8 +81,12 @@ class Membership:
             self._dispatcher.forget(instance)
             back = [record for record in instance.records.values() if not record.moving]
             for record in list(instance.records.values()):
+                record.losses = 0 if record.begun or asked else record.losses + 1
                 instance.take(record)
             self._dispatcher.requeue(back, delivery)
+            for record in [record for record in back if record.losses >= MOST_LOSSES]:
+                error = f"{MOST_LOSSES} ranks in a row were lost before its next token; the last one: {why}"
+                self._dispatcher.end_answers(record, range(record.request.n), "failed", delivery, error)
             self._remember(instance)
             if not asked:
                 self._log.count(ranks_lost=1, requests_resumed=resumption.requests)

@@ -83,14 +83,14 @@ class RankStarter:
             client.kill("the fleet has stopped")
             client.close()
             raise StateError("the fleet has stopped")
+        if not client.hello.name:
+            client.hello = replace(client.hello, name=spec.name)
         return self._members.join(client, spec, self.launcher.name)
 
     def take(self, client: RankClient) -> None:
         """Have a rank join that came by itself."""
-        if not client.hello.name:
-            client.hello = replace(client.hello, name=self.next_name())
         try:
-            self._members.join(client, RankSpec(client.hello.name, self._model), self.launcher.name)
+            self._join(client, RankSpec(client.hello.name or self.next_name(), self._model))
         except ElasticError as error:
             logger.warning("a rank came that cannot serve: %s", error)
 

@@ -29,7 +29,7 @@ from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
-from elastic.engines.sampling import answer_seed, require_vocabulary
+from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
@@ -269,24 +269,8 @@ class ContinuousEngine(MovingRequests):
                 raise
 
     def _check(self, request: Request) -> None:
-        vocabulary, longest = self._config.vocab_size, getattr(self._config, "max_position_embeddings", None)
-        total = len(request.prompt) + request.max_tokens
-        if not request.prompt:
-            raise ConfigError("prompt: it has no token; give at least one")
-        for name, count in (("max_tokens", request.max_tokens), ("n", request.n)):
-            if count < 1:
-                raise ConfigError(f"{name}={count} must be at least 1")
-        if not 0 <= request.min_tokens <= request.max_tokens:
-            raise ConfigError(f"min_tokens={request.min_tokens} must be from 0 to max_tokens={request.max_tokens}")
-        wrong = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
-        require_vocabulary(request, vocabulary)
-        if longest and total > longest:
-            raise ConfigError(
-                f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
-                f"the {longest} that the model was made for"
-            )
+        longest = getattr(self._config, "max_position_embeddings", None)
+        require_valid(request, self._config.vocab_size, longest)
         if request.grammar is not None:
             if self._grammars is None:
                 raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")

@@ -1,9 +1,32 @@
-"""What a request may ask of a vocabulary."""
+"""What a request may ask of a model."""
 
 from __future__ import annotations
 
 from elastic.config import require
 from elastic.engines.base import Request
+from elastic.errors import ConfigError
+
+
+def require_valid(request: Request, vocabulary: int, longest: int | None) -> None:
+    """Raise `ConfigError` for a request that no engine of such a model takes.
+
+    `vocabulary` is the number of its tokens, `longest` the most that it was made for, prompt and answer together.
+    """
+    if not request.prompt:
+        raise ConfigError("prompt: it has no token; give at least one")
+    require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "at least 1")
+    require(request.n >= 1, "n", request.n, "at least 1")
+    allowed = f"from 0 to max_tokens={request.max_tokens}"
+    require(0 <= request.min_tokens <= request.max_tokens, "min_tokens", request.min_tokens, allowed)
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        wrong = next(token for token in request.prompt if not 0 <= token < vocabulary)
+        raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
+    require_vocabulary(request, vocabulary)
+    if longest and len(request.prompt) + request.max_tokens > longest:
+        raise ConfigError(
+            f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
+            f"the {longest} that the model was made for"
+        )
 
 
 def require_vocabulary(request: Request, vocabulary: int) -> None:

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from elastic.config import require
 from elastic.engines.base import FinishReason, Listener, Output, Request
 from elastic.engines.core.kv_state import KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
-from elastic.engines.sampling import answer_seed, require_vocabulary
-from elastic.errors import ConfigError, IntegrityError
+from elastic.engines.sampling import answer_seed
+from elastic.errors import IntegrityError
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +80,8 @@ class RequestRecord:
     resumption: Resumption | None = None
     last_s: float = 0.0
     """When its last token came."""
+    losses: int = 0
+    """Ranks in a row that were lost before they told anything of it."""
     telling: bool = False
     """Whether a thread is in its listener; what comes meanwhile is in `untold`."""
     untold: deque[Output] = field(default_factory=deque)
@@ -143,22 +144,3 @@ def new_record(request: Request, listener: Listener) -> RequestRecord:
     states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
     arrived_s = time.perf_counter() if request.arrived_s is None else request.arrived_s
     return RequestRecord(request, listener, tuple(map(AnswerRecord, states)), arrived_s, len(states))
-
-
-def require_sense(request: Request, vocabulary: int, longest: int | None) -> None:
-    """Raise `ConfigError` for a request that no engine of such a model takes."""
-    if not request.prompt:
-        raise ConfigError("prompt: it has no token; give at least one")
-    require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "at least 1")
-    require(request.n >= 1, "n", request.n, "at least 1")
-    allowed = f"from 0 to max_tokens={request.max_tokens}"
-    require(0 <= request.min_tokens <= request.max_tokens, "min_tokens", request.min_tokens, allowed)
-    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-        wrong = next(token for token in request.prompt if not 0 <= token < vocabulary)
-        raise ConfigError(f"prompt: token {wrong} is none of the model's; they are 0 to {vocabulary - 1}")
-    require_vocabulary(request, vocabulary)
-    if longest and len(request.prompt) + request.max_tokens > longest:
-        raise ConfigError(
-            f"the prompt has {len(request.prompt)} tokens; with max_tokens={request.max_tokens} that is more than "
-            f"the {longest} that the model was made for"
-        )

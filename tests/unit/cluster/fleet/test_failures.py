@@ -12,6 +12,7 @@ import pytest
 from elastic import ConfigError, Overloaded, StateError
 from elastic.cluster.control.messages import News
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.membership import MOST_LOSSES
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.sampling import answer_seed
 from elastic.errors import RankLost
@@ -153,6 +154,27 @@ def test_without_a_rank_requests_wait_for_the_next_one(world: Any) -> None:
     w.finish()
     w.fleet.stop()  # which waits for whoever replaces it to say so
     assert "replaced" in w.kinds()
+
+
+def test_a_request_with_which_ranks_end_is_not_given_to_all_of_them(world: Any) -> None:
+    w = world(MOST_LOSSES + 2)
+    (bad,) = w.submit()
+    w.launcher.step(2)
+    others = w.submit(2)
+    tokens = len(w.heard.tokens[bad.id])
+    for _ in range(MOST_LOSSES + 1):  # once after it had a token there
+        with w.fleet._dispatcher.lock:
+            there = w.fleet._dispatcher.records[bad.id].instance
+        for rank in w.launcher.ranks.values():
+            if rank.name != there and not rank.lost:
+                rank.step()
+        w.launcher.ranks[there].die("a fault in its model")
+    end = w.heard.ends[bad.id]
+    assert (end.finish, "a fault in its model" in str(end.error)) == ("failed", True)
+    assert len(w.heard.tokens[bad.id]) == tokens
+    w.requests.remove(bad)
+    w.finish()
+    assert all(w.heard.ends[request.id].finish == "length" for request in others)
 
 
 def test_requests_fail_in_words_when_none_can_come(world: Any) -> None:

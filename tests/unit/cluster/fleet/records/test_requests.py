@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import ConfigError, IntegrityError
-from elastic.cluster.fleet.records.requests import Resumption, new_record, require_sense
+from elastic import IntegrityError
+from elastic.cluster.fleet.records.requests import Resumption, new_record
 from elastic.engines.base import Output, Request, Sampling, TokenLogprobs
 
 REQUEST = Request((5, 6, 7), 9, id="a")
@@ -84,22 +84,3 @@ def test_a_resumption_is_done_when_all_have_been_heard_of_once() -> None:
     resumption.heard("b")
     resumption.heard("b")
     assert done == [resumption]
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (Request((), 1), "prompt"),
-        (Request((1,), 0), "max_tokens=0"),
-        (Request((1,), 1, n=0), "n=0"),
-        (Request((1,), 1, min_tokens=2), "min_tokens=2"),
-        (Request((1, 100, -1), 1), "token 100"),
-        (Request((-1,), 1), "token -1"),
-        (Request((1,) * 30, 3), "more than the 32"),
-        (Request((1,), 1, Sampling(logit_bias=((100, 1.0),))), "logit_bias"),
-    ],
-)
-def test_what_no_engine_takes_is_refused_in_words(request_: Request, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        require_sense(request_, 100, 32)
-    require_sense(Request((0, 99), 30), 100, 32)
