@@ -165,8 +165,8 @@ def test_a_request_with_which_ranks_end_is_not_given_to_all_of_them(world: Any) 
     for _ in range(MOST_LOSSES + 1):  # once after it had a token there
         with w.fleet._dispatcher.lock:
             there = w.fleet._dispatcher.records[bad.id].instance
-        for rank in w.launcher.ranks.values():
-            if rank.name != there and not rank.lost:
+        for name, rank in w.launcher.ranks.items():
+            if name != there:
                 rank.step()
         w.launcher.ranks[there].die("a fault in its model")
     end = w.heard.ends[bad.id]
