@@ -106,6 +106,11 @@ class RankClient:
             self._process.wait(REASON_S)
             self._process.close()
 
+    def leave(self, *, drain: bool = False) -> None:
+        """Ask the rank to end, with `drain` after what it was given, and do not wait for it; `close` does."""
+        self._leaving = True
+        self._outbox.put(encode(Bye(drain)))
+
     def close(self, *, drain: bool = False, timeout_s: float = 5.0) -> None:
         """Have the rank end in order, with `drain` after what it was given; kill it if it has not after `timeout_s`.
 
@@ -113,8 +118,7 @@ class RankClient:
         """
         if not self._threads:
             self.listen(lambda _: None, lambda _: None)
-        self._leaving = True
-        self._outbox.put(encode(Bye(drain)))
+        self.leave(drain=drain)
         self._threads[0].join(timeout_s)
         if self._threads[0].is_alive():
             self.kill(f"killed by the fleet: it had not ended {timeout_s:.0f} s after it was asked to")

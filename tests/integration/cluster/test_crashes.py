@@ -176,14 +176,16 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
                 time.sleep(60)
     """
     shm = set(os.listdir("/dev/shm"))
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=pipe, stderr=pipe, text=True)
     try:
-        assert child.stdout is not None
-        pids = list(map(int, child.stdout.readline().split()))
-        assert len(pids) == 2
-        assert child.wait(120) == (-9 if end == "SIGKILL" else 0)
+        said, errors = child.communicate(timeout=120)
     finally:
         child.kill()
-        child.communicate()
+        child.wait()
+    pids = list(map(int, said.split()))
+    assert len(pids) == 2, errors
+    assert child.returncode == (-9 if end == "SIGKILL" else 0)
+    assert "Traceback" not in errors
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
     assert set(os.listdir("/dev/shm")) <= shm

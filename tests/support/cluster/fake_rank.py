@@ -89,6 +89,9 @@ class FakeRank:
     def kill(self, why: str = "killed by the fleet") -> None:
         self.die(why)
 
+    def leave(self, *, drain: bool = False) -> None:
+        """Do nothing yet: `close` ends it."""
+
     def close(self, *, drain: bool = False, timeout_s: float = 5.0) -> None:
         self.ends.append(drain)
         self.die("it was asked to")
