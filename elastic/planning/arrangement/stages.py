@@ -7,6 +7,7 @@ the slowest stage is as fast as it can be, by dynamic programming; no weights ar
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -115,6 +116,7 @@ class _Table:
         own = [rank.kv_bytes or (0,) * count for rank in ranks]
         every = [sum(column) for column in zip(*own, strict=True)]
         self._ranks, self._count, self._first, self._last = ranks, count, first, last
+        self._quickest = min(rank.slowness for rank in ranks)
         self._cost = _before(cost)
         self._kv = _before(every)
         self._own = [_before(kv) for kv in own]
@@ -173,10 +175,12 @@ class _Table:
         """List the stages that may follow, (rank, stop), and cost no more; each rank behind has one layer at least."""
         ranks, number = range(len(self._ranks)), used.bit_count()
         behind = len(ranks) - number - 1
+        least = self._cost[-1] + self._last - behind * limit * (1 + 1e-9) / self._quickest  # else the others have more
+        soonest = max(start + 1, bisect_left(self._cost, least)) if limit < math.inf else start + 1
         for rank in ranks if len(ranks) <= EXACT else self._order[number : number + 1]:
             if used >> rank & 1:
                 continue
-            for stop in range(start + 1, self._count - behind + 1) if behind else (self._count,):
+            for stop in range(soonest, self._count - behind + 1) if behind else (self._count,):
                 if not self._fits(rank, start, stop) or self.cost(rank, start, stop) > limit:
                     break
                 yield rank, stop

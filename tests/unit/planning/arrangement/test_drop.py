@@ -216,6 +216,30 @@ def test_drops_in_a_row_never_need_what_a_rank_has_dropped(count: int, seed: int
         groups = after(groups, plan)
 
 
+@given(st.lists(st.tuples(st.integers(1, LAYERS), st.integers(0, LAYERS - 1)), min_size=1, max_size=3), st.data())
+def test_a_partial_drop_fetches_nothing_and_leaves_one_holder_of_every_layer(
+    cuts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Whatever members hold: also where no stages are within it, as when two have nothing but the first layer."""
+    groups = [
+        Group((Held(f"{i}", frozenset(range(stop))), Held(f"{i}'", frozenset(range(min(start, stop), LAYERS)))))
+        for i, (stop, start) in enumerate(cuts)
+    ]
+    twice = sum(len(held.layers) for group in groups for held in group.members) - LAYERS
+    needed = EACH * data.draw(st.integers(0, twice))
+    plan = planned(groups, needed)
+    check(groups, plan)
+    assert needed <= plan.freed_bytes < needed + EACH
+
+
+def test_the_last_holder_of_a_layer_keeps_it_though_its_stage_is_elsewhere() -> None:
+    runs = {"a": range(1), "b": range(1, 7), "c": range(7, 12), "d": range(1), "e": range(1, 12)}
+    held = [Held(name, frozenset(run)) for name, run in runs.items()]
+    groups = [Group(tuple(held[:3])), Group(tuple(held[3:]))]
+    for needed in range(0, MODEL + 1, EACH):
+        check(groups, planned(groups, needed))
+
+
 def test_a_whole_drop_of_ranks_that_hold_the_same_end_is_priced_with_its_fetch() -> None:
     first, rest = frozenset({0}), frozenset(range(1, LAYERS))
     groups = [Group((Held(f"{i}", first), Held(f"{i}'", rest))) for i in range(2)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import CapacityError
 from elastic.planning.arrangement.arrangement import Arrangement, assign
-from elastic.planning.arrangement.flips import FlipOrder, LayerChange, LayerWeights, flip_order, layer_changes
+from elastic.planning.arrangement.flips import FlipOrder, LayerChange, LayerWeights, Moving, flip_order, layer_changes
 from elastic.planning.arrangement.transfers import LayerKV
 from support.planning.random_arrangements import ledger
 
@@ -40,6 +40,7 @@ def changed(
 def replay(changes: Sequence[LayerChange], order: FlipOrder, free: Mapping[str, int]) -> dict[str, int]:
     """Do the flips one by one on a ledger; nothing is below zero, except by what is staged, and that comes back."""
     left, by_layer = Counter(free), {change.layer: change for change in changes}
+    least = dict(free)
     done: dict[int, set[str]] = {}
     for flip in order.flips:
         change = by_layer[flip.layer]
@@ -52,13 +53,15 @@ def replay(changes: Sequence[LayerChange], order: FlipOrder, free: Mapping[str, 
                 if request in flip.requests:
                     left.subtract({rank: heads * each for rank, heads in moving.arriving.items()})
                     gives.update({rank: heads * each for rank, heads in moving.leaving.items()})
-        assert min(left.values()) >= min(0, *order.least_free.values())
+        least = {rank: min(nbytes, left[rank]) for rank, nbytes in least.items()}
         assert not set(flip.requests) & before, "a request flips twice"
         before |= set(flip.requests)
         left.update(gives)
     for change in changes:
         assert done[change.layer] == {request for moving in change.moving for request in moving.requests}
         assert sum(flip.ends for flip in order.flips if flip.layer == change.layer) == 1
+    assert least == order.least_free
+    assert min(least.values(), default=0) >= -order.staged_bytes
     assert min(left.values()) >= 0
     return dict(left)
 
@@ -95,6 +98,25 @@ def test_a_restore_finds_an_order_when_there_is_room_in_the_end(of_a: list[int],
     order = flip_order(changes, free)
     assert order.staged_bytes == 0
     replay(changes, order, free)
+
+
+def test_weights_that_come_are_counted_once_when_a_layer_flips_request_by_request() -> None:
+    tokens = {f"{rank}{i}": 10 for rank in "ab" for i in range(4)}
+    changes, used, then = changed(staged(("a", 3), ("b", 3)), lockstep("ab"), tokens, 200)
+    free = {rank: then[rank] - used[rank] + 40 for rank in "ab"}
+    order = flip_order(changes, free)
+    parts = [flip for flip in order.flips if not flip.ends]
+    assert parts
+    assert order.staged_bytes == 0
+    assert replay(changes, order, free) == {"a": 40, "b": 40}
+
+
+def test_the_flip_after_which_its_receivers_have_the_most_room_is_next() -> None:
+    def change(layer: int, rank: str, arriving: int) -> LayerChange:
+        return LayerChange(layer, {}, (Moving(("r",), (arriving,), {rank: 1}, {}),), {rank: arriving})
+
+    order = flip_order([change(0, "a", 9), change(1, "a", 2), change(2, "b", 4)], {"a": 10, "b": 20})
+    assert [flip.layer for flip in order.flips] == [2, 1, 0]
 
 
 @given(st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=3, max_size=4), st.integers(0, 100), st.data())
