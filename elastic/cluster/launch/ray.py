@@ -142,6 +142,8 @@ class RayLauncher:
             connection = self._await(came, process, spec.name)
         finally:
             listener.close()
+            while not came.empty():  # it came when nobody waited any more
+                came.get().close()
         return await_hello(connection, process, spec.name, timeout_s=self._start_timeout_s)
 
     def close(self) -> None:
