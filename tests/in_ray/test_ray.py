@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -129,6 +133,55 @@ def test_a_fleet_on_ray_goes_on_when_an_actor_dies_and_replaces_it(
         wait_until(lambda: len(serving() - {first.pid}) == 2, "the lost rank was not replaced", 120)
         fleet.add(places=PLACES)
         assert len(serving()) == 3
+        assert len(fleet.scale_out(2)) == 2
+        assert len(serving()) == 5
+        fleet.submit(Request(PROMPT, 12, id="after", ignore_eos=True), heard)
+        heard.wait(["after"])
+        assert heard.tokens["after"] == expected[:12]
+
+
+def test_the_command_starts_ray_serves_and_leaves_none_of_it(tmp_path: Path) -> None:
+    without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
+    said = (tmp_path / "said").open("w+")
+    options = ["--ranks", "2", "--launch", "ray", "--place", PLACES[0], "--port", "0"]
+    with (
+        said,
+        ended(
+            subprocess.Popen(
+                [sys.executable, "-m", "elastic.cli.main", "serve", str(MODEL_DIR), *options],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env={**without, "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 4}), "OMP_NUM_THREADS": "1"},
+            )
+        ) as child,
+    ):
+
+        def url() -> str | None:
+            text = Path(said.name).read_text()
+            assert child.poll() is None, text
+            return next((line.split()[-1] for line in text.splitlines() if line.startswith("serving")), None)
+
+        wait_until(url, "it does not serve", 240)
+        body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+        assert asked("/v1/completions", body, url())["usage"]["completion_tokens"] == 8
+        ranks = asked("/elastic/status", at=url())["ranks"]
+        assert [(rank["state"], rank["launcher"]) for rank in ranks] == [("serving", "ray")] * 2
+        family = psutil.Process(child.pid).children(recursive=True)
+        assert {rank["pid"] for rank in ranks} <= {process.pid for process in family}
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(120) == 0, Path(said.name).read_text()
+        for process in family:
+            wait_for_end(process.pid)
+
+
+@contextmanager
+def ended(child: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that is ended with the block, however that ends."""
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
 
 
 def application(name: str, fleet: Fleet) -> Any:
@@ -137,9 +190,9 @@ def application(name: str, fleet: Fleet) -> Any:
     return create_app(fleet, AutoTokenizer.from_pretrained(MODEL_DIR), name)
 
 
-def asked(path: str, body: dict[str, Any] | None = None) -> Any:
+def asked(path: str, body: dict[str, Any] | None = None, at: str = "http://127.0.0.1:8000") -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:8000{path}", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{at}{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 

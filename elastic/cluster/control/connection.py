@@ -76,16 +76,22 @@ def decode(encoded: bytes) -> Any:
 
 
 class SocketConnection:
-    """One end of a connected stream socket, which it owns from then on."""
+    """One end of a connected stream socket, which it owns from then on, and closes where it cannot be made."""
 
     def __init__(self, stream: socket.socket) -> None:
-        stream.setblocking(True)
-        if stream.family != socket.AF_UNIX:
-            with suppress(OSError):  # the other end has gone already: the first word says so
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+        """Raises `OSError` where there are no descriptors left."""
+        try:
+            stream.setblocking(True)
+            if stream.family != socket.AF_UNIX:
+                with suppress(OSError):  # the other end has gone already: the first word says so
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+            descriptor = os.dup(stream.fileno())
+        except OSError:
+            stream.close()
+            raise
         self._socket = stream
-        self.pipe = Pipe(os.dup(stream.fileno()))
+        self.pipe = Pipe(descriptor)
         """The frames; for the handshake, before anything is sent or received."""
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._closed = False
@@ -180,4 +186,8 @@ def queue_pair() -> tuple[QueueConnection, QueueConnection]:
 def socket_pair() -> tuple[SocketConnection, socket.socket]:
     """Return an end, and the socket of the other one, for a process that is started with it: it has no name."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return SocketConnection(here), there
+    try:
+        return SocketConnection(here), there
+    except OSError:
+        there.close()
+        raise

@@ -11,6 +11,7 @@ import secrets
 import socket
 import stat
 import threading
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as standard
 from pathlib import Path
@@ -34,6 +35,8 @@ def prove(connection: SocketConnection, key: bytes, *, first: bool) -> None:
         for half in ours if first else reversed(ours):
             half(connection.pipe, key)
     except AuthenticationError as error:
+        if not str(error).startswith("digest "):  # what is no challenge, since Python 3.12
+            raise StateError(f"the other end does not speak this protocol ({str(error)[:100]})") from error
         raise ConfigError("the key is not the same on both sides; give both the same key file") from error
     except (OSError, EOFError) as error:
         raise StateError(f"the other end went away before it had proven its key ({error or 'end of file'})") from error
@@ -61,23 +64,31 @@ def connect(address: tuple[str, int], key: bytes, *, timeout_s: float = HANDSHAK
     where = f"{address[0]}:{address[1]}"
     try:
         stream = socket.create_connection(address, timeout_s)
+        connection = SocketConnection(stream)
     except socket.gaierror as error:
         raise ConfigError(f"{where}: {error.strerror}; give HOST:PORT of the fleet") from error
     except OSError as error:
         raise StateError(f"nobody answers at {where}: {error.strerror or error}") from error
-    connection = SocketConnection(stream)
-    late = threading.Timer(timeout_s, stream.shutdown, (socket.SHUT_RDWR,))
+    late = threading.Timer(timeout_s, _cut, (stream,))
     late.daemon = True
-    late.start()
     try:
+        late.start()
         prove(connection, key, first=False)
         compare_protocols(connection)
-    except ElasticError as error:
+    except BaseException as error:  # an interrupt too: nobody else has the connection
         connection.close()
-        raise type(error)(f"{where}: {error}") from error
+        if isinstance(error, ElasticError):
+            raise type(error)(f"{where}: {error}") from error
+        raise
     finally:
         late.cancel()
     return connection
+
+
+def _cut(stream: socket.socket) -> None:
+    """End a connection, whoever waits in it."""
+    with suppress(OSError):  # the other end has gone, or it was closed here
+        stream.shutdown(socket.SHUT_RDWR)
 
 
 # -- keys

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.handshake import HANDSHAKE_S, compare_protocols, prove
@@ -38,7 +38,7 @@ class Listener:
         handshake_s: float = HANDSHAKE_S,
         most: int = MOST_HANDSHAKES,
     ) -> None:
-        """Raises `ConfigError` for an address that cannot be listened on."""
+        """Raises `ConfigError` for an address that cannot be listened on, `OSError` without descriptors or threads."""
         self._key, self._accepted, self._refused = key, accepted, refused or logger.warning
         self._handshake_s, self._most = handshake_s, most
         try:
@@ -50,10 +50,15 @@ class Listener:
         """Where it listens: with the port that was chosen, if 0 was asked for."""
         self._pending: dict[socket.socket, float] = {}  # handshakes in progress -> when they must have ended
         self._lock = threading.Lock()
-        self._wake, self._woken = socket.socketpair()
         self._workers = ThreadPoolExecutor(most, thread_name_prefix="elastic-handshake")
         self._thread = threading.Thread(target=self._run, name="elastic-listener", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            undo.callback(self._socket.close)
+            self._wake, self._woken = socket.socketpair()
+            undo.callback(self._wake.close)
+            undo.callback(self._woken.close)
+            self._thread.start()
+            undo.pop_all()
 
     def close(self) -> None:
         """Listen no more, and end handshakes in progress. Can be called twice."""
@@ -91,7 +96,14 @@ class Listener:
             self._cut(min(self._pending.values(), default=0.0))
         with self._lock:
             self._pending[stream] = time.monotonic() + self._handshake_s
-        self._workers.submit(self._shake_hands, stream, f"{peer[0]}:{peer[1]}")
+        where = f"{peer[0]}:{peer[1]}"
+        try:
+            self._workers.submit(self._shake_hands, stream, where)
+        except RuntimeError as error:  # no thread can be started: what waits is for those that run
+            with self._lock:
+                self._pending.pop(stream, None)
+                stream.close()
+            self._refused(f"{where} was refused: {error}")
 
     def _cut(self, until: float) -> None:
         """End the handshakes that had time until then."""
@@ -103,20 +115,28 @@ class Listener:
                     stream.shutdown(socket.SHUT_RDWR)
 
     def _shake_hands(self, stream: socket.socket, peer: str) -> None:
-        connection = None
+        connection: SocketConnection | None = None
+        proven, wrong = False, ""
         try:
-            connection = SocketConnection(stream)
+            with self._lock:  # a stream is cut or closed, not both at a time
+                connection = SocketConnection(stream)
             prove(connection, self._key, first=True)
             compare_protocols(connection)
+            proven = True
         except (ElasticError, OSError) as error:  # OSError: there are no descriptors left
-            with self._lock:
-                late = self._pending.pop(stream, None) is None
-                stream.close() if connection is None else connection.close()
-            self._refused(f"{peer} was refused: {'it took too long' if late else error}")
-            return
+            wrong = str(error)
         with self._lock:
-            self._pending.pop(stream, None)
-        self._accepted(connection)
+            late = self._pending.pop(stream, None) is None
+            if connection is not None and (late or not proven):
+                connection.close()
+        if connection is None or late or not proven:
+            self._refused(f"{peer} was refused: {'it took too long' if late else wrong}")
+            return
+        try:
+            self._accepted(connection)
+        except Exception:  # the fleet's own fault: others may still come
+            connection.close()
+            logger.exception("%s could not be taken", peer)
 
 
 def parse_address(text: str, *, option: str) -> tuple[str, int]:

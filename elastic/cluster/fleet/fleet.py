@@ -93,7 +93,7 @@ class Fleet:
         require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
         self.counters = RequestMetrics()
         self._grammars = grammars
-        self._launcher = launcher_of(launch)
+        self._launcher = launcher_of(launch, ranks if isinstance(ranks, int) else len(ranks))
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)

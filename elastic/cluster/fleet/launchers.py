@@ -14,8 +14,11 @@ _LAUNCHERS = {
 }
 
 
-def launcher_of(launch: str | Launcher) -> Launcher:
-    """Return a launcher, by its name or as it is. Raises `ConfigError` for an unknown name."""
+def launcher_of(launch: str | Launcher, ranks: int) -> Launcher:
+    """Return a launcher, by its name or as it is, for so many ranks at first. Raises `ConfigError` for an unknown name.
+
+    Ray is told of them: it places them together.
+    """
     if not isinstance(launch, str):
         return launch
     if launch == "join":
@@ -23,5 +26,6 @@ def launcher_of(launch: str | Launcher) -> Launcher:
     if launch not in _LAUNCHERS:
         raise ConfigError(f"launch={launch!r} must be one of {', '.join(_LAUNCHERS)}, or a launcher")
     module, name = _LAUNCHERS[launch].split(":")
-    made: Launcher = getattr(importlib.import_module(module), name)()
+    options = {"ranks": ranks} if launch == "ray" else {}
+    made: Launcher = getattr(importlib.import_module(module), name)(**options)
     return made

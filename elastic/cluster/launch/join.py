@@ -51,8 +51,9 @@ class JoinLauncher:
         self.on_joined: Callable[[RankClient], None] | None = None
         """Called with a rank that nobody waits for, on a thread of the launcher."""
         self._start_timeout_s = start_timeout_s
-        self._came = threading.Condition()  # of the three below
+        self._came = threading.Condition()  # of the four below
         self._ready: deque[RankClient] = deque()
+        self._loading: set[SocketConnection] = set()
         self._waiting = 0
         self._closed = False
         self._listener = Listener((host, port), key, self._accept, refused=refused)
@@ -79,10 +80,16 @@ class JoinLauncher:
             self._closed = True
             self._came.notify_all()
         self._listener.close()
+        with self._came:
+            loading = list(self._loading)
+        for connection in loading:
+            connection.close()
         while self._ready:
             self._ready.popleft().kill("the fleet was closed")
 
     def _accept(self, connection: SocketConnection) -> None:
+        with self._came:
+            self._loading.add(connection)
         threading.Thread(target=self._introduce, args=(connection,), name="elastic-joining", daemon=True).start()
 
     def _introduce(self, connection: SocketConnection) -> None:
@@ -92,6 +99,9 @@ class JoinLauncher:
         except ElasticError as error:
             logger.warning("a rank that wanted to join could not start: %s", error)
             return
+        finally:
+            with self._came:
+                self._loading.discard(connection)
         with self._came:
             closed, on_joined = self._closed, self.on_joined
             taken = not closed and (on_joined is None or self._waiting > len(self._ready))

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,29 @@ class RayProcess:
                 os.eventfd_write(self.ended, 1)
 
 
+def _join_ray() -> None:
+    """Join Ray, or start it. Raises `StateError`.
+
+    On a thread that stays: the kernel ends the processes that Ray has started when the thread ends that did it.
+    """
+    joined: Future[None] = Future()
+
+    def join() -> None:
+        try:
+            ray.init()
+        except BaseException as error:  # Ray raises errors of many kinds; whoever asked gets them
+            joined.set_exception(error)
+            return
+        joined.set_result(None)
+        threading.Event().wait()
+
+    threading.Thread(target=join, name="elastic-ray", daemon=True).start()
+    try:
+        joined.result()
+    except Exception as error:  # as above
+        raise StateError(f"Ray could be neither joined nor started: {error}") from error
+
+
 class RayLauncher:
     """Starts each rank as an actor in a bundle of its own: `{"CPU": cpus, "GPU": gpus}`.
 
@@ -142,6 +166,8 @@ class RayLauncher:
             connection = self._await(came, process, spec.name)
         finally:
             listener.close()
+            while not came.empty():  # it came when nobody waited any more
+                came.get().close()
         return await_hello(connection, process, spec.name, timeout_s=self._start_timeout_s)
 
     def close(self) -> None:
@@ -193,7 +219,7 @@ class RayLauncher:
         """Return a bundle that no rank has, of a new group if need be. Raises `StateError` where there is no room."""
         with self._placing:
             if not ray.is_initialized():
-                ray.init()
+                _join_ray()
             with self._lock:
                 if self._closed:
                     raise StateError("the launcher was closed; make a new one")

@@ -8,15 +8,17 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic.cluster.control import handshake
-from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.connection import SocketConnection, socket_pair
 from elastic.cluster.control.handshake import connect, make_key_file, prove, read_key
 from elastic.cluster.control.listener import Listener, parse_address
 from elastic.errors import ConfigError, StateError
@@ -54,11 +56,10 @@ class Door:
     def let_in(self) -> None:
         """Connect with the key, and say something each way."""
         before = len(self.accepted)
-        client = connect(self.listener.address, KEY)
-        self.wait(accepted=before + 1)
-        self.accepted[before].send("welcome")
-        assert client.receive() == "welcome"
-        client.close()
+        with closing(connect(self.listener.address, KEY)) as client:
+            self.wait(accepted=before + 1)
+            self.accepted[before].send("welcome")
+            assert client.receive() == "welcome"
 
     def close(self) -> None:
         self.listener.close()
@@ -101,14 +102,12 @@ def test_another_key_is_refused_in_words_on_both_sides(door: Callable[..., Door]
 
 def test_another_protocol_is_refused_in_words_on_both_sides(door: Callable[..., Door]) -> None:
     one = door()
-    stream = strange(one)
-    client = SocketConnection(stream)
-    prove(client, KEY, first=False)
-    client.send_bytes(handshake.GREETING + b"99")
-    assert client.receive_bytes(64) == handshake.GREETING + b"1"
-    one.wait(refused=1)
+    with closing(SocketConnection(strange(one))) as client:
+        prove(client, KEY, first=False)
+        client.send_bytes(handshake.GREETING + b"99")
+        assert client.receive_bytes(64) == handshake.GREETING + b"1"
+        one.wait(refused=1)
     assert "speaks protocol '99', this one 1" in one.refused[0]
-    client.close()
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         newer = threading.Thread(target=_speak_protocol, args=(server, b"2"), daemon=True)
@@ -119,11 +118,10 @@ def test_another_protocol_is_refused_in_words_on_both_sides(door: Callable[..., 
 
 
 def _speak_protocol(server: socket.socket, version: bytes) -> None:
-    connection = SocketConnection(server.accept()[0])
-    prove(connection, KEY, first=True)
-    connection.send_bytes(handshake.GREETING + version)
-    connection.receive_bytes(64)
-    connection.close()
+    with closing(SocketConnection(server.accept()[0])) as connection:
+        prove(connection, KEY, first=True)
+        connection.send_bytes(handshake.GREETING + version)
+        connection.receive_bytes(64)
 
 
 class Bomb:
@@ -142,14 +140,13 @@ def _explode() -> None:
 @pytest.mark.parametrize("known", [False, True], ids=["without the key", "without the protocol"])
 def test_nothing_is_unpickled_before_the_key_and_the_protocol(door: Callable[..., Door], known: bool) -> None:
     one = door()
-    client = SocketConnection(strange(one))
-    if known:
-        prove(client, KEY, first=False)
-    client.send_bytes(pickle.dumps(Bomb()))
-    one.wait(refused=1)
+    with closing(SocketConnection(strange(one))) as client:
+        if known:
+            prove(client, KEY, first=False)
+        client.send_bytes(pickle.dumps(Bomb()))
+        one.wait(refused=1)
     assert not Bomb.exploded
     assert not one.accepted
-    client.close()
 
 
 @pytest.mark.slow
@@ -170,38 +167,111 @@ def test_ten_thousand_random_messages_are_turned_away_and_the_next_rank_is_let_i
     assert len(one.refused) == strangers
 
 
-def test_silent_and_slow_ones_are_cut_off_in_time_and_keep_nobody_out(door: Callable[..., Door]) -> None:
-    one = door(handshake_s=0.3, most=4)
-    silent = [strange(one) for _ in range(12)]  # more than may wait at a time
-    one.let_in()
-    one.wait(refused=12)
+def test_silent_ones_keep_nobody_out(door: Callable[..., Door]) -> None:
+    one = door(handshake_s=600, most=4)
+    with ExitStack() as silent:
+        for _ in range(12):  # more than may wait at a time
+            silent.enter_context(strange(one))
+        one.let_in()
+        one.wait(refused=9)  # each after the fourth ends the one before it that has waited longest
+        one.listener.close()
+        assert len(one.refused) == 12
     assert all("it took too long" in said for said in one.refused)
-    for stream in silent:
-        while stream.recv(100):  # the challenge, then the end
-            pass
-        stream.close()
+
+
+def test_silent_ones_are_cut_off_in_time(door: Callable[..., Door]) -> None:
+    one = door(handshake_s=0.1)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(strange(one)) for _ in range(3)]
+        one.wait(refused=3)
+        assert all("it took too long" in said for said in one.refused)
+        for stream in silent:
+            while stream.recv(100):  # the challenge, then the end
+                pass
+
+
+def test_one_that_is_cut_off_as_it_proves_the_key_is_refused(
+    door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(connection: SocketConnection) -> None:
+        handshake.compare_protocols(connection)
+        one.listener._cut(time.monotonic() + 60)
+
+    monkeypatch.setattr("elastic.cluster.control.listener.compare_protocols", compare)
+    one = door()
+    with closing(connect(one.listener.address, KEY)) as client:
+        one.wait(refused=1)
+        with pytest.raises(EOFError):
+            client.receive()
+    assert "it took too long" in one.refused[0]
+    assert not one.accepted
+
+
+def test_one_that_the_fleet_fails_to_take_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: SocketConnection) -> None:
+        raise RuntimeError("no thread for it")
+
+    with (
+        closing(Listener(("127.0.0.1", 0), KEY, fail)) as listener,
+        closing(connect(listener.address, KEY)) as client,
+        pytest.raises(EOFError),
+    ):
+        client.receive()
+    assert "no thread for it" in caplog.text
+
+
+def test_without_descriptors_or_threads_no_socket_is_left(
+    door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptors(_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    def no_threads(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = door()
+    one.let_in()
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr("elastic.cluster.control.connection.os.dup", no_descriptors)
+        with pytest.raises(StateError, match="Too many open files"):
+            connect(one.listener.address, KEY)
+        with pytest.raises(OSError, match="Too many open files"):
+            socket_pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        with pytest.raises(RuntimeError, match="new thread"):
+            connect(one.listener.address, KEY)
+        with pytest.raises(RuntimeError, match="new thread"):
+            Listener(("127.0.0.1", 0), KEY, lambda _: None)
+    one.wait(refused=2)
+    assert descriptors() == before
+    one.let_in()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_one_byte_after_another_does_not_lengthen_the_time(door: Callable[..., Door]) -> None:
     one = door(handshake_s=0.3)
-    stream = strange(one)
-    stream.sendall(struct.pack("!i", 200))
-    with suppress(OSError):  # cut off while it speaks
-        while not one.refused:
-            stream.sendall(b"x")
-            threading.Event().wait(0.02)
-    one.wait(refused=1)
+    with strange(one) as stream:
+        stream.sendall(struct.pack("!i", 200))
+        with suppress(OSError):  # cut off while it speaks
+            while not one.refused:
+                stream.sendall(b"x")
+                threading.Event().wait(0.02)
+        one.wait(refused=1)
     assert "it took too long" in one.refused[0]
-    stream.close()
 
 
 def test_a_close_ends_handshakes_and_leaves_the_port(door: Callable[..., Door]) -> None:
     one = door()
-    stream = strange(one)
     address = one.listener.address
-    one.listener.close()
-    one.wait(refused=1)
-    stream.close()
+    with strange(one) as stream:
+        assert stream.recv(100)  # the challenge: it has been accepted
+        one.listener.close()
+        one.wait(refused=1)
     with pytest.raises(StateError, match="nobody answers"):
         connect(address, KEY)
     socket.create_server(address).close()
@@ -218,6 +288,23 @@ def test_a_server_that_is_no_fleet_is_told_in_words() -> None:
         with pytest.raises(StateError, match=r"does not speak this protocol|went away"):
             connect(address, KEY)
         answering.join(10)
+
+
+def test_what_is_no_challenge_is_told_from_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def answer(*_: object) -> None:
+        raise AuthenticationError(said[-1])
+
+    monkeypatch.setattr(handshake.standard, "answer_challenge", answer)
+    here, there = socket_pair()
+    with closing(here), there:
+        said.append("Protocol error, expected challenge: message=b'HTTP/1.1 400'")  # Python 3.12's
+        with pytest.raises(StateError, match="does not speak this protocol"):
+            prove(here, KEY, first=False)
+        said.append("digest sent was rejected")
+        with pytest.raises(ConfigError, match="key is not the same"):
+            prove(here, KEY, first=False)
 
 
 def _speak_http(server: socket.socket) -> None:

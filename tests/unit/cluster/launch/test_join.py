@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from elastic.cluster.rank.build import built
 from elastic.cluster.rank.client import RankClient
 from elastic.errors import ConfigError, StateError
 from support.architectures import build
-from support.processes import wait_for_end
+from support.processes import wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 
 ANY = RankSpec("any", None)
@@ -95,6 +96,15 @@ def test_one_that_cannot_start_is_passed_over(
     whole.close()
     assert "its model is not there" in caplog.text
     broken.close()
+
+
+def test_a_close_lets_one_go_that_still_loads(launcher: JoinLauncher, key_file: Path) -> None:
+    with closing(connect(launcher.address, read_key(key_file))) as loading:
+        wait_until(lambda: launcher._loading, "it was not let in")
+        launcher.close()
+        with pytest.raises(EOFError):
+            loading.receive()
+    wait_until(lambda: not launcher._loading, "its thread waits on")
 
 
 def test_nobody_comes(key_file: Path) -> None:
