@@ -262,7 +262,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.resume(held)
         names = [sequence.id for sequence in held]
         self.live |= set(names)
-        self.arrived = [*names, *(name for name in self.arrived if name not in names)]  # they are the first again
+        begun = {self.states[name].request.id for name in self.live - self.waiting}
+        others = [name for name in self.arrived if name not in names]
+        follow = [name for name in others if name in self.waiting and self.states[name].request.id in begun]
+        # they are the first again, behind the answers of requests that have begun
+        self.arrived = [*follow, *names, *(name for name in others if name not in follow)]
 
     @precondition(lambda self: self.held)
     @rule()

@@ -90,7 +90,7 @@ class Transactions(RuleBasedStateMachine):
         """Several steps at once: hypothesis alone would end most examples after a few."""
         for step, action, which in journey:
             {
-                "p": lambda action=action: self.prepare([action], 60.0),
+                "p": lambda action=action, which=which: self.make_way_and_prepare(action, which),
                 "c": lambda which=which: self.commit(which),
                 "r": lambda which=which: self.roll_back(which),
                 "w": lambda: self.wait(30.0),
@@ -99,6 +99,12 @@ class Transactions(RuleBasedStateMachine):
                 "g": self.generate,
             }[step]()
             self.laws()
+
+    def make_way_and_prepare(self, action: Action, which: int) -> None:
+        """End the held ones that are in the way; most would be refused otherwise."""
+        while self.touches_held((action,)):
+            self.commit(0) if which % 2 else self.roll_back(0)
+        self.prepare([action], 20.0 if which % 3 else 60.0)
 
     @rule(which=st.integers(0, 20))
     def commit(self, which: int) -> None:
