@@ -85,7 +85,7 @@ class Transactions(RuleBasedStateMachine):
             done["prepared"] += 1
         self.unless_deferred_ones_are_done(before)
 
-    @rule(journey=st.lists(st.tuples(st.sampled_from("pcrwaeg"), ACTIONS, st.integers(0, 20)), min_size=8, max_size=8))
+    @rule(journey=st.lists(st.tuples(st.sampled_from("ppccrwwaeg"), ACTIONS, st.integers(0, 20)), min_size=8, max_size=8))
     def travel(self, journey: list[tuple[str, Action, int]]) -> None:
         """Several steps at once: hypothesis alone would end most examples after a few."""
         for step, action, which in journey:
@@ -257,7 +257,7 @@ def test_transactions_are_all_or_nothing_in_any_order(monkeypatch: pytest.Monkey
     run_state_machine_as_test(
         Transactions,
         settings=settings(
-            max_examples=25,
+            max_examples=40,
             stateful_step_count=60,
             deadline=None,
             database=None,
