@@ -38,6 +38,7 @@ ACTIONS: st.SearchStrategy[Action] = st.one_of(
     st.builds(Replicate, LAYERS, st.sampled_from(NAMES)),
     st.builds(ResizeKV, st.sampled_from(NAMES), st.integers(0, 300_000) | st.none()),
 )
+STEPS = st.sampled_from("ppccrwwaeg")
 EXPECTED = (CapacityError, StateError, ConfigError)
 done: Counter[str] = Counter()
 
@@ -85,7 +86,7 @@ class Transactions(RuleBasedStateMachine):
             done["prepared"] += 1
         self.unless_deferred_ones_are_done(before)
 
-    @rule(journey=st.lists(st.tuples(st.sampled_from("ppccrwwaeg"), ACTIONS, st.integers(0, 20)), min_size=8, max_size=8))
+    @rule(journey=st.lists(st.tuples(STEPS, ACTIONS, st.integers(0, 20)), min_size=8, max_size=8))
     def travel(self, journey: list[tuple[str, Action, int]]) -> None:
         """Several steps at once: hypothesis alone would end most examples after a few."""
         for step, action, which in journey:
