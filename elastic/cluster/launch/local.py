@@ -70,6 +70,7 @@ class ForkServerClient:
     def __init__(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [os.path.abspath(entry) for entry in sys.path]
+        alone = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads, which no fork takes along
         with there:
             ours = [str(there.fileno()), str(os.getpid())]
             self._server = subprocess.Popen(
@@ -77,7 +78,7 @@ class ForkServerClient:
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a rank prints is no output of this program
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+                env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path)},
                 start_new_session=True,
             )
         self._socket = here

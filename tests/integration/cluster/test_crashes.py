@@ -91,7 +91,8 @@ def test_a_killed_rank_loses_no_token_and_nothing_is_computed_again(fleet: Fleet
         fleet.submit(request, heard)
     for name in asked:
         heard.wait_for_tokens(name, 30)
-    victim = next(rank for rank in serving(fleet) if rank.name == fleet.instance_of(next(iter(asked))))
+    least = min(asked, key=lambda name: len(heard.tokens[name]))  # the others may have ended
+    victim = next(rank for rank in serving(fleet) if rank.name == fleet.instance_of(least))
     os.kill(victim.pid, signal.SIGKILL)
     heard.wait(list(asked))
     assert_right(heard, asked, expected)
@@ -187,5 +188,6 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
     assert len(pids) == 2, errors
     assert child.returncode == (-9 if end == "SIGKILL" else 0)
     assert "Traceback" not in errors
+    assert "ranks may hang" not in errors
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
     assert set(os.listdir("/dev/shm")) <= shm
