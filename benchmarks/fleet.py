@@ -38,7 +38,7 @@ from elastic.assets import MODEL_DIR
 from elastic.engines.base import Engine, Output, Request
 from elastic.engines.continuous import ContinuousEngine
 
-PLACE = "cpu#{}=256MiB"
+PLACE = "cpu#{}=1GiB"
 ENGINE = {"max_requests": 64, "max_batch_tokens": 256}
 
 
