@@ -7,7 +7,7 @@ engine's process has died, as long as somebody holds the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic.memory.backends.shared_file import SharedFile
@@ -88,6 +88,17 @@ class KVSource:
         layer_bytes = sector_pages // len(self.format.groups[group][0]) * self.page_bytes
         sector, place = divmod(block, layer_bytes // self.format.block_bytes)
         return sector, place * self.format.block_bytes
+
+
+@dataclass(frozen=True)
+class LayersKV:
+    """The keys and values of some layers of an engine as another process reads them: all sectors that are mapped."""
+
+    file: SharedFile
+    page_bytes: int
+    format: KVFormat
+    pages: Mapping[int, Mapping[int, tuple[int, ...]]] = field(repr=False, hash=False)
+    """Layer -> sector -> its pages of the file, in order."""
 
 
 class KVDirectory:

@@ -1,0 +1,99 @@
+"""The log of an instance: what its home sends, in order, to each rank that computes layers of it.
+
+A rank does what the items say one after another; the home learns of an error by `Failed`. What an item is about is
+ordered by that alone: a step behind a `Flip` is computed by the new path, one before it by the old one, and no rank
+waits for another at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.core.step import Chunk
+from elastic.engines.pipeline.path import LayerPath
+
+
+class SectorRef(NamedTuple):
+    """A sector of the home's KV cache: ranks have the same ones, each for its layers."""
+
+    group: int
+    sector: int
+
+
+@dataclass(frozen=True)
+class StepItem:
+    """Compute a step: those of its layers that the rank has."""
+
+    number: int
+    epoch: int
+    """Of the path that it is computed by. A rank refuses one that is not its own."""
+    chunks: tuple[Chunk, ...]
+    """With the blocks of a sequence that the rank has not heard of, all of them."""
+    added: tuple[str, ...] = ()
+    """Sequences that begin, or that it has not heard of."""
+    removed: tuple[str, ...] = ()
+    """Sequences that it can forget, before anything else."""
+    mapped: tuple[SectorRef, ...] = ()
+    """Sectors that the step's blocks may be in, mapped before it; they are within what the rank has allotted."""
+    unmapped: tuple[SectorRef, ...] = ()
+    """Sectors that were given back, before it, and before `mapped`."""
+
+
+@dataclass(frozen=True)
+class CopyItem:
+    """Copy what was written since the last copy, at the moment at which layers change their rank: no step is in flight.
+
+    The rank that gets the layers answers `Copied`; it has been told to prepare, and knows the sectors.
+    """
+
+    layers: tuple[int, ...]
+    source: LayersKV
+    blocks: tuple[tuple[int, ...], ...]
+    """Of each group."""
+    mapped: tuple[SectorRef, ...] = ()
+    """Sectors that were mapped since it prepared."""
+    unmapped: tuple[SectorRef, ...] = ()
+
+
+@dataclass(frozen=True)
+class FlipItem:
+    """From now on steps go by another path. Ranks drop the keys and values of layers that they compute no more."""
+
+    path: LayerPath
+    sequences: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
+    """All live sequences and their blocks by group, for a rank that had no part in the path before."""
+
+
+@dataclass(frozen=True)
+class ForgetItem:
+    """Forget sequences, and unmap sectors, when no step may come soon."""
+
+    removed: tuple[str, ...]
+    unmapped: tuple[SectorRef, ...] = ()
+
+
+@dataclass(frozen=True)
+class EndItem:
+    """The rank computes no layer of the instance any more: its memory for it comes free."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Rank to home: what a `CopyItem` copied, in bytes; or why it could not."""
+
+    nbytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Rank to home: a step could not be computed. Nothing of it is sampled."""
+
+    number: int
+    error: str
+
+
+LogItem = StepItem | CopyItem | FlipItem | ForgetItem | EndItem
+LogAnswer = Copied | Failed
