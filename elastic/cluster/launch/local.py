@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ class ForkServerClient:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [os.path.abspath(entry) for entry in sys.path]
         alone = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads, which no fork takes along
-        with there:
+        with ExitStack() as failed, there:
+            failed.callback(here.close)
             ours = [str(there.fileno()), str(os.getpid())]
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "elastic.cluster.launch.fork_server", *ours],
@@ -81,6 +82,7 @@ class ForkServerClient:
                 env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path)},
                 start_new_session=True,
             )
+            failed.pop_all()
         self._socket = here
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the wishes
