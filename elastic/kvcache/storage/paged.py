@@ -37,7 +37,8 @@ class BlockMemory(SectorSpace):
         super().__init__(kv, groups, kv.pool.budget_pages // min(sector_layer_pages(groups, kv.pool.page_bytes)))
         self.promised = promised
         self.cap: int | None = None
-        """The most sectors that may be mapped: what other places that have layers of them keep pages for. None: any."""
+        """The most sectors that new requests may bring: other places that have layers keep pages for these."""
+        self._live_cap: int | None = None  # for requests that live: of before, until the present one is reached
         self.keep_sectors = False
         """Set while layers are copied: no sector is given back, whoever needs pages."""
         self._reusable = reusable
@@ -87,12 +88,13 @@ class BlockMemory(SectorSpace):
     @property
     def capacity(self) -> int:
         """Sectors that requests could have at the limit that is in force, with none there."""
-        return self._within_cap(self._sectors_of(max(0, self.kv.limits.open - self.kv.usage.of_others(self))))
+        return _least(self._sectors_of(max(0, self.kv.limits.open - self.kv.usage.of_others(self))), self.cap)
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
         free = self._sectors_of(self.kv.available(growing=growing, asker=self))
-        return max(0, min(free, self._within_cap(self.sectors) - self.sectors_in_use))
+        most = _least(self.sectors, self._live_cap if growing else self.cap)
+        return max(0, min(free, most - self.sectors_in_use))
 
     def require_possible(self, sectors: int, what: str) -> None:
         """Raise `CapacityError` if so many are never to be had, `Overloaded` if not while the limits are as they are.
@@ -110,7 +112,7 @@ class BlockMemory(SectorSpace):
                 f'{limits.limit * size:,} now: raise it, kv.resize("max") to all there is, or shorten the request',
                 retry_after_s=RETRY_AFTER_S,
             )
-        if sectors > self._within_cap(sectors):
+        if sectors > _least(sectors, self.cap):
             raise Overloaded(
                 f"{what} needs {sectors} sectors of KV cache, and other places that compute layers of it have room for "
                 f"{self.cap}: try again once they have more, or shorten the request",
@@ -122,13 +124,14 @@ class BlockMemory(SectorSpace):
     def allocate(self, group: int) -> int:
         """Map a sector in all layers of a group. Raises `CapacityError`, and nothing has changed."""
         with self.lock:
+            most = _least(self.sectors, self._live_cap)
             if not self._idle[group]:
-                self._unmap_above(self._within_cap(self.sectors) - 1)
+                self._unmap_above(most - 1)
             if self._idle[group]:
                 return self._idle[group].popitem()[0]
-            mapped, size = self.mapped_count, self.groups[group].sector_pages
-            if mapped >= self._within_cap(self.sectors):
-                raise self.kv.pool.shortage(f"all {mapped} sectors that there may be are in use", size, free=0)
+            size = self.groups[group].sector_pages
+            if self.mapped_count >= most:
+                raise self.kv.pool.shortage(f"all {most} sectors that there may be are in use", size, free=0)
             self.kv.make_way(size)
             pages = self.kv.pool.allocate(OWNER, size)
             sector = heapq.heappop(self._absent)
@@ -148,7 +151,7 @@ class BlockMemory(SectorSpace):
         with self.lock:
             self._idle[group][sector] = None
             if self.cap is not None:
-                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(self._within_cap(self.sectors)))
+                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(_least(self.sectors, self.cap)))
 
     def trim(self, pages: int) -> int:
         """Give idle sectors back until `pages` pages came free; return how many did."""
@@ -178,23 +181,28 @@ class BlockMemory(SectorSpace):
     # -- the cap
 
     def set_cap(self, sectors: int | None) -> None:
-        """Have so many sectors at the most: idle ones above it are given back now, or when they come to be idle.
+        """Have so many sectors at the most. Idle ones above it are given back now, or when they come to be idle.
 
-        What live requests have above it they keep; `reached_cap` says when there is nothing above it any more.
+        A lower one binds new requests. Those that live may get all that they were promised, up to the cap of before;
+        `reached_cap` says when none needs more than this one, and from then on there are never more sectors.
         """
         if sectors is not None and sectors < 0:
             raise ConfigError(f"sectors={sectors} must be at least 0, or None for no cap")
         with self.lock:
             self.cap = sectors
-            self._unmap_above(self._within_cap(self.sectors))
+            if sectors is None or (self._live_cap is not None and sectors > self._live_cap):
+                self._live_cap = sectors
+            self.reached_cap()
             self.kv.pool.notify()
 
     def reached_cap(self) -> bool:
-        """Return whether no more sectors are mapped than the cap allows, nor will be for what was promised."""
+        """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
         with self.lock:
-            most = self._within_cap(self.sectors)
-            self._unmap_above(most)
-            return self.mapped_count <= most and self.sectors_in_use + self.promised() <= most
+            if self.cap is not None and self.cap != self._live_cap:
+                self._unmap_above(self.cap)
+                if max(self.mapped_count, self.sectors_in_use + self.promised()) <= self.cap:
+                    self._live_cap = self.cap
+            return self.cap == self._live_cap
 
     # -- layers
 
@@ -267,9 +275,6 @@ class BlockMemory(SectorSpace):
         """Count the sectors that pages are enough for, of whichever group."""
         return min(self.sectors, pages // self.sector_pages) if self.sector_pages else self.sectors
 
-    def _within_cap(self, sectors: int) -> int:
-        return sectors if self.cap is None else min(sectors, self.cap)
-
     def _unmap_above(self, most: int) -> None:
         """Give sectors back until no more than `most` are mapped, as far as no live request needs them."""
         excess = self.mapped_count - most
@@ -320,3 +325,7 @@ class BlockMemory(SectorSpace):
         kv = self.kv
         unpromised = kv.limits.maximum - kv.usage.used - kv.usage.idle - kv.usage.promised(but=self)
         return self._needed_for(layers) - min(unpromised, kv.pool.free_pages)
+
+
+def _least(sectors: int, cap: int | None) -> int:
+    return sectors if cap is None else min(sectors, cap)

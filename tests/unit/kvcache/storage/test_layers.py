@@ -146,6 +146,31 @@ def test_where_groups_have_sectors_of_several_sizes_the_largest_counts() -> None
     check(kv)
 
 
+def test_a_lower_cap_is_for_new_requests_until_those_that_live_can_end_under_it() -> None:
+    kv, _ = pool_of(64)
+    memory = BlockMemory(kv, FOUR)
+    held = [memory.allocate(0) for _ in range(3)]
+    memory.promised = lambda: 3
+    memory.set_cap(4)
+    assert not memory.reached_cap()
+    assert (memory.room(growing=False), memory.room(growing=True)) == (1, 13)
+    held += [memory.allocate(0) for _ in range(3)]
+    memory.promised = lambda: 0
+    memory.set_cap(5)
+    assert not memory.reached_cap()
+    for _ in range(2):
+        memory.free(0, held.pop())
+    assert memory.mapped_count == 5, "what comes to be idle above the cap is given back"
+    assert memory.reached_cap()
+    assert (memory.room(growing=False), memory.room(growing=True)) == (1, 1)
+    memory.set_cap(7)
+    assert memory.reached_cap()
+    assert memory.room(growing=True) == 3
+    memory.set_cap(None)
+    assert memory.room(growing=True) == 12
+    assert memory.reached_cap()
+
+
 def test_the_cap_counts_all_sectors_that_are_mapped() -> None:
     kv, _ = pool_of(64)
     memory = BlockMemory(kv, FOUR)
@@ -162,9 +187,9 @@ def test_the_cap_counts_all_sectors_that_are_mapped() -> None:
     memory.promised = lambda: 1
     memory.free(0, held.pop())
     memory.set_cap(4)
-    assert (memory.mapped_count, memory.room(growing=True), memory.reached_cap()) == (4, 0, False)
+    assert (memory.reached_cap(), memory.mapped_count, memory.room(growing=True)) == (False, 4, 12)
     memory.free(0, held.pop())
-    assert (memory.mapped_count, memory.room(growing=True), memory.reached_cap()) == (4, 1, True)
+    assert (memory.reached_cap(), memory.mapped_count, memory.room(growing=True)) == (True, 4, 1)
     memory.set_cap(3)
     memory.promised = lambda: 0
     assert (memory.mapped_count, memory.reached_cap()) == (3, True)
