@@ -16,8 +16,9 @@ from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import SequenceState, Step
 from elastic.errors import CapacityError, Overloaded
 from elastic.kvcache.storage.budget import WeightsShare
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory, next_token

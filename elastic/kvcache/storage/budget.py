@@ -36,8 +36,7 @@ class WeightsShare:
         kv = self._kv
         with kv.lock:
             kv.retire_ended()
-            promised = sum(sectors.promised_pages for sectors in kv.usage.sectors)
-            return max(0, kv.usage.used + promised + pages - kv.limits.maximum)
+            return max(0, kv.usage.used + kv.usage.promised() + pages - kv.limits.maximum)
 
     def record_resident(self, pages: int) -> None:
         """Note that weights of so many pages have come to stay, or gone for good (below zero)."""
