@@ -8,6 +8,7 @@ given, or, in front of one that is, what the rank before has sent. (KunServe, se
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from elastic.engines.pipeline.path import StagePlan
 from elastic.engines.pipeline.transport import Key, Transport
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, ElasticError, RankLost
 from elastic.hooks.forward_override import dispatches, install_override, remove_override
 from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.runtime.runtime import runtime
@@ -60,8 +61,12 @@ class StageForward:
         `RankLost`.
         """
         stage = _StagePass(plan, transport, step, self._indices, self._as_tuples, partial(self._receive, transport))
-        with self._turn:
-            return self._call(stage, inputs)
+        try:
+            with self._turn:
+                return self._call(stage, inputs)
+        except Exception as error:
+            stage.fail(error)
+            raise
 
     def close(self) -> None:
         """Leave the layers as they were. Can be called twice."""
@@ -112,6 +117,15 @@ class _StagePass:
         self._indices = indices
         self._as_tuples = as_tuples
         self._receive = receive
+        self._sent: set[int] = set()
+
+    def fail(self, error: Exception) -> None:
+        """Have nobody wait for what is not sent any more."""
+        for layer, rank in self._plan.sends.items():
+            if layer not in self._sent:
+                with suppress(ElasticError):
+                    lost = error.rank if isinstance(error, RankLost) else ""
+                    self._transport.fail(rank, Key(self._step, layer + 1), str(error), lost)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._plan.layers
@@ -124,6 +138,7 @@ class _StagePass:
         output = type(layer).forward(layer, *args, **kwargs)
         if index in plan.sends:
             self._transport.send(plan.sends[index], hidden_of(output), Key(self._step, index + 1))
+            self._sent.add(index)
         if index == plan.last:
             raise _Ended
         return output

@@ -17,12 +17,16 @@ class QueueExchange:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.boxes: dict[Box, torch.Tensor] = {}
+        self.boxes: dict[Box, torch.Tensor | StateError] = {}
         """Home, sender, receiver, key -> hidden states."""
         self.gone: set[str] = set()
+        self.closed: set[tuple[str, str]] = set()
+        """Home, rank: ends that were closed."""
 
     def transport(self, rank: str, home: str) -> QueueTransport:
         """Return a rank's end for the instance of a home."""
+        with self.changed:
+            self.closed.discard((home, rank))
         return QueueTransport(self, rank, home)
 
     def lost(self, rank: str) -> None:
@@ -47,14 +51,24 @@ class QueueTransport:
             exchange.boxes[self._home, self._rank, to, key] = hidden.clone()
             exchange.changed.notify_all()
 
+    def fail(self, to: str, key: Key, why: str, lost: str = "") -> None:
+        """Send an error; see `Transport`."""
+        exchange = self._exchange
+        with exchange.changed:
+            self._require(to)
+            exchange.boxes[self._home, self._rank, to, key] = RankLost(why, rank=lost) if lost else StateError(why)
+            exchange.changed.notify_all()
+
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for hidden states; see `Transport`. Raises `StateError` for others than are expected."""
         exchange, box = self._exchange, (self._home, frm, self._rank, key)
         with exchange.changed:
-            exchange.changed.wait_for(lambda: box in exchange.boxes or self._closed or frm in exchange.gone)
+            exchange.changed.wait_for(lambda: box in exchange.boxes or self._closed or self._has_gone(frm))
             if self._closed or box not in exchange.boxes:
                 self._require(frm)
             hidden = exchange.boxes.pop(box)
+        if isinstance(hidden, StateError):
+            raise hidden
         if (hidden.shape, hidden.dtype) != (like.shape, like.dtype):
             raise StateError(
                 f"rank {frm!r} sent {hidden.dtype} {tuple(hidden.shape)} as {key}, expected were {like.dtype} "
@@ -65,7 +79,10 @@ class QueueTransport:
     def close(self) -> None:
         """End it; see `Transport`."""
         with self._exchange.changed:
+            if self._closed:
+                return
             self._closed = True
+            self._exchange.closed.add((self._home, self._rank))
             for home, frm, to, key in [*self._exchange.boxes]:
                 if (home, to) == (self._home, self._rank):
                     del self._exchange.boxes[home, frm, to, key]
@@ -74,5 +91,8 @@ class QueueTransport:
     def _require(self, rank: str) -> None:
         if self._closed:
             raise RankLost(f"the transport of {self._home!r} at {self._rank!r} was closed", rank=rank)
-        if rank in self._exchange.gone:
+        if self._has_gone(rank):
             raise RankLost(f"rank {rank!r} was lost", rank=rank)
+
+    def _has_gone(self, rank: str) -> bool:
+        return rank in self._exchange.gone or (self._home, rank) in self._exchange.closed

@@ -27,5 +27,11 @@ class Transport(Protocol):
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for hidden states of the shape, dtype and device of `like`; return them."""
 
+    def fail(self, to: str, key: Key, why: str, lost: str = "") -> None:
+        """Have whoever receives this key get an error in the place of hidden states; returns at once.
+
+        It is `RankLost` of a rank that was `lost`, else `StateError`.
+        """
+
     def close(self) -> None:
         """End it; whoever waits in `receive` gets `RankLost`. Can be called twice."""
