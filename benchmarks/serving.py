@@ -33,6 +33,8 @@ class Answer:
     at_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
+    queued_s: float = 0.0
+    """From its arrival until it was first in a step."""
 
     @property
     def ttft_s(self) -> float:
@@ -58,6 +60,8 @@ class Load:
             now = time.perf_counter()
             answer.at_s.extend([now] * len(output.tokens))
             answer.tokens.extend(output.tokens)
+            if output.scheduled_s is not None:
+                answer.queued_s = max(0.0, output.scheduled_s - answer.sent_s)
             if output.finish:
                 answer.finish = output.finish
                 self._ended.release()
