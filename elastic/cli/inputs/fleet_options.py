@@ -98,7 +98,7 @@ def make_launcher(options: Namespace) -> str | Launcher:
     if options.launch in (None, "local"):
         from elastic.cluster.launch.local import LocalLauncher
 
-        local = LocalLauncher()
+        local = LocalLauncher(options.ranks)
         local.warm_up()
         return local
     if options.launch != "join":
