@@ -27,6 +27,7 @@ from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
 from elastic.engines.core.scheduler import Scheduler
 from elastic.engines.core.step import SequenceState
+from elastic.engines.core.step_budget import StepBudget
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
@@ -50,7 +51,8 @@ class ContinuousEngine(PipelinedEngine):
     may wait (None: any number), `max_requests` how many answers are computed at a time. `max_batch_tokens` bounds the
     tokens of one forward pass: a longer prompt is computed in parts. `block_tokens` is the size of a block,
     `block_layout` the order in it (a name of `LAYOUTS`); `share_prefixes` has requests share the blocks of a common
-    beginning; `cohorts` is how many batches may be in flight; `grammars` serves structured output. Raises `StateError`
+    beginning; `cohorts` is how many batches may be in flight; `step_budget` says how many tokens each step may have, by
+    what they cost (None: `max_batch_tokens`); `grammars` serves structured output. Raises `StateError`
     for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
@@ -65,6 +67,7 @@ class ContinuousEngine(PipelinedEngine):
         block_layout: str = "head_centric",
         share_prefixes: bool = True,
         cohorts: int = 1,
+        step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "block_tokens": block_tokens}
@@ -110,6 +113,7 @@ class ContinuousEngine(PipelinedEngine):
             scheduler = Scheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
             )
+            scheduler.budget = step_budget or scheduler.budget
             self._loop = StepLoop(scheduler, self._home, self._requests, cohorts)
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)

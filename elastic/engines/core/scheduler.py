@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 from typing import NamedTuple
 
 from elastic.engines.base import FinishReason, SampledToken
@@ -14,6 +15,8 @@ from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
+from elastic.engines.core.step_budget import StepBudget, TokenBudget
+from elastic.planning.pipeline import chunk_cost
 
 WrittenListener = Callable[[tuple[list[int], ...], int, int], None]
 """Blocks by group of layers, the first token, the one behind the last."""
@@ -48,8 +51,8 @@ class Scheduler:
     """A state machine without threads; its clock says seconds.
 
     Sequences that decode come first, then those whose prompt is being computed, in chunks that fill the step up to
-    `max_batch_tokens`, then new ones, while at most `max_requests` live. Where one finds no room, new ones wait: they
-    would only take the room of those that live, and of those before them.
+    its `budget`, then new ones, while at most `max_requests` live. Where one finds no room, new ones wait: they would
+    only take the room of those that live, and of those before them.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.blocks = blocks
+        self.budget: StepBudget = TokenBudget(max_batch_tokens)
+        """How many tokens a step may have."""
         self.sequences: dict[str, Sequence] = {}
         """All that have not ended."""
         self.held: dict[str, Sequence] = {}
@@ -75,7 +80,7 @@ class Scheduler:
         self.short_of_kv_s = 0.0
         """A clock that stands still while every sequence that could be computed has the blocks it asks for: by how
         much it went on is how long one that waited meanwhile has waited for blocks, not for its turn."""
-        self._max_requests, self._max_batch_tokens = max_requests, max_batch_tokens
+        self._max_requests = max_requests
         self._clock = clock
         self._last_s = clock()
         self._cohorts = [_Cohort(number) for number in range(cohorts)]
@@ -352,7 +357,7 @@ class Scheduler:
 
         Those that the executor does not know yet are `added`.
         """
-        budget = self._max_batch_tokens
+        budget = self.budget.tokens((sequence.computed for sequence in cohort.decoding), self._queue_of(cohort))
         no_blocks = self.blocks.no_blocks
         for sequence in (*cohort.decoding, *cohort.prefilling):
             if not budget:
@@ -376,6 +381,12 @@ class Scheduler:
             sequence.computed = stop
             budget -= stop - start
         return budget
+
+    def _queue_of(self, cohort: _Cohort) -> Iterator[chunk_cost.Chunk]:
+        """Give what is left of the prompts that a cohort may compute, in order."""
+        for sequence in chain(cohort.prefilling, self._waiting):
+            if not sequence.ended:
+                yield chunk_cost.Chunk(sequence.id, sequence.computed, len(sequence.tokens) - sequence.computed)
 
     def _add_new(
         self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence], budget: int, now: float
