@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from elastic.engines.pipeline.transport import Key
+from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
 
 Box = tuple[str, str, str, Key]
@@ -17,8 +17,10 @@ class QueueExchange:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.boxes: dict[Box, torch.Tensor] = {}
+        self.boxes: dict[Box, torch.Tensor | StepFailure] = {}
         """Home, sender, receiver, key -> hidden states."""
+        self.forgotten: set[tuple[str, str, int]] = set()
+        """Home, receiver, step."""
         self.gone: set[str] = set()
 
     def transport(self, rank: str, home: str) -> QueueTransport:
@@ -41,11 +43,7 @@ class QueueTransport:
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
         """Send hidden states; see `Transport`."""
-        exchange = self._exchange
-        with exchange.changed:
-            self._require(to)
-            exchange.boxes[self._home, self._rank, to, key] = hidden.clone()
-            exchange.changed.notify_all()
+        self._put(to, key, hidden.clone())
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for hidden states; see `Transport`. Raises `StateError` for others than are expected."""
@@ -55,6 +53,8 @@ class QueueTransport:
             if self._closed or box not in exchange.boxes:
                 self._require(frm)
             hidden = exchange.boxes.pop(box)
+        if isinstance(hidden, StepFailure):
+            raise hidden.error()
         if (hidden.shape, hidden.dtype) != (like.shape, like.dtype):
             raise StateError(
                 f"rank {frm!r} sent {hidden.dtype} {tuple(hidden.shape)} as {key}, expected were {like.dtype} "
@@ -62,14 +62,36 @@ class QueueTransport:
             )
         return hidden.to(like.device)
 
+    def fail(self, to: str, key: Key, failure: StepFailure) -> None:
+        """Say that hidden states will not come; see `Transport`."""
+        self._put(to, key, failure)
+
+    def forget(self, step: int) -> None:
+        """Keep nothing of a step; see `Transport`."""
+        with self._exchange.changed:
+            self._exchange.forgotten.add((self._home, self._rank, step))
+            self._drop(step)
+
     def close(self) -> None:
         """End it; see `Transport`."""
         with self._exchange.changed:
             self._closed = True
-            for home, frm, to, key in [*self._exchange.boxes]:
-                if (home, to) == (self._home, self._rank):
-                    del self._exchange.boxes[home, frm, to, key]
+            self._drop(None)
             self._exchange.changed.notify_all()
+
+    def _put(self, to: str, key: Key, what: torch.Tensor | StepFailure) -> None:
+        exchange = self._exchange
+        with exchange.changed:
+            self._require(to)
+            if (self._home, to, key.step) not in exchange.forgotten:
+                exchange.boxes[self._home, self._rank, to, key] = what
+                exchange.changed.notify_all()
+
+    def _drop(self, step: int | None) -> None:
+        """Drop what came for this rank of a step; None: of all."""
+        for home, frm, to, key in [*self._exchange.boxes]:
+            if (home, to) == (self._home, self._rank) and step in (None, key.step):
+                del self._exchange.boxes[home, frm, to, key]
 
     def _require(self, rank: str) -> None:
         if self._closed:
