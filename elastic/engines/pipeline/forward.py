@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from elastic.engines.pipeline.path import StagePlan
-from elastic.engines.pipeline.transport import Key, Transport
+from elastic.engines.pipeline.transport import Key, StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import ConfigError, ElasticError, RankLost
+from elastic.errors import ConfigError, StateError
 from elastic.hooks.forward_override import dispatches, install_override, remove_override
 from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.runtime.runtime import runtime
@@ -58,14 +58,15 @@ class StageForward:
         """Compute this rank's part of a step; return the model's output at home, elsewhere None.
 
         `inputs` are what the model is called with, of the tokens of the whole step. Raises what the model raises, and
-        `RankLost`.
+        `RankLost` or `StateError` where another rank fails; the ranks behind this one are told, and fail too.
         """
         stage = _StagePass(plan, transport, step, self._indices, self._as_tuples, partial(self._receive, transport))
         try:
             with self._turn:
                 return self._call(stage, inputs)
-        except Exception as error:
-            stage.fail(error)
+        except BaseException as error:
+            stage.fail(StepFailure.of(error))
+            transport.forget(step)
             raise
 
     def close(self) -> None:
@@ -117,15 +118,13 @@ class _StagePass:
         self._indices = indices
         self._as_tuples = as_tuples
         self._receive = receive
-        self._sent: set[int] = set()
+        self._unsent = dict(plan.sends)
 
-    def fail(self, error: Exception) -> None:
-        """Have nobody wait for what is not sent any more."""
-        for layer, rank in self._plan.sends.items():
-            if layer not in self._sent:
-                with suppress(ElasticError):
-                    lost = error.rank if isinstance(error, RankLost) else ""
-                    self._transport.fail(rank, Key(self._step, layer + 1), str(error), lost)
+    def fail(self, failure: StepFailure) -> None:
+        """Tell the ranks that wait for this one, or will, that nothing comes."""
+        for layer, to in self._unsent.items():
+            with suppress(StateError):  # it has gone itself
+                self._transport.fail(to, Key(self._step, layer + 1), failure)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._plan.layers
@@ -138,7 +137,7 @@ class _StagePass:
         output = type(layer).forward(layer, *args, **kwargs)
         if index in plan.sends:
             self._transport.send(plan.sends[index], hidden_of(output), Key(self._step, index + 1))
-            self._sent.add(index)
+            del self._unsent[index]
         if index == plan.last:
             raise _Ended
         return output

@@ -24,9 +24,8 @@ from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.queue_transport import QueueExchange
-from elastic.engines.pipeline.transport import Key
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import ConfigError, RankLost
+from elastic.errors import ConfigError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
 from elastic.weights import batch_context
 from support import architectures
@@ -195,21 +194,40 @@ def test_a_lost_rank_ends_the_pass_and_leaves_nothing_of_it(stack: ExitStack) ->
         pass
 
 
-def test_a_layer_that_fails_ends_the_pass_and_leaves_nothing_of_it(stack: ExitStack) -> None:
-    ranks = Ranks("llama-gqa", "ab", stack)
-    expected = ranks.logits(ranks.path("aba"), 0, whole_text)
+@pytest.mark.parametrize("path", ["abc", "aba", "cab"])
+def test_a_layer_that_fails_ends_the_step_at_every_rank_behind_it_and_no_other(path: str, stack: ExitStack) -> None:
+    ranks = Ranks("llama-gqa", "abc", stack)
+    way = ranks.path(path)
+    expected = ranks.logits(way, 0, whole_text)
 
     def fail(*called: Any) -> None:
         raise ValueError("broken")
 
-    with layers(ranks.ranks["b"].model)[1].mlp.register_forward_pre_hook(fail):
-        ranks.begin_at("a", ranks.path("aba"), 1, whole_text)
+    failing = path[1]
+    with layers(ranks.ranks[failing].model)[1].mlp.register_forward_pre_hook(fail):
+        futures = ranks.begin(way, 1, whole_text)
+        for rank in path[2:]:
+            with pytest.raises(StateError, match="broken"):
+                futures[rank].result(10)
         with pytest.raises(ValueError, match="broken"):
-            ranks.begin_at("b", ranks.path("aba"), 1, whole_text).result(10)
-    ranks.ranks["b"].computed.clear()
-    ranks.exchange.transport("b", "a").send("a", torch.zeros(1, 40, 32), Key(1, 2))  # home gets something to end with
-    ranks.on_thread("a", ranks.ranks["a"].computed.clear)
-    assert torch.equal(ranks.logits(ranks.path("aba"), 2, whole_text), expected)
+            futures[failing].result(10)
+        with pytest.raises((StateError, ValueError), match="broken"):
+            futures["a"].result(10)
+    for rank in ranks.ranks.values():
+        rank.computed.clear()
+    assert torch.equal(ranks.logits(way, 2, whole_text), expected)
+    assert not ranks.exchange.boxes
+
+
+def test_a_rank_behind_one_that_lost_its_own_is_told_which(stack: ExitStack) -> None:
+    ranks = Ranks("llama-gqa", "abc", stack)
+    path = ranks.path("abc")
+    futures = [ranks.begin_at(rank, path, 0, whole_text) for rank in "ac"]
+    ranks.exchange.lost("b")
+    for future in futures:
+        with pytest.raises(RankLost) as error:
+            future.result(10)
+        assert error.value.rank == "b"
 
 
 def test_instances_that_compute_each_others_layers_do_not_block_each_other(stack: ExitStack) -> None:
