@@ -28,7 +28,7 @@ class WeightsShare:
             if shortfall > 0 and kv.reclaimer.trim_live() < shortfall:
                 return False
             kv.limits = kv.limits.with_maximum(kv.limits.maximum - pages)
-            kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.limits.open))  # what it frees is for the weights
+            kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.unreserved))  # what it frees is for the weights
             return True
 
     def shortfall(self, pages: int) -> int:
@@ -56,4 +56,4 @@ class WeightsShare:
         with kv.lock:
             shrinks = kv.limits.shrinks + (pages > kv.limits.held_back)
             kv.limits = replace(kv.limits, held_back=pages, shrinks=shrinks)
-            kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.limits.open))
+            kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.unreserved))

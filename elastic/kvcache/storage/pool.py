@@ -68,6 +68,11 @@ class KVPool:
         """(store, the lease that ended; 0: its last view went): for `retire_ended`, and appended to without a lock."""
         pool.reclaimers.append(self.reclaim)
 
+    @property
+    def unreserved(self) -> int:
+        """The limit for new caches, less what is reserved: so much may be mapped besides."""
+        return max(0, self.limits.open - self.reserved)
+
     # -- what caches and engines do
 
     def lease(
@@ -81,7 +86,7 @@ class KVPool:
             self.retire_ended()
             if self.closed:
                 raise StateError("the model was unwrapped; build a new cache")
-            store = self.usage.adopt((keys, values), self.limits.open - self.usage.used)
+            store = self.usage.adopt((keys, values), self.unreserved - self.usage.used)
             if store is None:
                 new: LayerStore = LayerStore(self.pool, (keys, values), lambda: self._note_last_view(new))
                 self.usage.stores.append(new)
@@ -110,7 +115,7 @@ class KVPool:
         """Give idle pages back where they and `pages` more would be above the limit."""
         with self.lock:
             needed = self.usage.used + pages
-            excess = needed + self.usage.idle - max(self.limits.open, needed)
+            excess = needed + self.usage.idle - max(self.unreserved, needed)
             if excess > 0:
                 self.reclaimer.unmap_idle(excess)
 
@@ -159,7 +164,7 @@ class KVPool:
             self.limits = self.limits.with_limit(limit, revision)
             created = self.pool.backend.created
             try:
-                self.reclaimer.fit(self.limits.open)
+                self.reclaimer.fit(self.unreserved)
             except BaseException:
                 self.limits, self._deferred_limit = before
                 raise
@@ -176,8 +181,9 @@ class KVPool:
                 return "stale", 0, 0
             used, idle, live = self.usage.used, self.usage.idle, self.usage.stores_in(StoreState.LIVE)
             spare = sum(store.spare() for store in live if not store.is_shown_outside())
-            unmapped = max(0, min(used + idle - limit, idle + spare))
-            kept_ready = self.reclaimer.ready_pages(limit, used + idle - unmapped)
+            unreserved = max(0, limit - self.reserved)
+            unmapped = max(0, min(used + idle - unreserved, idle + spare))
+            kept_ready = self.reclaimer.ready_pages(unreserved, used + idle - unmapped)
             released = max(0, self.pool.cached_pages + unmapped - kept_ready)
             kept = max(0, used + self.reserved - spare)
             return ("applied" if kept <= limit else "deferred"), released, max(0, kept - limit)
@@ -212,7 +218,7 @@ class KVPool:
     def settle(self) -> None:
         """Fit what is mapped under the limit and end a deferred shrink: caches or sectors were given back."""
         with self.lock:
-            self.reclaimer.tidy(lambda: self.reclaimer.fit(self.limits.open))
+            self.reclaimer.tidy(lambda: self.reclaimer.fit(self.unreserved))
             self.note_free()
 
     def note_free(self) -> None:

@@ -32,15 +32,15 @@ class Reservation:
         """Return pages of it, to be mapped: they are owned now. Raises `CapacityError` where none can be created."""
         kv = self._kv
         with kv.lock:  # nobody takes the pages in between
-            kv.make_way(count)
             kv.pool.unreserve(OWNER, count)
+            self._count(-count)
             try:
-                pages = kv.pool.allocate(OWNER, count)
+                kv.make_way(count)
+                return kv.pool.allocate(OWNER, count)
             except BaseException:
                 kv.pool.reserve(OWNER, count)
+                self._count(count)
                 raise
-            self._count(-count)
-            return pages
 
     def put_back(self, pages: Sequence[int]) -> None:
         """Undo `take`; nothing shows the pages any more."""
