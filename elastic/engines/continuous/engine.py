@@ -25,7 +25,7 @@ from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
-from elastic.engines.core.scheduler import Scheduler
+from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
@@ -81,9 +81,7 @@ class ContinuousEngine(PipelinedEngine):
         self._config = model.config.get_text_config(decoder=True)
         self._max_queue = max_queue
         self._grammars = grammars
-        self._lock = threading.Lock()
-        self._stack = ExitStack()
-        self._state = "new"
+        self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
@@ -105,12 +103,11 @@ class ContinuousEngine(PipelinedEngine):
             stack.callback(memory.close)
             self._runner = ModelRunner(model, memory, groups, LAYOUTS[block_layout](shape), grammars)
             stack.callback(self._runner.close)
-            self._open_pipeline(model, groups, memory, cohorts)
-            stack.callback(self._end_pipeline)
+            stack.callback(self._open_pipeline(groups, cohorts))
             self._variants = VariantRecorder(self.runtime, self._is_own_thread)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
-            scheduler = Scheduler(
+            scheduler = RestartingScheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
             )
             scheduler.budget = step_budget or scheduler.budget

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from elastic.engines.continuous.layer_exchange import LayerExchange
 from elastic.engines.executor.layer_groups import LayerGroup
@@ -19,7 +18,6 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import CapacityError, ConfigError, Overloaded, RankLost, StateError
-from elastic.kvcache.storage.paged import BlockMemory
 
 
 class PipelinedEngine(LayerExchange):
@@ -184,9 +182,9 @@ class PipelinedEngine(LayerExchange):
 
     def _fail_impossible(self) -> None:
         """End what was taken because other ranks had room for it, and never fits here."""
-        for name in list(self._loop.scheduler.sequences):
+        for name, sequence in list(self._loop.scheduler.sequences.items()):
             try:
-                self._blocks.require_possible(name)
+                self._blocks.require_possible(sequence.table.most_tokens)
             except Overloaded:
                 pass  # it waits
             except CapacityError as error:
@@ -194,12 +192,13 @@ class PipelinedEngine(LayerExchange):
 
     # -- inside, on any thread
 
-    def _open_pipeline(self, model: Any, groups: tuple[LayerGroup, ...], memory: BlockMemory, cohorts: int) -> None:
-        """Begin as an engine that computes all of its layers alone, and no others."""
+    def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int) -> Callable[[], None]:
+        """Begin as an engine that computes all of its layers alone, and no others; return what ends it."""
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
         self._stages, self._forward, self._written = {}, None, None
-        self._home = HomeExecutor(self._runner, memory, self._turn, sum(len(group.layers) for group in groups))
+        self._home = HomeExecutor(self._runner, self._memory, self._turn, sum(len(group.layers) for group in groups))
         self._home.set_cohorts(cohorts)
+        return self._end_pipeline
 
     def _is_own_thread(self) -> bool:
         """Return whether the present thread computes the engine's own steps."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
-from elastic.engines.core.scheduler import Produced, Scheduler
-from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.restart import RestartingScheduler
+from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import RankLost, StateError
 
@@ -41,7 +41,9 @@ class LoopListener(Protocol):
 class StepLoop:
     """Runs on one thread; `post`, `wake` and `stop` may be called from any."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, listener: LoopListener, cohorts: int = 1) -> None:
+    def __init__(
+        self, scheduler: RestartingScheduler, executor: Executor, listener: LoopListener, cohorts: int = 1
+    ) -> None:
         self.scheduler = scheduler
         self.lost: RankLost | None = None
         """Why a step was lost on its way; no further one is begun until `go_on`."""

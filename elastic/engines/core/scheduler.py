@@ -7,31 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
-from typing import NamedTuple
 
-from elastic.engines.base import FinishReason, SampledToken
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import SequenceKV
-from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
 from elastic.engines.core.step_budget import StepBudget, TokenBudget
 from elastic.planning.pipeline import chunk_cost
 
-WrittenListener = Callable[[tuple[list[int], ...], int, int], None]
-"""Blocks by group of layers, the first token, the one behind the last."""
 
-
-class Produced(NamedTuple):
-    """A token that a step brought."""
-
-    sequence: Sequence
-    sampled: SampledToken
-    finish: FinishReason | None
-    """Why it is the last one of its sequence, which has ended then. "failed": there is no token, but an error."""
-
-
-class _Cohort:
+class Cohort:
     """Live sequences of which one step at a time is in flight."""
 
     __slots__ = ("decoding", "in_flight", "number", "prefilling", "refused")
@@ -73,8 +59,6 @@ class Scheduler:
         """Those that have stopped, with what they have, for another engine to go on with."""
         self.journal: KVJournal | None = None
         """Where changes of blocks are noted, if somebody wants to know; it frees those of sequences that ended."""
-        self.written: WrittenListener | None = None
-        """Told the blocks of each sequence of a step that is over, and which tokens the step has written."""
         self.stalled = 0
         """Live sequences that were left out of the last step for want of blocks."""
         self.short_of_kv_s = 0.0
@@ -83,11 +67,11 @@ class Scheduler:
         self._max_requests = max_requests
         self._clock = clock
         self._last_s = clock()
-        self._cohorts = [_Cohort(number) for number in range(cohorts)]
+        self._cohorts = [Cohort(number) for number in range(cohorts)]
         self._waiting: deque[Sequence] = deque()  # some may have ended
         self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
         self._followers: dict[Sequence, list[Sequence]] = {}  # they wait for the prompt's blocks of the key
-        self._steps: dict[int, tuple[_Cohort, list[Sequence]]] = {}  # in flight, by number
+        self._steps: dict[int, tuple[Cohort, list[Sequence]]] = {}  # in flight, by number
         self._next_step = 0
         self._removed: list[str] = []
         self._ending: dict[str, Sequence] = {}  # those that have ended, of which a step is in flight
@@ -224,51 +208,6 @@ class Scheduler:
                 self._end(sequence)
         return failed
 
-    def void(self, step: Step) -> None:
-        """Take back a step that was lost on its way: nothing came of it, and no sequence ends.
-
-        What executors know of its sequences is not sure then: `restart` them before the next step.
-        """
-        _, sequences = self._close_step(step)
-        for chunk, sequence in zip(step.chunks, sequences, strict=True):
-            sequence.in_flight = 0
-            if sequence.ended:
-                self._free(sequence)
-            else:
-                sequence.computed = chunk.start
-
-    def restart(self) -> int:
-        """Have all that live be computed anew from their tokens, before others; return how many had been computed.
-
-        Their blocks are free then, and what was kept for reuse is given up. No step is in flight.
-        """
-        assert not self._steps, list(self._steps)
-        begun = [sequence for sequence in self.sequences.values() if sequence.known or sequence.computed]
-        tokens = sum(sequence.computed for sequence in begun)
-        for sequence in begun:
-            self._leave_cohort(sequence)
-            if sequence in self._placed:
-                self._placed.remove(sequence)
-            if sequence.known:
-                self._removed.append(sequence.id)
-            sequence.restart(self.blocks.restart(sequence.id))
-        self.blocks.forget_kept()
-        self._waiting.extendleft(reversed(begun))
-        return tokens
-
-    def set_cohorts(self, count: int) -> None:
-        """Share the live sequences out among so many cohorts. No step is in flight."""
-        assert not self._steps, list(self._steps)
-        before = self._cohorts
-        self._cohorts = [_Cohort(number) for number in range(count)]
-        for sequence in (*self._placed, *self.held.values()):
-            sequence.cohort = None
-        for old in before:
-            for sequence in (*old.decoding, *old.prefilling):
-                new = min(self._cohorts, key=len)
-                (new.decoding if sequence in old.decoding else new.prefilling)[sequence] = None
-                sequence.cohort = new.number
-
     def take_removed(self) -> tuple[str, ...]:
         """Return the sequences that the executor can forget; they will be in no step then."""
         removed = tuple(self._removed)
@@ -277,16 +216,13 @@ class Scheduler:
 
     # -- inside
 
-    def _close_step(self, step: Step) -> tuple[_Cohort, list[Sequence]]:
+    def _close_step(self, step: Step) -> tuple[Cohort, list[Sequence]]:
         """Have a step be in flight no more; return whose it was."""
         cohort, sequences = self._steps.pop(step.number)
         cohort.in_flight = False
-        if self.written is not None:
-            for chunk, sequence in zip(step.chunks, sequences, strict=True):
-                self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens))
         return cohort, sequences
 
-    def _step_of(self, cohort: _Cohort, now: float) -> Step | None:
+    def _step_of(self, cohort: Cohort, now: float) -> Step | None:
         cohort.refused = False
         chunks: list[Chunk] = []
         sequences: list[Sequence] = []
@@ -352,7 +288,7 @@ class Scheduler:
             self.journal.note(sequence.kv())
             sequence.noted = tuple(map(len, sequence.table.blocks))
 
-    def _add_live(self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence], added: list[Sequence]) -> int:
+    def _add_live(self, cohort: Cohort, chunks: list[Chunk], sequences: list[Sequence], added: list[Sequence]) -> int:
         """Append the chunks of live sequences; return how many tokens the step has room for besides.
 
         Those that the executor does not know yet are `added`.
@@ -382,15 +318,13 @@ class Scheduler:
             budget -= stop - start
         return budget
 
-    def _queue_of(self, cohort: _Cohort) -> Iterator[chunk_cost.Chunk]:
+    def _queue_of(self, cohort: Cohort) -> Iterator[chunk_cost.Chunk]:
         """Give what is left of the prompts that a cohort may compute, in order."""
         for sequence in chain(cohort.prefilling, self._waiting):
             if not sequence.ended:
                 yield chunk_cost.Chunk(sequence.id, sequence.computed, len(sequence.tokens) - sequence.computed)
 
-    def _add_new(
-        self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence], budget: int, now: float
-    ) -> None:
+    def _add_new(self, cohort: Cohort, chunks: list[Chunk], sequences: list[Sequence], budget: int, now: float) -> None:
         """Append the first chunks of sequences that wait, in order, while there is room for the first of them."""
         live = sum(map(len, self._cohorts))
         share = -(-len(self.sequences) // len(self._cohorts))  # so that cohorts have as many sequences each

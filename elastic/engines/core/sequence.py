@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.engines.base import FinishReason, Request, TokenLogprobs
+from typing import NamedTuple
+
+from elastic.engines.base import FinishReason, Request, SampledToken, TokenLogprobs
 from elastic.engines.core.block_manager import BlockTable
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.step import SequenceState
@@ -74,3 +76,12 @@ class Sequence:
         """Return where its keys and values are, as far as no step is about to write them."""
         computed = self.computed - self.in_flight
         return SequenceKV(self.id, computed, tuple(map(tuple, self.table.blocks)), computed >= len(self.tokens) - 1)
+
+
+class Produced(NamedTuple):
+    """A token that a step brought."""
+
+    sequence: Sequence
+    sampled: SampledToken
+    finish: FinishReason | None
+    """Why it is the last one of its sequence, which has ended then. "failed": there is no token, but an error."""

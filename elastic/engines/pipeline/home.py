@@ -17,7 +17,7 @@ from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConne
 from elastic.engines.pipeline.path import LayerPath, StagePlan
 from elastic.engines.pipeline.stage_link import StageLink, copied_bytes
 from elastic.engines.pipeline.step_threads import StepThreads
-from elastic.engines.pipeline.transport import Key, Transport
+from elastic.engines.pipeline.transport import Key, StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
@@ -210,8 +210,7 @@ class HomeExecutor:
 
     def _fail(self, plan: StagePlan, number: int, error: ElasticError) -> None:
         """Have nobody wait for hidden states of a step that is not computed."""
-        lost = error.rank if isinstance(error, RankLost) else ""
         for layer, rank in plan.sends.items():
             if self.transport is not None:
                 with suppress(ElasticError):
-                    self.transport.fail(rank, Key(number, layer + 1), str(error), lost)
+                    self.transport.fail(rank, Key(number, layer + 1), StepFailure.of(error))
