@@ -6,6 +6,7 @@ So a replica takes the kernels that the layer would have taken for all rows toge
 from __future__ import annotations
 
 import threading
+from collections.abc import Container
 
 from torch import nn
 
@@ -23,6 +24,8 @@ class BatchShare:
 class _CurrentShare(threading.local):
     share: BatchShare | None = None
     """None: whole batches."""
+    plan: Container[int] | None = None
+    """The decoder layers that are computed, the others being passed over; None: all layers."""
 
 
 thread = _CurrentShare()
