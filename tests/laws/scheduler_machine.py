@@ -17,8 +17,9 @@ from elastic.engines.core.step import SequenceState, Step
 from elastic.engines.core.step_budget import CostBudget
 from elastic.errors import CapacityError, Overloaded
 from elastic.kvcache.storage.budget import WeightsShare
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
 from elastic.planning.pipeline.chunk_cost import ChunkCost

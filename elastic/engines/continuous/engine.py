@@ -33,8 +33,9 @@ from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.runtime.runtime import Runtime, runtime
 
 logger = logging.getLogger(__name__)

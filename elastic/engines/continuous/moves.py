@@ -62,7 +62,7 @@ class MovingRequests:
         if not memory.lock.acquire(blocking=False):
             return replace(self._load, steps=steps)
         try:
-            total = memory.kv.limits.open // memory.sector_pages * memory.blocks_per_sector(0)
+            total = memory.capacity * memory.blocks_per_sector(0)
             blocks = self._blocks
             self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps)
             return self._load
