@@ -11,12 +11,13 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from elastic.cluster.control.columns import Columns, from_columns, to_columns
+from elastic.cluster.control.stage_questions import PeerQuestion, StageQuestion, WeightsOf
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.types import Action
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,9 @@ Question = (
     | RollbackActions
     | Check
     | Drain
+    | WeightsOf
+    | PeerQuestion
+    | StageQuestion
 )
 
 ToRank = Submit | Cancel | Ask | Bye
