@@ -7,13 +7,14 @@ unpickled before both ends have proven that they know the key.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from elastic.cluster.control.columns import Columns, from_columns, to_columns
 from elastic.cluster.control.stage_questions import PeerQuestion, StageQuestion, WeightsOf
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from elastic.types import Action
 
@@ -36,22 +37,6 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class RankLoad:
-    """How much an engine has to do, and how much more it could hold, at the end of a step."""
-
-    running: int = 0
-    """Sequences that have blocks."""
-    waiting: int = 0
-    """Sequences that were not in a step yet."""
-    free_blocks: int = 0
-    """Blocks of KV cache that could be given now, after what live sequences are promised (Llumnix, section 4.2)."""
-    total_blocks: int = 0
-    """Blocks of KV cache at the limit that is in force."""
-    steps: int = 0
-    """Steps that were begun so far; it stands still where there is no work, or the engine hangs."""
-
-
-@dataclass(frozen=True)
 class Hello:
     """Rank to fleet, first: who it is."""
 
@@ -65,7 +50,7 @@ class Hello:
     max_requests: int
     memory: KVSource | None
     """Where other processes of the host can read its KV cache; None: they cannot."""
-    load: RankLoad = RankLoad()
+    load: EngineLoad = field(default_factory=EngineLoad)
     forms: tuple[tuple[str, ...], ...] = ()
     """`Engine.weights` so far."""
 
@@ -115,7 +100,7 @@ class News:
     outputs: tuple[Output, ...]
     starts: tuple[int, ...]
     """For each output, how many tokens of its answer there were before."""
-    load: RankLoad
+    load: EngineLoad
     kv: KVReport | None = None
     """What has changed of where the KV cache of sequences lies."""
     forms: tuple[tuple[str, ...], ...] = ()
@@ -126,7 +111,7 @@ class News:
 
 
 def _news(columns: tuple[Any, ...], starts: tuple[int, ...], load: tuple[int, ...], kv: Any, forms: Any) -> News:
-    return News(from_columns(Columns(*columns)), starts, RankLoad(*load), kv, forms)
+    return News(from_columns(Columns(*columns)), starts, EngineLoad(*load), kv, forms)
 
 
 @dataclass(frozen=True)
@@ -141,7 +126,7 @@ class Refused:
 class Beat:
     """Rank to fleet, every so often: it is alive, whatever its engine does."""
 
-    load: RankLoad
+    load: EngineLoad
 
 
 @dataclass(frozen=True)

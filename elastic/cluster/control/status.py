@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.cluster.control.messages import RankLoad
+from elastic.engines.core.load import EngineLoad
 
 RankState = Literal["starting", "serving", "draining", "lost", "ended"]
 EventKind = Literal["joined", "refused", "lost", "replaced", "removed", "moved", "move failed", "requests resumed"]
@@ -35,7 +35,7 @@ class InstanceStatus:
     name: str
     leader: str
     ranks: tuple[str, ...]
-    load: RankLoad
+    load: EngineLoad
     requests: int
     """Requests that the fleet has given it and that have not ended."""
     freeness: float

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.cluster.control.messages import Hello, RankLoad
+from elastic.cluster.control.messages import Hello
 from elastic.cluster.control.status import InstanceStatus, RankState
 from elastic.cluster.fleet.planning.router import freeness
 from elastic.cluster.fleet.records.memory_file import HeldMemory
@@ -16,6 +16,7 @@ from elastic.cluster.rank.client import RankClient
 from elastic.engines.base import Request
 from elastic.engines.core.admission import AdmissionLedger, Demand
 from elastic.engines.core.kv_state import KVDirectory, KVFormat
+from elastic.engines.core.load import EngineLoad
 
 AHEAD = 1
 """Sequences that an instance may have besides `max_requests`, so that none of its steps waits for the fleet."""
@@ -63,7 +64,7 @@ class Instance:
     unheard: dict[str, _Unheard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.load: RankLoad = self.hello.load
+        self.load: EngineLoad = self.hello.load
         self.most_blocks = self.load.total_blocks
 
     @property
@@ -91,7 +92,7 @@ class Instance:
         """Blocks that are left for each running sequence."""
         return freeness(self.free_blocks, self.sequences)
 
-    def hear(self, load: RankLoad, now: float) -> None:
+    def hear(self, load: EngineLoad, now: float) -> None:
         """Note a sign of life."""
         if load.steps != self.load.steps or not (load.running or load.waiting):
             self.progress_s = now

@@ -16,7 +16,6 @@ from elastic.cluster.control.messages import (
     Hello,
     ModelFacts,
     News,
-    RankLoad,
     Refused,
     Submit,
 )
@@ -146,7 +145,7 @@ class Rank:
             self.engine.kv_format,
             self._max_requests,
             self.engine.kv_source(),
-            self._load(),
+            self.engine.load(),
             self._new_forms(),
         )
 
@@ -170,15 +169,12 @@ class Rank:
             self._starts.clear()
         forms = self._new_forms()
         if outputs or forms or report is not None:
-            self._say(News(outputs, starts, self._load(), report, forms))
+            self._say(News(outputs, starts, self.engine.load(), report, forms))
 
     def _new_forms(self) -> tuple[tuple[str, ...], ...]:
         known, weights = self._forms, self.engine.weights
         self._forms = len(weights)
         return weights[known:]
-
-    def _load(self) -> RankLoad:
-        return RankLoad(*self.engine.load())
 
     def _say(self, message: News | Refused | Bye) -> None:
         with suppress(StateError):  # the fleet has gone: `run` is about to see that
@@ -191,6 +187,6 @@ class Rank:
                 self._connection.close()
                 return
             try:
-                self._connection.send(Beat(self._load()))
+                self._connection.send(Beat(self.engine.load()))
             except StateError:  # the fleet has gone; who takes its messages may wait for the engine, and not see it
                 self.ended.set()

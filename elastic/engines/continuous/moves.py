@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
@@ -15,6 +16,7 @@ from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SectorPages, SequenceKV
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
@@ -22,22 +24,6 @@ from elastic.kvcache.storage.paged import BlockMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class EngineLoad(NamedTuple):
-    """How much an engine has to do, and how much more it could hold."""
-
-    running: int
-    """Sequences that have blocks."""
-    waiting: int
-    """Sequences that have none yet."""
-    free_blocks: int
-    """Blocks that could be given now, after what live sequences are promised; where groups of layers have blocks of
-    several sizes, those of the first."""
-    total_blocks: int
-    """The same at the limit that is in force, with nothing there."""
-    steps: int
-    """Steps that were begun so far."""
 
 
 class MovingRequests:
@@ -60,7 +46,7 @@ class MovingRequests:
     _received: ReceivedRequests
     _thread: threading.Thread | None
     _held: dict[str, list[LiveSequence]]  # requests that were handed over: for the loop's thread
-    _load = EngineLoad(0, 0, 0, 0, 0)
+    _load = EngineLoad()
 
     # -- what is where
 
@@ -74,7 +60,7 @@ class MovingRequests:
         """Return how much there is to do; of before, where somebody moves memory just now. It never waits."""
         memory, steps = self._memory, self._loop.scheduler.steps
         if not memory.lock.acquire(blocking=False):
-            return self._load._replace(steps=steps)
+            return replace(self._load, steps=steps)
         try:
             total = memory.kv.limits.open // memory.sector_pages * memory.blocks_per_sector(0)
             blocks = self._blocks

@@ -15,7 +15,6 @@ from elastic.cluster.control.messages import (
     Hello,
     ModelFacts,
     News,
-    RankLoad,
     Refused,
     Release,
     Submit,
@@ -24,6 +23,7 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Output, Request
 from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from elastic.errors import StateError
 from support.serving.simulated_executor import next_token
@@ -47,7 +47,7 @@ class FakeRank:
     heard_all = False
 
     def __init__(self, name: str, *, blocks: int = 100, max_requests: int = 8, model: ModelFacts = MODEL) -> None:
-        load = RankLoad(0, 0, blocks, blocks, 0)
+        load = EngineLoad(0, 0, blocks, blocks, 0)
         self.hello = Hello(name, 1, "elsewhere", model, KV, max_requests, None, load)
         self.blocks = blocks
         self.inbox: list[Any] = []
@@ -150,12 +150,12 @@ class FakeRank:
     def beat(self) -> None:
         self.on_message(Beat(self.load()))
 
-    def load(self) -> RankLoad:
+    def load(self) -> EngineLoad:
         promised = sum(
             -(-(len(s.request.prompt) + s.request.max_tokens) // BLOCK) for states in self.live.values() for s in states
         )
         running = sum(map(len, self.live.values()))
-        return RankLoad(running, 0, self.blocks - promised, self.blocks, self.steps)
+        return EngineLoad(running, 0, self.blocks - promised, self.blocks, self.steps)
 
 
 class FakeLauncher:

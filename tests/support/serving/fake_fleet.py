@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.cluster.control.messages import RankLoad, RuntimeView
+from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
+from elastic.engines.core.load import EngineLoad
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.types import Action, Change, PlanStep, Prepared
 from support.serving.fake_engine import FakeEngine
@@ -47,7 +48,7 @@ class FakeFleet(FakeEngine):
 
     def status(self) -> FleetStatus:
         live = [rank for rank in self.ranks.values() if rank.state in ("serving", "draining")]
-        load = RankLoad(running=2, waiting=1, free_blocks=30, total_blocks=40)
+        load = EngineLoad(running=2, waiting=1, free_blocks=30, total_blocks=40)
         instances = tuple(InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0) for r in live)
         totals = FleetTotals(7, 5, 4096, 1, 2, 33, 4)
         return FleetStatus(tuple(self.ranks.values()), instances, 6, totals)

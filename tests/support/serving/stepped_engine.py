@@ -8,8 +8,8 @@ from typing import Any
 
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Output
-from elastic.engines.continuous.moves import EngineLoad
 from elastic.engines.core.kv_state import KVFormat, KVReport
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from elastic.errors import StateError
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.cluster.control.columns import from_columns, to_columns
-from elastic.cluster.control.messages import News, RankLoad
+from elastic.cluster.control.messages import News
 from elastic.engines.base import Output, TokenLogprobs
+from elastic.engines.core.load import EngineLoad
 
 LOGPROBS = TokenLogprobs(3, -0.5, 1, ((3, -0.5),))
 OTHER: dict[str, Any] = {
@@ -51,6 +52,6 @@ def test_any_mixture_comes_back_in_order(some: list[Output]) -> None:
 
 def test_news_are_pickled_as_columns_and_come_back_equal() -> None:
     step = tuple(replace(PLAIN, request=f"request-{i}") for i in range(64))
-    news = News(step, tuple(range(64)), RankLoad(64, 0, 3, 100, 9), None, (("int4",),))
+    news = News(step, tuple(range(64)), EngineLoad(64, 0, 3, 100, 9), None, (("int4",),))
     assert pickle.loads(pickle.dumps(news, 5)) == news
     assert len(pickle.dumps(news, 5)) < len(pickle.dumps(step, 5)) / 2

@@ -20,19 +20,19 @@ from elastic.cluster.control.messages import (
     Hello,
     ModelFacts,
     News,
-    RankLoad,
     Refused,
 )
 from elastic.cluster.control.processes import Exit
 from elastic.cluster.rank import client as module
 from elastic.cluster.rank.client import RankClient
 from elastic.engines.base import Output
+from elastic.engines.core.load import EngineLoad
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.shared_file import host_name
 from support.serving.stepped_engine import FORMAT
 
 HELLO = Hello("r0", 1, host_name(), ModelFacts((), 0, 96, None, ()), FORMAT, 256, None)
-BEAT = Beat(RankLoad())
+BEAT = Beat(EngineLoad())
 
 
 class Process:
@@ -100,7 +100,7 @@ def fleet() -> Iterator[Callable[..., Fleet]]:
 
 def test_messages_are_told_in_order_then_the_end_once(fleet: Callable[..., Fleet]) -> None:
     one = fleet()
-    said = [BEAT, Refused("request", ConfigError("no")), News((), (), RankLoad(1))]
+    said = [BEAT, Refused("request", ConfigError("no")), News((), (), EngineLoad(1))]
     for message in said:
         one.rank.send(message)
     one.rank.close()
@@ -266,7 +266,7 @@ def test_tokens_of_another_host_are_timed_by_the_clock_of_this_one(
     output = Output("request", (1,), at_s=50.0, scheduled_s=49.5)
     for host, at_s in ((HELLO.host, 50.0), ("elsewhere/1", 1_000.0)):
         one = fleet(hello=replace(HELLO, host=host))
-        one.rank.send(News((output,), (0,), RankLoad()))
+        one.rank.send(News((output,), (0,), EngineLoad()))
         one.rank.close()
         one.wait()
         assert one.heard[0].outputs == (replace(output, at_s=at_s, scheduled_s=at_s - 0.5),)
