@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from elastic.engines.core.kv_state import LayersKV
-from elastic.engines.pipeline.items import SectorRef
 from elastic.engines.pipeline.path import LayerPath
 
 # -- connections
@@ -48,6 +48,8 @@ class OpenStage:
     home: str
     path: LayerPath
     sectors: int
+    addresses: int
+    """The home's `Room.most_sectors`."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,6 @@ class Allot:
     sectors: int
 
 
-@dataclass(frozen=True)
-class SetCohorts:
-    """Have so many batches of the engine in flight."""
-
-    count: int
-
-
 # -- keys and values that change their rank
 
 
@@ -140,7 +135,7 @@ class LayersMemory:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """Note from now on which blocks are written; answers with the sectors that are mapped, `SectorRef`s."""
+    """Note from now on which blocks are written; answers with what `PrepareLayers` gets."""
 
     layers: tuple[int, ...]
 
@@ -151,7 +146,8 @@ class PrepareLayers:
 
     home: str
     layers: tuple[int, ...]
-    mapped: tuple[SectorRef, ...]
+    exchange: Any = field(repr=False, hash=False)
+    """What the home answered to `BeginExchange`."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,6 @@ class FlipLayers:
     """Pause the engine between two steps, have what was written last copied, and go on by another path: `Flipped`."""
 
     path: LayerPath
-    source: LayersKV
 
 
 @dataclass(frozen=True)
@@ -206,6 +201,13 @@ class WeightsOf:
     layers: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class WeightDigests:
+    """Checksums of the weights of layers as they were wrapped: {layer: int}. Needed before they can be dropped."""
+
+    layers: tuple[int, ...]
+
+
 PeerQuestion = OpenPeers | MeetPeers | LosePeer
 """Answered at once, whatever else is being done."""
 StageQuestion = (
@@ -217,7 +219,6 @@ StageQuestion = (
     | SetCap
     | CapReached
     | Allot
-    | SetCohorts
     | LayersMemory
     | BeginExchange
     | PrepareLayers
