@@ -8,7 +8,24 @@ from typing import Literal
 from elastic.engines.core.load import EngineLoad
 
 RankState = Literal["starting", "serving", "draining", "lost", "ended"]
-EventKind = Literal["joined", "refused", "lost", "replaced", "removed", "moved", "move failed", "requests resumed"]
+EventKind = Literal[
+    "joined",
+    "refused",
+    "lost",
+    "replaced",
+    "removed",
+    "moved",
+    "move failed",
+    "requests resumed",
+    "merged",
+    "dropped",
+    "drop failed",
+    "restored",
+    "restore failed",
+    "migrated",
+    "parted",
+    "recovered",
+]
 
 
 @dataclass(frozen=True)
