@@ -18,7 +18,8 @@ from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.compatibility import kv_shape
-from elastic.engines.continuous.moves import MovingRequests, one_request
+from elastic.engines.continuous.moves import one_request
+from elastic.engines.continuous.pipelined import PipelinedEngine
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
-class ContinuousEngine(MovingRequests):
+class ContinuousEngine(PipelinedEngine):
     """The embedded engine: its cache is in blocks on the pages of the wrapped model.
 
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
@@ -104,14 +105,16 @@ class ContinuousEngine(MovingRequests):
             stack.callback(memory.close)
             self._runner = ModelRunner(model, memory, groups, LAYOUTS[block_layout](shape), grammars)
             stack.callback(self._runner.close)
-            self._variants = VariantRecorder(self.runtime, lambda: self._thread)
+            self._open_pipeline(model, groups, memory, cohorts)
+            stack.callback(self._end_pipeline)
+            self._variants = VariantRecorder(self.runtime, self._is_own_thread)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
             scheduler = Scheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
             )
             scheduler.budget = step_budget or scheduler.budget
-            self._loop = StepLoop(scheduler, self._runner, self._requests, cohorts)
+            self._loop = StepLoop(scheduler, self._home, self._requests, cohorts)
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()
@@ -229,9 +232,12 @@ class ContinuousEngine(MovingRequests):
             was, self._state = self._state, "stopped"
         if thread is not None:
             self._loop.stop(drain=drain)
+            if not drain:
+                self._home.abort()
             thread.join(timeout_s)
             if thread.is_alive():
                 self._loop.stop(drain=False)
+                self._home.abort()
                 thread.join()
         if was != "stopped":
             self._end_moves()

@@ -73,6 +73,7 @@ class MovingRequests:
         """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""
 
         def look() -> tuple[SequenceKV, ...]:
+            self._received.require_allowed()
             scheduler = self._loop.scheduler
             found = (
                 scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
@@ -136,6 +137,7 @@ class MovingRequests:
         def leave() -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
             if self._loop.ended:  # what was held is given back as it ends: nobody could copy it
                 raise StateError("the engine has stopped; make a new one")
+            self._received.require_allowed()
             if request not in self._held:
                 self._loop.settle(self._requests.sequences(request))
                 held = self._loop.scheduler.hold(self._requests.sequences(request))

@@ -207,6 +207,28 @@ class BlockManager:
                 )
             return table, cached
 
+    def restart(self, sequence: str) -> BlockTable:
+        """Free the blocks of a sequence and announce it anew; return its table, which is empty."""
+        with self.memory.lock:
+            old = self._tables[sequence]
+            if old in self._live:
+                self._release(old)
+            table = self._tables[sequence] = self._new_table(old.most_tokens)
+            self._waiting[sequence] = old.most_tokens
+            self._promised = None
+            return table
+
+    def require_possible(self, sequence: str) -> None:
+        """Raise what `expect` would for a sequence that was announced, as the limit is now."""
+        with self.memory.lock:
+            most = self._tables[sequence].most_tokens
+            self.memory.require_possible(self._sectors_for(most), f"a request of {most} tokens")
+
+    def forget_kept(self) -> None:
+        """Give up all that is kept for reuse in sectors that no live sequence needs."""
+        with self.memory.lock:
+            self.give_up_reusable(self.reusable_sectors())
+
     def attach(self, sequence: str, table: BlockTable) -> None:
         """Have blocks that were reserved be those of a sequence."""
         with self.memory.lock:

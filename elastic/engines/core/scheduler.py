@@ -18,6 +18,9 @@ from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
 from elastic.engines.core.step_budget import StepBudget, TokenBudget
 from elastic.planning.pipeline import chunk_cost
 
+WrittenListener = Callable[[tuple[list[int], ...], int, int], None]
+"""Blocks by group of layers, the first token, the one behind the last."""
+
 
 class Produced(NamedTuple):
     """A token that a step brought."""
@@ -70,6 +73,8 @@ class Scheduler:
         """Those that have stopped, with what they have, for another engine to go on with."""
         self.journal: KVJournal | None = None
         """Where changes of blocks are noted, if somebody wants to know; it frees those of sequences that ended."""
+        self.written: WrittenListener | None = None
+        """Told the blocks of each sequence of a step that is over, and which tokens the step has written."""
         self.stalled = 0
         """Live sequences that were left out of the last step for want of blocks."""
         self.short_of_kv_s = 0.0
@@ -169,8 +174,7 @@ class Scheduler:
 
     def update(self, step: Step, result: StepResult) -> list[Produced]:
         """Note what came of a step; return its tokens, in order. Sequences that ended meanwhile bring none."""
-        cohort, sequences = self._steps.pop(step.number)
-        cohort.in_flight = False
+        cohort, sequences = self._close_step(step)
         produced: list[Produced] = []
         sampled = iter(result.sampled)
         size = self.blocks.block_tokens
@@ -210,8 +214,7 @@ class Scheduler:
 
     def fail(self, step: Step) -> list[Sequence]:
         """End the sequences of a step that failed; return those that had not ended meanwhile."""
-        cohort, sequences = self._steps.pop(step.number)
-        cohort.in_flight = False
+        _, sequences = self._close_step(step)
         failed = [sequence for sequence in sequences if not sequence.ended]
         for sequence in sequences:
             sequence.in_flight = 0
@@ -221,6 +224,51 @@ class Scheduler:
                 self._end(sequence)
         return failed
 
+    def void(self, step: Step) -> None:
+        """Take back a step that was lost on its way: nothing came of it, and no sequence ends.
+
+        What executors know of its sequences is not sure then: `restart` them before the next step.
+        """
+        _, sequences = self._close_step(step)
+        for chunk, sequence in zip(step.chunks, sequences, strict=True):
+            sequence.in_flight = 0
+            if sequence.ended:
+                self._free(sequence)
+            else:
+                sequence.computed = chunk.start
+
+    def restart(self) -> int:
+        """Have all that live be computed anew from their tokens, before others; return how many had been computed.
+
+        Their blocks are free then, and what was kept for reuse is given up. No step is in flight.
+        """
+        assert not self._steps, list(self._steps)
+        begun = [sequence for sequence in self.sequences.values() if sequence.known or sequence.computed]
+        tokens = sum(sequence.computed for sequence in begun)
+        for sequence in begun:
+            self._leave_cohort(sequence)
+            if sequence in self._placed:
+                self._placed.remove(sequence)
+            if sequence.known:
+                self._removed.append(sequence.id)
+            sequence.restart(self.blocks.restart(sequence.id))
+        self.blocks.forget_kept()
+        self._waiting.extendleft(reversed(begun))
+        return tokens
+
+    def set_cohorts(self, count: int) -> None:
+        """Share the live sequences out among so many cohorts. No step is in flight."""
+        assert not self._steps, list(self._steps)
+        before = self._cohorts
+        self._cohorts = [_Cohort(number) for number in range(count)]
+        for sequence in (*self._placed, *self.held.values()):
+            sequence.cohort = None
+        for old in before:
+            for sequence in (*old.decoding, *old.prefilling):
+                new = min(self._cohorts, key=len)
+                (new.decoding if sequence in old.decoding else new.prefilling)[sequence] = None
+                sequence.cohort = new.number
+
     def take_removed(self) -> tuple[str, ...]:
         """Return the sequences that the executor can forget; they will be in no step then."""
         removed = tuple(self._removed)
@@ -228,6 +276,15 @@ class Scheduler:
         return removed
 
     # -- inside
+
+    def _close_step(self, step: Step) -> tuple[_Cohort, list[Sequence]]:
+        """Have a step be in flight no more; return whose it was."""
+        cohort, sequences = self._steps.pop(step.number)
+        cohort.in_flight = False
+        if self.written is not None:
+            for chunk, sequence in zip(step.chunks, sequences, strict=True):
+                self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens))
+        return cohort, sequences
 
     def _step_of(self, cohort: _Cohort, now: float) -> Step | None:
         cohort.refused = False

@@ -46,6 +46,13 @@ class Sequence:
         if state.request.prompt_logprobs is not None and state.index == 0 and not state.generated:
             self.prompt_logprobs = []
 
+    def restart(self, table: BlockTable) -> None:
+        """Have nothing of it be computed, and its executor not know it."""
+        self.table, self.computed, self.in_flight = table, 0, 0
+        self.cohort, self.known, self.noted = None, False, None
+        if self.prompt_logprobs is not None and len(self.tokens) == len(self.request.prompt):
+            self.prompt_logprobs = []  # else they were told
+
     def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return why it is the last one, if it is."""
         self.tokens.append(token)

@@ -85,6 +85,11 @@ class RequestSlice:
             self._parts[start, stop] = RequestSlice(self._cache, self._batch.part(start, stop))
         return self._parts[start, stop]
 
+    def prepare(self) -> None:
+        """Make what all layers need of the batch, for steps that may go on while tables change."""
+        for group in {group for group, _ in self._cache.layers.values()}:
+            self.metadata(group)
+
     def metadata(self, group: int) -> AttentionMetadata:
         """Make what the layers of a group need of the batch."""
         made = self._metadata[group] = self._cache.builders[group].build(self._batch)

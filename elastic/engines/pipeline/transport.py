@@ -57,5 +57,11 @@ class Transport(Protocol):
     def forget(self, step: int) -> None:
         """Keep nothing that comes of a step, now or later: it has failed here."""
 
+    def fail(self, to: str, key: Key, why: str, lost: str = "") -> None:
+        """Have whoever receives this key get an error in the place of hidden states; returns at once.
+
+        It is `RankLost` of a rank that was `lost`, else `StateError`.
+        """
+
     def close(self) -> None:
         """End it; whoever waits in `receive` gets `RankLost`. Can be called twice."""

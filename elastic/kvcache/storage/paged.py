@@ -223,13 +223,14 @@ class BlockMemory(SectorSpace):
     def add_layers(self, layers: Iterable[int]) -> None:
         """Have the KV of layers be here, with all sectors mapped in them; nothing is said of what is in these.
 
-        Raises `CapacityError` where there is no room for the sectors that live requests have or were promised,
-        `StateError` for a layer that is here: nothing has changed then, but for idle sectors.
+        Where none is mapped they always can. Else raises `CapacityError` where there is no room for the sectors that
+        live requests have or were promised, `StateError` for a layer that is here: nothing has changed then, but for
+        idle sectors.
         """
         with self.lock:
             chosen = self._require(layers, here=False)
             self._give_idle_back_for(chosen)
-            if (lacking := self._lacking_for(chosen)) > 0:
+            if self.mapped_count and (lacking := self._lacking_for(chosen)) > 0:
                 raise self.kv.pool.shortage(
                     f"the KV cache on {self.kv.pool.name} has no room for layers {sorted(chosen)}; let requests "
                     f"end, or free {lacking} pages",

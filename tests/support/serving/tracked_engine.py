@@ -69,11 +69,11 @@ class TrackedEngine:
             elastic.unwrap(self.model)
 
     def _count(self, module: Any, args: Any, inputs: Any) -> None:
-        if threading.current_thread() is self.engine._thread:
+        if "cache" in inputs and self.engine._is_own_thread():
             with self._more:
                 assert self._more.wait_for(lambda: self._left > 0, 60)
                 self._left -= 1
-            self.computed += inputs["input_ids"].shape[1]
+                self.computed += inputs["input_ids"].shape[1]
 
     def _hear(self, report: KVReport) -> None:
         self.reports.append(report)
