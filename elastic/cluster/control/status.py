@@ -9,8 +9,24 @@ from elastic.engines.core.load import EngineLoad
 
 RankState = Literal["starting", "serving", "draining", "lost", "ended"]
 EventKind = Literal[
-    "joined", "refused", "lost", "replaced", "removed", "moved", "move failed", "requests resumed", "overloaded",
-]  # fmt: skip
+    "joined",
+    "refused",
+    "lost",
+    "replaced",
+    "removed",
+    "moved",
+    "move failed",
+    "requests resumed",
+    "overloaded",
+    "merged",
+    "dropped",
+    "drop failed",
+    "restored",
+    "restore failed",
+    "migrated",
+    "parted",
+    "recovered",
+]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 from elastic.cluster.control.messages import (
@@ -27,10 +27,13 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.groups import Groups
+from elastic.cluster.fleet.groups.ranks import result
+from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.launchers import launcher_of
 from elastic.cluster.fleet.membership import Membership
-from elastic.cluster.fleet.moves import ANSWER_S, Moved, Mover
+from elastic.cluster.fleet.moves import Moved, Mover
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
@@ -42,14 +45,14 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, RankLost, StateError
+from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.types import Action
 
 logger = logging.getLogger(__name__)
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 
-class Fleet:
+class Fleet(GroupVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
@@ -109,6 +112,8 @@ class Fleet:
             hang_timeout_s=hang_timeout_s,
         )
         self._members.on_lost = self._supervisor.lost
+        self._groups = Groups(self._dispatcher, self._log)
+        self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
         self._balancer = Balancer(self._dispatcher, self._mover) if policy == "balance" else None
         self._lock = threading.Lock()  # of the state
@@ -206,8 +211,11 @@ class Fleet:
         if drain and was == "serving":
             with dispatcher.lock:
                 dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
+            with suppress(ElasticError):  # then ranks end as they are
+                self._groups.restore(None, END_S, "the fleet ends")
         if self._balancer is not None:
             self._balancer.stop()
+        self._groups.close()
         self._end_ranks()
         self._supervisor.stop()
         self._end_ranks()  # one may have come in the place of another
@@ -248,13 +256,15 @@ class Fleet:
         Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there.
         """
         instance = self._instance(name)
+        if drain and instance.group:
+            self.restore(name)
         with self._dispatcher.lock:
             others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
             instance.state = "draining"
         if drain:
-            _result(instance, instance.client.ask(Drain()))
+            result(instance, instance.client.ask(Drain()))
             self._mover.drain(instance, timeout_s)
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
         instance.leaving = True
@@ -332,7 +342,7 @@ class Fleet:
             instances = list(self._dispatcher.instances.values())
         asked = [instance.client.ask(Check()) for instance in instances]
         for instance, answer in zip(instances, asked, strict=True):
-            _result(instance, answer)
+            result(instance, answer)
 
     # -- inside
 
@@ -354,7 +364,7 @@ class Fleet:
 
     def _ask(self, rank: str, question: Question) -> Any:
         instance = self._instance(rank)
-        return _result(instance, instance.client.ask(question))
+        return result(instance, instance.client.ask(question))
 
     def _require_serving(self) -> None:
         if self._state != "serving":
@@ -371,18 +381,6 @@ _ROUTINGS: tuple[Routing, ...] = ("prefix", "freeness", "least_load", "round_rob
 
 def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:
     return tuple(actions) if isinstance(actions, Sequence) else (actions,)
-
-
-def _result(instance: Instance, answer: Future[Any]) -> Any:
-    """Return what a rank answers. Raises what it raised, `RankLost` if it did not."""
-    try:
-        return answer.result(ANSWER_S)
-    except TimeoutError as error:
-        raise RankLost(f"rank {instance.name!r} did not answer in {ANSWER_S:.0f} s", rank=instance.name) from error
-    except StateError as error:
-        if instance.client.lost:
-            raise RankLost(str(error), rank=instance.name) from error
-        raise
 
 
 def _stop_all() -> None:
