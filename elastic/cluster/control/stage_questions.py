@@ -22,7 +22,6 @@ class OpenPeers:
     """Listen for other ranks, from the first time on; answers with the address, (host, port)."""
 
     rank: str
-    """The name by which the fleet knows the rank."""
     key: bytes = field(repr=False)
     """Who connects has to prove it."""
 
@@ -100,6 +99,9 @@ class Room:
 @dataclass(frozen=True)
 class MeasureRoom:
     """`Room`."""
+
+    rank: str
+    """The name by which the fleet knows the rank: its engine has it from now on."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class Stages:
                 return engine.detach_stage(rank)
             case CloseStage(home):
                 return engine.close_stage(home)
-            case MeasureRoom():
+            case MeasureRoom(rank):
+                engine.rank = rank
                 return measure_room(engine)
             case SetCap(sectors):
                 return engine.set_cap(sectors)
@@ -125,7 +126,6 @@ class Stages:
     def _open(self, rank: str, key: bytes) -> tuple[str, int]:
         with self._lock:
             if self._hub is None:
-                self._engine.rank = rank
                 self._hub = PeerHub(rank, key)
             return self._hub.address
 

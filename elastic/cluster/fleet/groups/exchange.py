@@ -221,14 +221,14 @@ class Exchange:
             if layer in have:
                 action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))))
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
-        if change.deferred and not self._until(lambda: layer in self._ranks.ask(rank, MeasureRoom()).resident):
+        if change.deferred and not self._until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
         return int(change.moved_bytes)
 
 
 def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
     """Return the room of ranks."""
-    return ranks.ask_all({rank: MeasureRoom() for rank in names})
+    return ranks.ask_all({rank: MeasureRoom(rank) for rank in names})
 
 
 def compare_weights(ranks: Ranks, group: Group) -> None:
