@@ -84,16 +84,7 @@ class ForwardGate:
         keys.append(key)
         if len(keys) > 1:
             return False
-        with self._changed:
-            if self._writing or (self._writers_waiting and not self._readers_first):
-                self._readers_waiting += 1
-                self._changed.wait_for(
-                    lambda: not self._writing and (self._readers_first > 0 or not self._writers_waiting)
-                )
-                self._readers_waiting -= 1
-                self._readers_first = max(0, self._readers_first - 1)
-            self._readers += 1
-        traffic.begin()
+        self._begin_reading()
         return True
 
     def leave(self, key: int) -> bool:
@@ -107,11 +98,24 @@ class ForwardGate:
         del keys[keys.index(key) :]
         if keys:
             return False
-        with self._changed:
-            self._readers -= 1
-            self._changed.notify_all()
-        traffic.end()
+        self._end_reading()
         return True
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let commits pass while a forward pass of this thread waits for another process; it goes on behind them.
+
+        So an action may come in the middle of the pass: the caller sees to it that none takes away what the pass
+        needs. Outside a forward pass nothing happens.
+        """
+        if not self.inside:
+            yield
+            return
+        self._end_reading()
+        try:
+            yield
+        finally:
+            self._begin_reading()
 
     @contextmanager
     def exclusive(self) -> Iterator[float]:
@@ -139,3 +143,21 @@ class ForwardGate:
                 self._writing = False
                 self._readers_first = self._readers_waiting
                 self._changed.notify_all()
+
+    def _begin_reading(self) -> None:
+        with self._changed:
+            if self._writing or (self._writers_waiting and not self._readers_first):
+                self._readers_waiting += 1
+                self._changed.wait_for(
+                    lambda: not self._writing and (self._readers_first > 0 or not self._writers_waiting)
+                )
+                self._readers_waiting -= 1
+                self._readers_first = max(0, self._readers_first - 1)
+            self._readers += 1
+        traffic.begin()
+
+    def _end_reading(self) -> None:
+        with self._changed:
+            self._readers -= 1
+            self._changed.notify_all()
+        traffic.end()

@@ -1,7 +1,8 @@
-"""A replica in the place of its layer: what hooks cannot do, a layer's own forward that is left out.
+"""What hooks cannot do: a layer's own forward that is left out, for a replica, or because another rank computes it.
 
 One row cannot be shared out. Where a replica's place is the best for it, the replica is called in the thread of the
-forward pass, between the layer's own hooks. So each decoder layer has a dispatcher as the `forward` of its instance.
+forward pass, between the layer's own hooks. A layer that another rank computes is passed over. So each decoder layer
+of a model that may need it has a dispatcher as the `forward` of its instance.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from elastic.weights import batch_context
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of the layer's class, or the replica that this thread's share of a batch asks for, once."""
+    """Call the forward of the layer's class, or what this thread's plan or share of a batch asks for instead."""
+    plan = batch_context.thread.plan
+    if plan is not None:
+        return plan.call(layer, args, kwargs)
     share = batch_context.thread.share
     if share is None or share.replica is None:
         return type(layer).forward(layer, *args, **kwargs)
@@ -26,10 +30,12 @@ def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return replica(*args, **kwargs)
 
 
-def install_override(layer: nn.Module) -> None:
-    """Have a layer dispatch, unless another library has given its instance a forward method."""
-    if "forward" not in layer.__dict__:
-        layer.__dict__["forward"] = MethodType(forward, layer)
+def install_override(layer: nn.Module) -> bool:
+    """Have a layer dispatch, unless its instance has a forward method already; return whether it had none."""
+    if "forward" in layer.__dict__:
+        return False
+    layer.__dict__["forward"] = MethodType(forward, layer)
+    return True
 
 
 def remove_override(layer: nn.Module) -> None:
@@ -39,5 +45,5 @@ def remove_override(layer: nn.Module) -> None:
 
 
 def dispatches(layer: nn.Module) -> bool:
-    """Return whether a replica can be called in this layer's place."""
+    """Return whether this layer's own forward can be left out."""
     return getattr(layer.__dict__.get("forward"), "__func__", None) is forward

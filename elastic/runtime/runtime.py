@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -253,6 +253,10 @@ class Runtime(LayerVerbs):
         """Refuse to be unwrapped, with these words, until the returned function is called."""
         self._occupied.append(by)
         return partial(self._occupied.remove, by)
+
+    def suspend_forward(self) -> AbstractContextManager[None]:
+        """Let actions commit while a forward pass of this thread waits for another process; see `ForwardGate`."""
+        return self._gate.suspended()
 
     def pages_came_free(self) -> None:
         """Try deferred actions again. Called under the mapping lock of a place, so it only queues a job."""

@@ -1,11 +1,13 @@
-"""The share of a batch that a thread computes: what depends on the number of tokens goes by those of the whole batch.
+"""What of a batch a thread computes: a share of its rows or tokens, or some of the layers.
 
-So a replica takes the kernels that the layer would have taken for all rows together.
+What depends on the number of tokens goes by those of the whole batch, so a replica takes the kernels that the layer
+would have taken for all rows together.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -20,12 +22,24 @@ class BatchShare:
         """Called in place of the next layer that the thread calls, this once; None: the layer itself."""
 
 
-class _CurrentShare(threading.local):
+class ForwardPlan(Protocol):
+    """Which layers a forward pass computes in this process; the others are passed over."""
+
+    def __contains__(self, layer: object, /) -> bool:
+        """Return whether the layer of this index is computed."""
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward of a layer's class, or pass over it; return what the layer returns."""
+
+
+class _CurrentBatch(threading.local):
     share: BatchShare | None = None
     """None: whole batches."""
+    plan: ForwardPlan | None = None
+    """None: all layers. Looked at by layers with a forward override alone."""
 
 
-thread = _CurrentShare()
+thread = _CurrentBatch()
 
 
 def full_batch_tokens(tokens: int) -> int:

@@ -39,7 +39,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "controller": (("",), ("sensors",), ("policies",)),
     "actions": (("pages",), ("",), ("transactions",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("pipeline",), ("continuous", "vllm")),
-    "cluster": (("control",), ("rank",), ("launch",), ("fleet",), ("",)),
+    "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
     "cli": (("inputs", "views"), ("acts",), ("",)),

@@ -134,6 +134,13 @@ class SocketConnection:
         ready = {number for number, _ in poll.poll()}
         return descriptor not in ready or len(ready) > 1
 
+    def detach(self) -> socket.socket:
+        """Return the socket, for bytes that are no messages: it is the caller's from then on, and this end is over."""
+        with self._receiving, self._sending:
+            self._closed = True
+            self.pipe.close()
+        return self._socket
+
     def close(self) -> None:
         """End it for both; see `Connection`."""
         self._closed = True

@@ -83,7 +83,8 @@ class Stages:
             case CloseStage(home):
                 return engine.close_stage(home)
             case MeasureRoom(rank):
-                engine.rank = rank
+                if engine.rank != rank:
+                    engine.rank = rank
                 return measure_room(engine)
             case SetCap(sectors):
                 return engine.set_cap(sectors)

@@ -115,3 +115,45 @@ def test_a_waiting_commit_goes_before_new_forwards_and_they_before_the_next_comm
     first, second, third = eval(out)
     assert second == "forward"
     assert {first, third} == {"commit 1", "commit 2"}
+
+
+def test_a_suspended_forward_lets_commits_pass_and_goes_on_behind_them() -> None:
+    done = in_child("""
+        import threading
+        from elastic.hooks.forward_gate import ForwardGate
+        gate, order = ForwardGate(), []
+        entered = threading.Event()
+
+        def commit():
+            with gate.exclusive():
+                order.append("commit begins")
+                entered.set()
+                order.append("commit ends")
+
+        gate.enter(1)
+        thread = threading.Thread(target=commit)
+        thread.start()
+        with gate.suspended():
+            assert gate.inside
+            entered.wait()
+        order.append("forward")
+        assert gate.leave(1)
+        thread.join()
+        with gate.suspended():
+            assert not gate.inside
+        with gate.exclusive():
+            print(order)
+    """)
+    assert done.strip() == str(["commit begins", "commit ends", "forward"])
+
+
+def test_a_suspended_forward_that_fails_is_left_as_any_other() -> None:
+    gate = ForwardGate()
+    gate.enter(1)
+    with pytest.raises(ValueError, match="lost"), gate.suspended():
+        raise ValueError("lost")
+    with pytest.raises(StateError, match="wait=False"), gate.exclusive():
+        pass
+    assert gate.leave(1)
+    with gate.exclusive():
+        pass

@@ -1,0 +1,76 @@
+"""Hidden states as bytes on a stream: a head of three numbers, then the elements as they are in memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+
+from elastic.engines.pipeline.transport import Key, StepFailure
+
+_HEAD = struct.Struct("<qqq")  # step, layer, bytes; of a failure -1 - bytes
+MOST_BYTES = 1 << 32
+"""The bound on one frame."""
+_GOODBYE = -(1 << 62)
+GOODBYE = _HEAD.pack(0, 0, _GOODBYE)
+"""The last frame of an end that was closed: it is not lost."""
+
+
+class Frame(NamedTuple):
+    """What came for a key."""
+
+    key: Key
+    what: torch.Tensor | StepFailure
+    """Bytes, [bytes]; or why there are none."""
+
+
+class Ended(Exception):
+    """The stream is at its end; `orderly` if the other end said so before."""
+
+    def __init__(self, orderly: bool) -> None:
+        super().__init__()
+        self.orderly = orderly
+
+
+def encode(key: Key, hidden: torch.Tensor) -> list[memoryview]:
+    """Return the parts of a frame. They are views of the tensor, if it is contiguous and in host memory."""
+    elements = hidden.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return [memoryview(_HEAD.pack(*key, elements.numel())), memoryview(elements.numpy())]  # type: ignore[arg-type]
+
+
+def encode_failure(key: Key, failure: StepFailure) -> list[memoryview]:
+    """Return the parts of the frame of a failure."""
+    text = json.dumps(asdict(failure)).encode()
+    return [memoryview(_HEAD.pack(*key, -1 - len(text))), memoryview(text)]
+
+
+def read(stream: socket.socket) -> Frame:
+    """Return the next frame. Raises `Ended`."""
+    step, layer, nbytes = _HEAD.unpack(_read_bytes(stream, _HEAD.size).numpy().tobytes())
+    if nbytes == _GOODBYE:
+        raise Ended(orderly=True)
+    if not -MOST_BYTES <= nbytes <= MOST_BYTES:
+        raise Ended(orderly=False)
+    if nbytes < 0:
+        text = _read_bytes(stream, -1 - nbytes).numpy().tobytes()
+        return Frame(Key(step, layer), StepFailure(**json.loads(text)))
+    return Frame(Key(step, layer), _read_bytes(stream, nbytes))
+
+
+def _read_bytes(stream: socket.socket, count: int) -> torch.Tensor:
+    """Return so many bytes, [bytes]; the memory is aligned for elements of any type."""
+    elements = torch.empty(count, dtype=torch.uint8)
+    view, done = memoryview(elements.numpy()), 0  # type: ignore[arg-type]
+    while done < count:
+        try:
+            received = stream.recv_into(view[done:], count - done, socket.MSG_WAITALL)
+        except OSError:
+            raise Ended(orderly=False) from None
+        if not received:
+            raise Ended(orderly=False)
+        done += received
+    return elements

@@ -1,0 +1,218 @@
+"""The connections of one rank with the others: each rank listens, and connects where it has something to send."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from elastic.cluster.control import handshake
+from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.listener import LOOPBACK, Listener
+from elastic.cluster.peers.log import LogConnection
+from elastic.cluster.peers.transport import PeerTransport
+from elastic.errors import ElasticError, RankLost, StateError
+
+logger = logging.getLogger(__name__)
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class PeerHello:
+    """The first message on a connection between two ranks."""
+
+    rank: str
+    """Who connects."""
+    home: str
+    """The instance."""
+    kind: Literal["hidden states", "log"]
+    number: int
+    """Counts the connections that the rank has made."""
+
+
+class PeerHub:
+    """Where a rank meets others. Thread-safe; it listens from its making to `close`.
+
+    What the instances of other homes send never waits behind one another's: each has connections of its own.
+    """
+
+    def __init__(self, name: str, key: bytes, address: Address = (LOOPBACK, 0)) -> None:
+        """Raises `ConfigError` for an address that cannot be listened on."""
+        self.name = name
+        self._key = key
+        self._changed = threading.Condition()
+        self._addresses: dict[str, Address] = {}
+        self._lost: dict[str, str] = {}  # rank -> why
+        self._transports: dict[str, PeerTransport] = {}  # by home
+        self._early: dict[tuple[str, str], tuple[socket.socket, int]] = {}  # home, rank: before there is a transport
+        self._arrived: dict[str, SocketConnection] = {}  # home -> its log, until it is accepted
+        self._logs: set[LogConnection] = set()
+        self._numbers = itertools.count()
+        self._closed = False
+        self._listener = Listener(address, key, self._accept)
+        self.address: Address = self._listener.address
+        """Where other ranks find it."""
+
+    def meet(self, addresses: Mapping[str, Address]) -> None:
+        """Know where other ranks are; before they connect. One that was lost, or has another address now, is a new one.
+
+        What was sent to or came from the one before is dropped.
+        """
+        with self._changed:
+            new = [
+                rank
+                for rank, address in addresses.items()
+                if rank in self._lost or address != self._addresses.get(rank)
+            ]
+            self._addresses.update(addresses)
+            for rank in new:
+                self._lost.pop(rank, None)
+                self._drop_early(rank)
+            transports = [*self._transports.values()]
+        for transport in transports:
+            for rank in new:
+                transport.met(rank)
+
+    def transport(self, home: str) -> PeerTransport:
+        """Return this rank's transport for the instance of a home; after `close` of one, a new one."""
+        with self._changed:
+            self._require_open()
+            transport = self._transports.get(home)
+            if transport is not None and not transport.closed:
+                return transport
+            transport = self._transports[home] = PeerTransport(home, partial(self._connect_hidden, home))
+            for rank, reason in self._lost.items():
+                transport.lost(rank, reason)
+            for of, rank in [key for key in self._early if key[0] == home]:
+                transport.attach(rank, *self._early.pop((of, rank)))
+            return transport
+
+    def connect_log(self, rank: str, home: str) -> LogConnection:
+        """Return this end, the home's, of the log of an instance to a rank. Raises `RankLost`."""
+        return self._keep(self._connect(rank, home, "log"), rank)
+
+    def accept_log(self, home: str, timeout_s: float) -> LogConnection:
+        """Return the other end of the log of an instance: wait until its home connects. Raises `RankLost`."""
+        with self._changed:
+            self._changed.wait_for(lambda: home in self._arrived or home in self._lost or self._closed, timeout_s)
+            self._require_open()
+            connection = self._arrived.pop(home, None)
+            reason = self._lost.get(home, f"rank {home!r} did not connect its log within {timeout_s:g} s")
+        if connection is None:
+            raise RankLost(reason, rank=home)
+        return self._keep(connection, home)
+
+    def lost(self, rank: str) -> None:
+        """Have every call for a rank raise `RankLost`, now and until it is met again."""
+        reason = f"rank {rank!r} was lost"
+        with self._changed:
+            self._lost[rank] = reason
+            transports, logs = [*self._transports.values()], [log for log in self._logs if log.rank == rank]
+            self._drop_early(rank)
+            self._changed.notify_all()
+        for transport in transports:
+            transport.lost(rank, reason)
+        for log in logs:
+            log.lost(reason)
+
+    def close(self) -> None:
+        """End all connections, and listen no more. Can be called twice."""
+        with self._changed:
+            self._closed = True
+            transports, logs = [*self._transports.values()], [*self._logs]
+            self._changed.notify_all()
+        self._listener.close()
+        for transport in transports:
+            transport.close()
+        for log in logs:
+            log.close()
+        with self._changed:
+            self._drop_early(None)
+
+    # -- connections
+
+    def _connect_hidden(self, home: str, rank: str) -> socket.socket:
+        return self._connect(rank, home, "hidden states").detach()
+
+    def _connect(self, rank: str, home: str, kind: Literal["hidden states", "log"]) -> SocketConnection:
+        """Return a connection on which the hello was said. Raises `RankLost`."""
+        with self._changed:
+            self._require_open()
+            address, reason = self._addresses.get(rank), self._lost.get(rank)
+        if reason is not None:
+            raise RankLost(reason, rank=rank)
+        if address is None:
+            raise StateError(f"rank {self.name!r} has not met {rank!r}; tell it the address first")
+        try:
+            connection = handshake.connect(address, self._key)
+            connection.send(PeerHello(self.name, home, kind, next(self._numbers)))
+        except ElasticError as error:
+            raise RankLost(f"rank {rank!r} cannot be reached: {error}", rank=rank) from error
+        return connection
+
+    def _keep(self, connection: SocketConnection, rank: str) -> LogConnection:
+        log = LogConnection(connection, rank, self._logs.discard)
+        with self._changed:
+            self._logs.add(log)
+            reason = self._lost.get(rank)
+            closed = self._closed
+        if closed:
+            log.close()
+        elif reason is not None:
+            log.lost(reason)
+        return log
+
+    def _accept(self, connection: SocketConnection) -> None:
+        """Take a connection that another rank has made; on a thread of the listener."""
+        if not connection.pipe.poll(handshake.HANDSHAKE_S):
+            connection.close()
+            return
+        try:
+            hello = connection.receive()
+        except (EOFError, StateError):
+            hello = None
+        with self._changed:
+            if not isinstance(hello, PeerHello) or self._closed or hello.rank in self._lost:
+                connection.close()
+                return
+            if hello.kind == "log":
+                self._replace_log(hello.home, connection)
+            else:
+                self._attach(hello, connection.detach())
+            self._changed.notify_all()
+
+    def _replace_log(self, home: str, connection: SocketConnection) -> None:
+        earlier = self._arrived.pop(home, None)
+        if earlier is not None:
+            earlier.close()
+        self._arrived[home] = connection
+
+    def _attach(self, hello: PeerHello, stream: socket.socket) -> None:
+        """Give a stream to the instance's transport, or keep it until there is one."""
+        transport = self._transports.get(hello.home)
+        if transport is not None and not transport.closed:
+            transport.attach(hello.rank, stream, hello.number)
+            return
+        earlier, number = self._early.get((hello.home, hello.rank), (None, -1))
+        if earlier is not None and number > hello.number:
+            stream.close()
+            return
+        if earlier is not None:
+            earlier.close()
+        self._early[hello.home, hello.rank] = stream, hello.number
+
+    def _drop_early(self, rank: str | None) -> None:
+        """Close what a rank (None: any) has connected and nobody has taken."""
+        for key in [key for key in self._early if rank in (None, key[1])]:
+            self._early.pop(key)[0].close()
+        for home in [home for home in self._arrived if rank in (None, home)]:
+            self._arrived.pop(home).close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StateError(f"the connections of rank {self.name!r} were closed")

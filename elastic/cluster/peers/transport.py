@@ -1,0 +1,109 @@
+"""Hidden states of one instance to and from other ranks, over sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic.cluster.peers import frames
+from elastic.cluster.peers.receiver import HiddenStatesReceiver
+from elastic.cluster.peers.sender import HiddenStatesSender
+from elastic.engines.pipeline.transport import Key, StepFailure
+from elastic.errors import RankLost, StateError
+
+
+class PeerTransport:
+    """A `Transport`. Each rank and direction has a connection of its own, which is made when it is first needed."""
+
+    def __init__(self, home: str, connect: Callable[[str], socket.socket]) -> None:
+        """`connect` makes a connection to a rank for what the instance of `home` sends there."""
+        self.home = home
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._senders: dict[str, HiddenStatesSender] = {}
+        self._receivers: dict[str, HiddenStatesReceiver] = {}
+        self._forgotten: set[int] = set()
+        self.closed = False
+
+    def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
+        """Send hidden states; see `Transport`."""
+        self._send(to, frames.encode(key, hidden))
+
+    def fail(self, to: str, key: Key, failure: StepFailure) -> None:
+        """Say that hidden states will not come; see `Transport`."""
+        self._send(to, frames.encode_failure(key, failure))
+
+    def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
+        """Wait for hidden states; see `Transport`."""
+        elements = self._receiver(frm).receive(key)
+        if elements.numel() != like.nbytes:
+            raise StateError(
+                f"rank {frm!r} sent {elements.numel():,} bytes as {key}, expected were {like.nbytes:,}: {like.dtype} "
+                f"{tuple(like.shape)}; the ranks do not compute the same step"
+            )
+        return elements.view(like.dtype).view(like.shape).to(like.device)
+
+    def forget(self, step: int) -> None:
+        """Keep nothing of a step; see `Transport`."""
+        with self._lock:
+            receivers = [*self._receivers.values()]
+        for receiver in receivers:
+            receiver.forget(step)
+
+    def close(self) -> None:
+        """End it; see `Transport`."""
+        with self._lock:
+            self.closed = True
+            ranks = {*self._senders, *self._receivers}
+        for rank in ranks:
+            self.lost(rank, self._closed_words)
+
+    # -- for the hub
+
+    def attach(self, frm: str, stream: socket.socket, connection: int) -> None:
+        """Receive what a rank sends on a stream, unless it has made a later connection."""
+        self._receiver(frm).attach(stream, connection)
+
+    def lost(self, rank: str, reason: str) -> None:
+        """Have every call for a rank raise `RankLost`, now and from now on."""
+        self._sender(rank).end(reason)
+        self._receiver(rank).end(reason)
+
+    def met(self, rank: str) -> None:
+        """Take a rank that was lost for a new one."""
+        with self._lock:
+            ends = self._senders.pop(rank, None), self._receivers.pop(rank, None)
+        for end in ends:
+            if end is not None:
+                end.end(f"rank {rank!r} was started anew")
+
+    @property
+    def _closed_words(self) -> str:
+        return f"the transport of {self.home!r} was closed"
+
+    def _send(self, to: str, parts: Sequence[memoryview]) -> None:
+        try:
+            self._sender(to).send(parts)
+        except RankLost as error:
+            self._receiver(to).end(str(error))
+            raise
+
+    def _sender(self, rank: str) -> HiddenStatesSender:
+        with self._lock:
+            if rank not in self._senders:
+                sender = HiddenStatesSender(rank, lambda: self._connect(rank), lambda why: self.lost(rank, why))
+                self._senders[rank] = sender
+                if self.closed:
+                    sender.end(self._closed_words)
+            return self._senders[rank]
+
+    def _receiver(self, rank: str) -> HiddenStatesReceiver:
+        with self._lock:
+            if rank not in self._receivers:
+                self._receivers[rank] = HiddenStatesReceiver(rank)
+                if self.closed:
+                    self._receivers[rank].end(self._closed_words)
+            return self._receivers[rank]

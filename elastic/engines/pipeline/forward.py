@@ -1,0 +1,177 @@
+"""One forward pass of a wrapped model of whose layers other ranks compute some.
+
+Every rank runs the model on the ids of the whole step: embedding, masks and rotary embeddings are computed everywhere,
+and only hidden states go from rank to rank. A layer that is not the rank's own is passed over: it returns what it was
+given, or, in front of one that is, what the rank before has sent. (KunServe, section 4; the way of `LayerPath`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.engines.pipeline.path import StagePlan
+from elastic.engines.pipeline.transport import Key, StepFailure, Transport
+from elastic.engines.pipeline.turn import Turn
+from elastic.errors import ConfigError, StateError
+from elastic.hooks.forward_override import dispatches, install_override, remove_override
+from elastic.hooks.replicas.split_rows import hidden_of
+from elastic.runtime.runtime import runtime
+from elastic.weights import batch_context
+from elastic.weights.decoder import find_decoder
+
+Receive = Callable[[str, torch.Tensor, Key], torch.Tensor]
+
+
+class StageForward:
+    """The forward passes of a model for all instances that its rank computes layers of. Thread-safe.
+
+    The turn is taken for each pass and given up while it waits for hidden states; the forward gate is left meanwhile.
+    From its making to `close` the model's layers can be passed over. Raises `ConfigError` for a model that cannot be
+    computed by several ranks.
+    """
+
+    def __init__(self, model: Any, turn: Turn) -> None:
+        self._model, self._turn, self._runtime = model, turn, runtime(model)
+        layers = find_decoder(model).layers
+        if len(layers) < 2:
+            raise ConfigError("a model of one layer cannot be computed by several ranks")
+        self._indices = {layer: index for index, layer in enumerate(layers)}
+        self._installed = [layer for layer in layers if install_override(layer)]
+        try:
+            if not all(map(dispatches, layers)):
+                raise ConfigError(
+                    "another library has replaced the forward method of decoder layers; they cannot be passed over"
+                )
+            self._as_tuples = self._layers_return_tuples()
+        except BaseException:
+            self.close()
+            raise
+
+    @torch.no_grad()
+    def run(self, plan: StagePlan, transport: Transport, step: int, inputs: dict[str, Any]) -> Any:
+        """Compute this rank's part of a step; return the model's output at home, elsewhere None.
+
+        `inputs` are what the model is called with, of the tokens of the whole step. Raises what the model raises, and
+        `RankLost` or `StateError` where another rank fails; the ranks behind this one are told, and fail too.
+        """
+        stage = _StagePass(plan, transport, step, self._indices, self._as_tuples, partial(self._receive, transport))
+        try:
+            with self._turn:
+                return self._call(stage, inputs)
+        except BaseException as error:
+            stage.fail(StepFailure.of(error))
+            transport.forget(step)
+            raise
+
+    def close(self) -> None:
+        """Leave the layers as they were. Can be called twice."""
+        while self._installed:
+            remove_override(self._installed.pop())
+
+    def _call(self, plan: batch_context.ForwardPlan, inputs: dict[str, Any]) -> Any:
+        """Call the model by a plan; return None if it ended early."""
+        batch_context.thread.plan = plan
+        try:
+            return self._model(**inputs)
+        except _Ended:
+            return None
+        finally:
+            batch_context.thread.plan = None
+
+    def _receive(self, transport: Transport, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
+        # the turn comes back first: who waits for it inside the gate would keep a commit, and so its holder, waiting
+        with self._runtime.suspend_forward(), self._turn.given_up():
+            return transport.receive(frm, like, key)
+
+    @torch.no_grad()
+    def _layers_return_tuples(self) -> bool:
+        """Look at what the model does with what its first layer returns. No layer is computed."""
+        probe = _Probe()
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._model.device)
+        self._call(probe, {"input_ids": token, "use_cache": False})
+        return probe.indexed
+
+
+class _Ended(Exception):
+    """The forward pass came to the end of what the rank computes. Hooks are called for it as for any exception."""
+
+
+class _StagePass:
+    """The plan of one forward pass."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        transport: Transport,
+        step: int,
+        indices: dict[nn.Module, int],
+        as_tuples: bool,
+        receive: Receive,
+    ) -> None:
+        self._plan, self._transport, self._step = plan, transport, step
+        self._indices = indices
+        self._as_tuples = as_tuples
+        self._receive = receive
+        self._unsent = dict(plan.sends)
+
+    def fail(self, failure: StepFailure) -> None:
+        """Tell the ranks that wait for this one, or will, that nothing comes."""
+        for layer, to in self._unsent.items():
+            with suppress(StateError):  # it has gone itself
+                self._transport.fail(to, Key(self._step, layer + 1), failure)
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._plan.layers
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer and send what it returns, or pass over it."""
+        plan, index = self._plan, self._indices[layer]
+        if index not in plan.layers:
+            return self._pass_over(index, _given(args, kwargs))
+        output = type(layer).forward(layer, *args, **kwargs)
+        if index in plan.sends:
+            self._transport.send(plan.sends[index], hidden_of(output), Key(self._step, index + 1))
+            del self._unsent[index]
+        if index == plan.last:
+            raise _Ended
+        return output
+
+    def _pass_over(self, index: int, hidden: torch.Tensor) -> Any:
+        """Return what the next layer is given: hidden states [1, tokens, hidden size]."""
+        following = index + 1
+        if following in self._plan.receives:
+            hidden = self._receive(self._plan.receives[following], hidden, Key(self._step, following))
+        return (hidden,) if self._as_tuples else hidden
+
+
+class _Probe:
+    """A plan by which no layer is computed, and the second one ends the pass."""
+
+    def __init__(self) -> None:
+        self._first: torch.Tensor | None = None
+        self.indexed = False
+        """Whether the model took the first item of what the first layer returned."""
+
+    def __contains__(self, layer: object) -> bool:
+        return False
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the layer was given, as it is."""
+        given = _given(args, kwargs)
+        if self._first is not None:
+            self.indexed = given.ndim < self._first.ndim
+            raise _Ended
+        self._first = given
+        return given
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states that a layer is called with."""
+    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden

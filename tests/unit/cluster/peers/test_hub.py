@@ -1,0 +1,291 @@
+"""What ranks send each other arrives by its key, and nobody waits for one that has gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.cluster.control.handshake import connect
+from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.peers.transport import PeerTransport
+from elastic.engines.pipeline.transport import Key, StepFailure
+from elastic.errors import RankLost, StateError
+
+KEY = b"a key of this test's own"
+LIKE = torch.zeros(1, 3, 4)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def hubs(stack: ExitStack, names: str = "ab") -> list[PeerHub]:
+    """Hubs that have met each other."""
+    made = [stack.enter_context(closing(PeerHub(name, KEY))) for name in names]
+    for hub in made:
+        hub.meet({other.name: other.address for other in made if other is not hub})
+    return made
+
+
+def later(stack: ExitStack, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """A call on a thread of its own, that had the time to begin to wait."""
+    future = stack.enter_context(ThreadPoolExecutor(1)).submit(call, *args)
+    time.sleep(0.05)
+    assert not future.done()
+    return future
+
+
+def assert_lost(future: Future[Any], rank: str) -> None:
+    with pytest.raises(RankLost) as error:
+        future.result(10)
+    assert error.value.rank == rank
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_sent_is_received_by_its_key_whatever_becomes_of_the_tensor(
+    dtype: torch.dtype, stack: ExitStack
+) -> None:
+    a, b = (hub.transport("a") for hub in hubs(stack))
+    hidden = torch.rand(1, 3, 4).to(dtype)
+    sent = []
+    for step in range(20):
+        a.send("b", hidden, Key(step, 2))
+        sent.append(hidden.clone())
+        hidden += 1
+    for step in (*range(10, 20), *range(10)):
+        assert torch.equal(b.receive("a", hidden, Key(step, 2)), sent[step])
+
+
+def test_threads_that_wait_each_get_their_own(stack: ExitStack) -> None:
+    a, b = (hub.transport("a") for hub in hubs(stack))
+    waiting = [later(stack, b.receive, "a", LIKE, Key(step, 0)) for step in range(4)]
+    for step in (2, 0, 3, 1):
+        a.send("b", LIKE + step, Key(step, 0))
+    assert [int(future.result(10)[0, 0, 0]) for future in waiting] == [0, 1, 2, 3]
+
+
+def test_instances_and_directions_do_not_get_each_others(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    a.transport("a").send("b", LIKE + 1, Key(0, 0))
+    a.transport("b").send("b", LIKE + 2, Key(0, 0))
+    b.transport("a").send("a", LIKE + 3, Key(0, 0))
+    got = [b.transport("a").receive("a", LIKE, Key(0, 0)), b.transport("b").receive("a", LIKE, Key(0, 0))]
+    got.append(a.transport("a").receive("b", LIKE, Key(0, 0)))
+    assert [int(hidden[0, 0, 0]) for hidden in got] == [1, 2, 3]
+
+
+def test_others_than_expected_are_refused(stack: ExitStack) -> None:
+    a, b = (hub.transport("a") for hub in hubs(stack))
+    a.send("b", torch.zeros(1, 2, 4), Key(0, 0))
+    with pytest.raises(StateError, match="do not compute the same step"):
+        b.receive("a", LIKE, Key(0, 0))
+
+
+def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
+    a, b = (hub.transport("a") for hub in hubs(stack))
+    a.fail("b", Key(0, 1), StepFailure("broken"))
+    a.fail("b", Key(1, 1), StepFailure("rank 'c' was lost", "c"))
+    with pytest.raises(StateError, match="broken"):
+        b.receive("a", LIKE, Key(0, 1))
+    assert_lost(stack.enter_context(ThreadPoolExecutor(1)).submit(b.receive, "a", LIKE, Key(1, 1)), "c")
+    a.send("b", LIKE, Key(2, 1))
+    a.send("b", LIKE, Key(2, 2))
+    a.send("b", LIKE, Key(3, 1))
+    b.receive("a", LIKE, Key(2, 2))
+    b.forget(2)
+    b.receive("a", LIKE, Key(3, 1))
+    assert b._receiver("a")._boxes == {}
+
+
+def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> None:
+    a, b = (hub.transport("a") for hub in hubs(stack))
+    large = torch.arange(1 << 20, dtype=torch.float32).view(1, 1, -1)
+    for step in range(16):
+        a.send("b", large + step, Key(step, 0))
+    for step in range(16):
+        assert torch.equal(b.receive("a", large, Key(step, 0)), large + step)
+
+
+@pytest.mark.parametrize("end", ["lost", "closed", "hub"])
+def test_who_waits_is_told_of_the_end(end: str, stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    a.transport("a").send("b", LIKE, Key(0, 0))
+    transport = b.transport("a")
+    transport.receive("a", LIKE, Key(0, 0))
+    waiting = [later(stack, transport.receive, "a", LIKE, Key(step, 0)) for step in (1, 2)]
+    {"lost": lambda: b.lost("a"), "closed": transport.close, "hub": b.close}[end]()
+    for future in waiting:
+        assert_lost(future, "a")
+    for call in (transport.send, transport.receive):
+        with pytest.raises(RankLost):
+            call("a", LIKE, Key(3, 0))
+    transport.close()
+    b.close()
+
+
+def test_a_rank_that_was_lost_and_is_met_again_is_a_new_one(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    here, there = b.transport("a"), a.transport("a")
+    b.lost("a")
+    with pytest.raises(RankLost):
+        here.send("a", LIKE, Key(0, 0))
+    b.meet({"a": a.address})
+    here.send("a", LIKE + 1, Key(1, 0))
+    assert torch.equal(there.receive("b", LIKE, Key(1, 0)), LIKE + 1)
+    there.send("b", LIKE + 2, Key(1, 1))
+    assert torch.equal(here.receive("a", LIKE, Key(1, 1)), LIKE + 2)
+
+
+@pytest.mark.parametrize("closing_end", ["a", "b"])
+def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: ExitStack) -> None:
+    """A rank leaves the instance, and comes back; the other end is the same all the time."""
+    ends = {hub.name: hub for hub in hubs(stack)}
+    step = 0
+    for _ in range(3):
+        for _ in range(2):
+            step += 1
+            for frm, to in ("ab", "ba"):
+                ends[frm].transport("a").send(to, LIKE + step, Key(step, 0))
+                assert torch.equal(ends[to].transport("a").receive(frm, LIKE, Key(step, 0)), LIKE + step)
+        ends[closing_end].transport("a").close()
+
+
+def test_a_rank_that_cannot_be_reached_is_lost(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    transport = a.transport("a")
+    b.close()
+    waiting = later(stack, transport.receive, "b", LIKE, Key(0, 0))
+    transport.send("b", LIKE, Key(0, 0))
+    assert_lost(waiting, "b")
+    with pytest.raises(RankLost, match="cannot be reached"):
+        transport.send("b", LIKE, Key(1, 0))
+    with pytest.raises(RankLost, match="cannot be reached"):
+        a.connect_log("b", "a")
+
+
+def test_a_rank_that_nobody_has_met_is_said_so(stack: ExitStack) -> None:
+    (a,) = hubs(stack, "a")
+    with pytest.raises(StateError, match="has not met 'b'"):
+        a.connect_log("b", "a")
+
+
+# -- logs
+
+
+def test_a_log_goes_both_ways_in_order(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    accepting = later(stack, b.accept_log, "a", 10)
+    home = a.connect_log("b", "a")
+    guest = accepting.result(10)
+    for item in range(100):
+        home.send(item)
+    assert [guest.receive() for _ in range(100)] == list(range(100))
+    guest.send("answer")
+    assert home.receive() == "answer"
+    guest.close()
+    with pytest.raises(EOFError):
+        guest.receive()
+    with pytest.raises(RankLost):
+        home.receive()
+
+
+def test_a_log_that_nobody_connects_is_not_waited_for(stack: ExitStack) -> None:
+    _, b = hubs(stack)
+    with pytest.raises(RankLost, match=r"did not connect its log within 0\.01 s"):
+        b.accept_log("a", 0.01)
+    accepting = later(stack, b.accept_log, "a", 60)
+    b.lost("a")
+    assert_lost(accepting, "a")
+
+
+def test_a_log_whose_rank_is_lost_ends_at_once(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    home = a.connect_log("b", "a")
+    guest = b.accept_log("a", 10)
+    waiting = later(stack, home.receive)
+    a.lost("b")
+    assert_lost(waiting, "b")
+    with pytest.raises(RankLost):
+        home.send("more")
+    with pytest.raises(RankLost):
+        guest.receive()
+
+
+# -- processes
+
+
+CHILD = """
+import sys, threading, torch
+from elastic.cluster.peers.hub import PeerHub
+from elastic.engines.pipeline.transport import Key
+hub = PeerHub("b", {key!r})
+hub.meet({{"a": {address!r}}})
+print(hub.address[1], flush=True)
+log, transport = hub.accept_log("a", 60), hub.transport("a")
+while True:
+    step, like = log.receive()
+    transport.send("a", transport.receive("a", like, Key(step, 0)) * 2, Key(step, 1))
+"""
+
+
+class Child:
+    """A process with a hub that doubles what it gets."""
+
+    def __init__(self, hub: PeerHub, stack: ExitStack) -> None:
+        code = CHILD.format(key=KEY, address=hub.address)
+        self.process = stack.enter_context(
+            subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(self.process.kill)
+        assert self.process.stdout is not None
+        hub.meet({"b": ("127.0.0.1", int(self.process.stdout.readline()))})
+        self.log, self.transport = hub.connect_log("b", "a"), hub.transport("a")
+
+    def double(self, step: int, hidden: torch.Tensor) -> torch.Tensor:
+        self.log.send((step, torch.empty_like(hidden)))
+        self.transport.send("b", hidden, Key(step, 0))
+        return self.transport.receive("b", hidden, Key(step, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_process_that_ends_or_stops_is_an_error(how: str, stack: ExitStack) -> None:
+    (a,) = hubs(stack, "a")
+    child = Child(a, stack)
+    hidden = torch.rand(1, 512, 512)
+    for step in range(5):
+        assert torch.equal(child.double(step, hidden), hidden * 2)
+    os.kill(child.process.pid, signal.SIGSTOP)
+    calls = [later(stack, child.double, 5, hidden), later(stack, child.log.receive)]
+    if how == "killed":
+        child.process.kill()  # it is an error by itself
+    else:
+        a.lost("b")
+    for call in calls:
+        assert_lost(call, "b")
+
+
+# -- strangers
+
+
+def test_a_stranger_with_the_key_who_says_something_else_is_turned_away(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    with closing(connect(a.address, KEY)) as stranger:
+        stranger.send("something else")
+        with pytest.raises(EOFError):
+            stranger.receive()
+    b.transport("a").send("a", LIKE, Key(0, 0))
+    assert isinstance(a.transport("a"), PeerTransport)
+    assert torch.equal(a.transport("a").receive("b", LIKE, Key(0, 0)), LIKE)

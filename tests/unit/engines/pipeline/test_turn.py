@@ -1,0 +1,92 @@
+"""The turn to compute goes round: first come, first served, and nobody keeps it while waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from elastic.engines.pipeline.turn import Turn
+from elastic.errors import StateError
+from support.child_process import in_child
+
+
+def queue_up(turn: Turn, name: str, order: list[str], behind: int) -> threading.Thread:
+    """A thread that waits for the turn as the one after so many."""
+
+    def take() -> None:
+        with turn:
+            order.append(name)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    while len(turn._waiting) <= behind:
+        time.sleep(0.001)
+    return thread
+
+
+def test_who_has_waited_longest_is_next() -> None:
+    turn, order = Turn(), list[str]()
+    with turn:
+        threads = [queue_up(turn, name, order, behind) for behind, name in enumerate("abc")]
+    for thread in threads:
+        thread.join(10)
+    assert order == ["a", "b", "c"]
+
+
+def test_who_gives_it_up_goes_behind_those_that_wait() -> None:
+    turn, order = Turn(), list[str]()
+    with turn:
+        threads = [queue_up(turn, name, order, behind) for behind, name in enumerate("ab")]
+        with turn.given_up():
+            assert not turn.mine
+        assert turn.mine
+        order.append("the first again")
+    for thread in threads:
+        thread.join(10)
+    assert order == ["a", "b", "the first again"]
+
+
+def test_the_turn_is_had_again_behind_a_wait_that_failed() -> None:
+    turn = Turn()
+    with turn:
+        with pytest.raises(ValueError, match="lost"), turn.given_up():
+            raise ValueError("lost")
+        assert turn.mine
+    assert not turn.mine
+    with turn:
+        pass
+
+
+def test_a_thread_does_not_wait_for_itself() -> None:
+    turn = Turn()
+    with turn, pytest.raises(StateError, match="already"), turn:
+        pass
+    with pytest.raises(StateError, match="does not have"), turn.given_up():
+        pass
+
+
+@pytest.mark.slow
+def test_one_at_a_time_and_all_make_progress() -> None:
+    done = in_child("""
+        import threading
+        from elastic.engines.pipeline.turn import Turn
+        turn, inside, counts = Turn(), [], [0] * 4
+
+        def work(index):
+            for _ in range(500):
+                with turn:
+                    inside.append(index)
+                    assert inside == [index]
+                    inside.remove(index)
+                    with turn.given_up():
+                        pass
+                    counts[index] += 1
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(counts)
+    """)
+    assert done.strip() == str([500] * 4)
