@@ -21,7 +21,7 @@ from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus
 from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.errors import CapacityError, ConfigError
+from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
@@ -45,11 +45,18 @@ class Groups:
         """Return the groups there are."""
         return tuple(group.status() for group in self._groups)
 
+    @property
+    def changing(self) -> bool:
+        """Whether a verb is under way."""
+        return self._verbs.locked()
+
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
         if not self._layer_bytes:
-            rank = next(iter(self._ranks.serving())).name
-            self._layer_bytes = _layer_bytes(measure(self._ranks, [rank]))
+            serving = self._ranks.serving()
+            if not serving:
+                raise StateError("no rank serves: the bytes of its layers are not known")
+            self._layer_bytes = _layer_bytes(measure(self._ranks, [serving[0].name]))
         return self._layer_bytes
 
     def group_of(self, rank: str) -> Group | None:
@@ -266,6 +273,7 @@ class Groups:
 
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why
+        self._log.count(exchanged_bytes=done.moved_bytes)
         self._event(kind, group, moved_bytes=done.moved_bytes, stalled_ms=done.stalled_ms, why=why)
 
     def _event(self, kind: EventKind, group: Group, **about: Any) -> None:

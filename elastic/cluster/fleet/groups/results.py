@@ -73,3 +73,9 @@ class GroupStatus:
     """Home -> the most sectors of KV cache that its requests may have now; None: it has its rank's for itself."""
     alone: Mapping[str, int] = field(hash=False)
     """Home -> the sectors that it has by itself, with all weights there."""
+
+    @property
+    def dropped(self) -> dict[str, tuple[int, ...]]:
+        """Rank -> the layers whose weights it has not."""
+        count = len(next(iter(self.paths.values())).ranks)
+        return {rank: tuple(i for i in range(count) if i not in keeps) for rank, keeps in self.keeps.items()}
