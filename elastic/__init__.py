@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from elastic.config import SLO, Place, Policy, Scale
+from elastic.config import SLO, Overload, Place, Policy, Scale
 from elastic.errors import (
     BackendUnavailable,
     CapacityError,
@@ -80,6 +80,7 @@ __all__ = [
     "Migrate",
     "MigrateKV",
     "Output",
+    "Overload",
     "Overloaded",
     "Place",
     "PlaceStatus",

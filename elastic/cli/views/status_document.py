@@ -43,6 +43,8 @@ class RankDocument:
     beat_s: float | None = None
     """Seconds since it was last heard of."""
     why: str = ""
+    dropped: tuple[int, ...] = ()
+    """Layers whose weights it has not, since other ranks compute them."""
     layers: tuple[str, ...] = ()
     status: Status | None = None
     events: tuple[Event, ...] = ()
@@ -69,6 +71,9 @@ class InstanceDocument:
     load: LoadDocument = LoadDocument()
     requests: int = 0
     freeness: float | None = None
+    leader: str = ""
+    path: tuple[str, ...] = ()
+    """Of each layer the rank that computes it; (): its leader computes all."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class FleetDocument:
 
     queued: int = 0
     totals: dict[str, int] = field(default_factory=dict, hash=False)
+    policy: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ EventKind = Literal[
     "moved",
     "move failed",
     "requests resumed",
+    "overloaded",
     "merged",
     "dropped",
     "drop failed",
@@ -43,6 +44,8 @@ class RankStatus:
     """Seconds since it was last heard of."""
     why: str = ""
     """Lost or refused: why."""
+    dropped: tuple[int, ...] = ()
+    """Layers whose weights it has not, since other ranks compute them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class InstanceStatus:
     freeness: float
     """Free blocks after promises, over running sequences (Llumnix, section 4.2)."""
     epoch: int = 0
+    path: tuple[str, ...] = ()
+    """Of each layer the rank that computes it; (): its leader computes all."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ class FleetTotals:
     recomputed_tokens: int = 0
     prefix_hits: int = 0
     """Requests that were sent where the beginning of their prompt was."""
+    exchanged_bytes: int = 0
+    """KV that was copied as layers of instances changed their rank."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +113,5 @@ class FleetStatus:
     queued: int
     """Requests that no instance has room for yet."""
     totals: FleetTotals
+    policy: str = ""
+    """What the overload policy said last, and the figures that it saw; empty: there is none, or no tick yet."""

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from elastic.cluster.control.messages import (
     Apply,
@@ -25,7 +25,6 @@ from elastic.cluster.control.messages import (
     RuntimeView,
 )
 from elastic.cluster.control.status import FleetEvent, FleetStatus
-from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.ranks import result
@@ -34,7 +33,9 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.launchers import launcher_of
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.moves import Moved, Mover
+from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
+from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -62,7 +63,8 @@ class Fleet(GroupVerbs):
 
     A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
     `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
-    instances have room. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
+    instances have room; with "drop", or an `Overload`, instances that run out of KV drop layers that they hold twice;
+    a list has both. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
     for `hang_timeout_s`, is fenced; with `replace` another one takes its place. Its requests go on elsewhere, from the
     tokens that were told. `grammars` checks grammars before a rank sees them.
 
@@ -81,7 +83,7 @@ class Fleet(GroupVerbs):
         wrap: Mapping[str, Any] | None = None,
         engine: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        policy: Literal["balance"] | None = None,
+        policy: FleetPolicy | Sequence[FleetPolicy] | None = None,
         routing: Routing = "prefix",
         max_queue: int | None = None,
         beat_timeout_s: float = 2.0,
@@ -92,8 +94,8 @@ class Fleet(GroupVerbs):
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
         require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
-        require(policy in (None, "balance"), "policy", policy, 'None or "balance"')
         require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
+        policies = chosen(policy)
         self.counters = RequestMetrics()
         self._grammars = grammars
         self._launcher = launcher_of(launch, ranks if isinstance(ranks, int) else len(ranks))
@@ -115,7 +117,8 @@ class Fleet(GroupVerbs):
         self._groups = Groups(self._dispatcher, self._log)
         self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
-        self._balancer = Balancer(self._dispatcher, self._mover) if policy == "balance" else None
+        add = None if self._starter.waits else self.scale_out
+        self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, add)
         self._lock = threading.Lock()  # of the state
         self._state = "new"
         self._process = os.getpid()
@@ -169,8 +172,7 @@ class Fleet(GroupVerbs):
                 self._launcher.on_joined = self._starter.take  # type: ignore[attr-defined]
             self._starter.start_all(self._specs)
             self._supervisor.start()
-            if self._balancer is not None:
-                self._balancer.start()
+            self._policies.start()
         except BaseException:
             self.stop(drain=False)
             raise
@@ -211,10 +213,10 @@ class Fleet(GroupVerbs):
         if drain and was == "serving":
             with dispatcher.lock:
                 dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
+            self._policies.stop()
             with suppress(ElasticError):  # then ranks end as they are
                 self._groups.restore(None, END_S, "the fleet ends")
-        if self._balancer is not None:
-            self._balancer.stop()
+        self._policies.stop()
         self._groups.close()
         self._end_ranks()
         self._supervisor.stop()
@@ -320,10 +322,12 @@ class Fleet(GroupVerbs):
 
     def status(self) -> FleetStatus:
         """Return its ranks, instances and counts."""
-        ranks = self._members.statuses(time.perf_counter())
+        dropped = {rank: layers for group in self.groups() for rank, layers in group.dropped.items()}
+        told = self._members.statuses(time.perf_counter())
+        ranks = tuple(dataclasses.replace(rank, dropped=dropped.get(rank.name, ())) for rank in told)
         with self._dispatcher.lock:
             instances = tuple(instance.status() for instance in self._dispatcher.instances.values())
-            return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals())
+            return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals(), self._policies.reason)
 
     def events(self) -> tuple[FleetEvent, ...]:
         """Return what has happened to it lately, oldest first."""

@@ -160,8 +160,8 @@ class Instance:
         """Return what `Fleet.status` says of it."""
         requests = len(self.records)
         ranks = (self.name,) if self.path is None else tuple(dict.fromkeys((self.name, *self.path.ranks)))
-        epoch = 0 if self.path is None else self.path.epoch
-        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch)
+        epoch, path = (0, ()) if self.path is None else (self.path.epoch, self.path.ranks)
+        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path)
 
 
 def request_blocks(kv: KVFormat, request: Request) -> int:

@@ -17,7 +17,7 @@ _LAUNCHERS = {
 def launcher_of(launch: str | Launcher, ranks: int) -> Launcher:
     """Return a launcher, by its name or as it is, for so many ranks at first. Raises `ConfigError` for an unknown name.
 
-    Ray is told of them: it places them together.
+    Local ones share the cores among them; Ray places them together.
     """
     if not isinstance(launch, str):
         return launch
@@ -26,6 +26,6 @@ def launcher_of(launch: str | Launcher, ranks: int) -> Launcher:
     if launch not in _LAUNCHERS:
         raise ConfigError(f"launch={launch!r} must be one of {', '.join(_LAUNCHERS)}, or a launcher")
     module, name = _LAUNCHERS[launch].split(":")
-    options = {"ranks": ranks} if launch == "ray" else {}
+    options = {"ranks": ranks} if launch in ("local", "ray") else {}
     made: Launcher = getattr(importlib.import_module(module), name)(**options)
     return made

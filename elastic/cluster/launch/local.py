@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from elastic.cluster.launch.base import START_S, await_hello
 from elastic.cluster.launch.fork_server import MOST_BYTES
 from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
+from elastic.config import require
 from elastic.errors import ConfigError, ElasticError, StateError
 
 IMPORT_S = 120.0
@@ -71,7 +72,8 @@ class ForkServerClient:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [os.path.abspath(entry) for entry in sys.path]
         alone = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads, which no fork takes along
-        with there:
+        with ExitStack() as failed, there:
+            failed.callback(here.close)
             ours = [str(there.fileno()), str(os.getpid())]
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "elastic.cluster.launch.fork_server", *ours],
@@ -81,6 +83,7 @@ class ForkServerClient:
                 env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path)},
                 start_new_session=True,
             )
+            failed.pop_all()
         self._socket = here
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the wishes
@@ -158,12 +161,16 @@ class LocalLauncher:
     """Starts ranks as processes of this host. None outlives this process, however it ends.
 
     The process that they are forked from is started with the first rank: that takes as long as importing torch and
-    transformers does. It never imports the program that runs here.
+    transformers does. It never imports the program that runs here. Ranks whose specs say neither `cores` nor `threads`
+    share the host's cores among `ranks`: with a thread for every core in each, they would wait for one another.
     """
 
     name = "local"
 
-    def __init__(self, *, start_timeout_s: float = START_S) -> None:
+    def __init__(self, ranks: int = 1, *, start_timeout_s: float = START_S) -> None:
+        """`ranks` is how many there will be at first. Raises `ConfigError` for less than one."""
+        require(ranks >= 1, "ranks", ranks, "at least 1")
+        self._threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()  # of the server
         self._server: ForkServerClient | None = None
@@ -176,7 +183,10 @@ class LocalLauncher:
                 f"model: a {type(spec.model).__name__} cannot go to another process; give its directory, or "
                 "launch='in-process'"
             )
-        spec = replace(spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine))
+        threads = self._threads if spec.threads is None and not spec.cores else spec.threads
+        spec = replace(
+            spec, model=os.path.abspath(spec.model), wrap=dict(spec.wrap), engine=dict(spec.engine), threads=threads
+        )
         encoded = encode(spec)
         server = self._running()
         here, there = socket_pair()

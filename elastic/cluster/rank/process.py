@@ -64,7 +64,7 @@ def _terminate(*_: object) -> NoReturn:
 
 
 def _settle(spec: RankSpec) -> None:
-    """Set the variables of the process, and bind it to its cores."""
+    """Set the variables of the process, bind it to its cores, and say how many threads compute."""
     os.environ.update(spec.environment)
     if spec.cores:
         try:
@@ -73,6 +73,8 @@ def _settle(spec: RankSpec) -> None:
             there = sorted(os.sched_getaffinity(0))
             raise ConfigError(f"cores={list(spec.cores)} cannot be had ({error}); this process has {there}") from error
         torch.set_num_threads(len(spec.cores))
+    elif spec.threads is not None:
+        torch.set_num_threads(min(spec.threads, torch.get_num_threads()))
 
 
 def _watch(rank: Rank, ended: threading.Event) -> None:

@@ -21,6 +21,8 @@ class RankSpec:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ContinuousEngine`; `grammars="llguidance"` is a compiler over the tokenizer in the directory."""
     cores: tuple[int, ...] = ()
-    """The CPU cores that it may run on; none: all."""
+    """The CPU cores that it may run on, with a thread for each; none: all."""
+    threads: int | None = None
+    """Threads that it computes with at the most, where it has no cores of its own; None: as many as torch chooses."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process, set before the model is loaded."""

@@ -25,7 +25,7 @@ Of a fleet (since version 2), else empty:
   `events`, `controller` and `traffic` what it last said of itself, as above; null or empty for one that never did
 - `instances`: the fields of `InstanceStatus`
 - `fleet_events`: the last things that happened to it, oldest first, at most 100: the fields of `FleetEvent`
-- `fleet`: `queued` and `totals` of `FleetStatus`, or null
+- `fleet`: `queued`, `totals` and `policy` of `FleetStatus`, or null
 
 The keys for one model are those of the rank where a fleet has one; where it has several, they are empty or null.
 """
@@ -137,7 +137,7 @@ def _of_fleet(fleet: FleetEngine | None) -> dict[str, Any]:
     return {
         "instances": plain(status.instances),
         "fleet_events": plain(fleet.events()[-EVENTS_SHOWN:]),
-        "fleet": {"queued": status.queued, "totals": plain(status.totals)},
+        "fleet": {"queued": status.queued, "totals": plain(status.totals), "policy": status.policy},
     }
 
 
@@ -155,6 +155,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
+    if isinstance(value, range):
+        return list(value)
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, float):

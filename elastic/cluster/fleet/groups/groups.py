@@ -15,13 +15,14 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.exchange import Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
-from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
+from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.errors import CapacityError, ConfigError
+from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
@@ -45,11 +46,18 @@ class Groups:
         """Return the groups there are."""
         return tuple(group.status() for group in self._groups)
 
+    @property
+    def changing(self) -> bool:
+        """Whether a verb is under way."""
+        return self._verbs.locked()
+
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
         if not self._layer_bytes:
-            rank = next(iter(self._ranks.serving())).name
-            self._layer_bytes = _layer_bytes(measure(self._ranks, [rank]))
+            serving = self._ranks.serving()
+            if not serving:
+                raise StateError("no rank serves: the bytes of its layers are not known")
+            self._layer_bytes = _layer_bytes(measure(self._ranks, [serving[0].name]))
         return self._layer_bytes
 
     def group_of(self, rank: str) -> Group | None:
@@ -163,11 +171,10 @@ class Groups:
         return plan
 
     def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
-        flips = 0
-        for each in plan.groups:
-            now = self._shape_of(each.members, rooms)
-            flips += len(flips_between(now, targets.planned_shape(now, each)))
-        return Dropped("planned", flips, groups=plan.groups, freed_bytes=plan.freed_bytes)
+        changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
+        cost = predict(changes, rooms, learned_cost(self._log.events()))
+        moved_bytes = kv_bytes(changes, rooms)
+        return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
 
     def _drop_group(
         self,
@@ -266,6 +273,7 @@ class Groups:
 
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why
+        self._log.count(exchanged_bytes=done.moved_bytes)
         self._event(kind, group, moved_bytes=done.moved_bytes, stalled_ms=done.stalled_ms, why=why)
 
     def _event(self, kind: EventKind, group: Group, **about: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elastic.controller.policies.group_costs import GroupPrice
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.drop import GroupPlan
 
@@ -40,6 +41,8 @@ class Dropped(Exchanged):
     """As they were planned."""
     freed_bytes: int = 0
     """Weights that have left: they are room for keys and values. Planned: that would leave."""
+    price: GroupPrice | None = None
+    """Planned: what it would cost, in the arbiter's seconds of serving, without the longer steps afterwards."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,9 @@ class GroupStatus:
     """Home -> the most sectors of KV cache that its requests may have now; None: it has its rank's for itself."""
     alone: Mapping[str, int] = field(hash=False)
     """Home -> the sectors that it has by itself, with all weights there."""
+
+    @property
+    def dropped(self) -> dict[str, tuple[int, ...]]:
+        """Rank -> the layers whose weights it has not."""
+        count = len(next(iter(self.paths.values())).ranks)
+        return {rank: tuple(i for i in range(count) if i not in keeps) for rank, keeps in self.keeps.items()}

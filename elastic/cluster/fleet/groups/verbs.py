@@ -82,6 +82,11 @@ class GroupVerbs:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
         return self._groups.layer_bytes()
 
+    @property
+    def changing(self) -> bool:
+        """Whether one of these verbs is under way."""
+        return self._groups.changing
+
     def groups(self) -> tuple[GroupStatus, ...]:
         """Return the groups of instances that compute each other's layers; others are by themselves."""
         return self._groups.status()

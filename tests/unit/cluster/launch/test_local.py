@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from elastic.assets import MODEL_DIR
-from elastic.cluster.control.messages import Beat
+from elastic.cluster.control.connection import SocketConnection
+from elastic.cluster.control.handshake import compare_protocols
+from elastic.cluster.control.messages import Beat, Refused
+from elastic.cluster.launch import local as module
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.local import LocalLauncher
+from elastic.cluster.rank import process
 from elastic.errors import ConfigError, ElasticError, StateError
 from support.processes import children, open_files, wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
@@ -191,6 +197,76 @@ def test_with_the_fork_server_its_ranks_end_and_another_takes_its_place() -> Non
     assert len(again.answer("one")) == 8
     one.close()
     again.end()
+
+
+def test_without_a_fork_server_no_socket_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, connected = [], socket.socketpair
+
+    def pair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
+        pairs.append(connected(*arguments))
+        return pairs[-1]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(module.socket, "socketpair", pair)
+    monkeypatch.setattr(module.subprocess, "Popen", refuse)
+    with pytest.raises(BlockingIOError):
+        LocalLauncher().start(RankSpec("r0", MODEL_DIR))
+    assert [end.fileno() for pair in pairs for end in pair] == [-1, -1]
+
+
+class Forked:
+    """A fork server whose ranks keep what they are told to be, and refuse."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.specs: list[RankSpec] = []
+
+    def fork(self, stream: socket.socket, model: str) -> Future[Any]:
+        threading.Thread(target=self._refuse, args=(SocketConnection(stream),)).start()
+        process: Future[Any] = Future()
+        process.set_result(None)
+        return process
+
+    def _refuse(self, connection: SocketConnection) -> None:
+        compare_protocols(connection)
+        self.specs.append(connection.receive())
+        connection.send(Refused("", ConfigError("enough is known")))
+        connection.close()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_ranks_without_cores_share_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    launcher = LocalLauncher(ranks)
+    server = launcher._server = Forked()  # type: ignore[assignment]
+    for options in ({}, {"cores": (0,)}, {"threads": 3}):
+        with pytest.raises(ConfigError, match="enough is known"):
+            launcher.start(RankSpec("r0", MODEL_DIR, **options))
+    assert [spec.threads for spec in server.specs] == [threads, None, 3]
+
+
+def test_a_rank_computes_with_no_more_threads_than_it_is_told() -> None:
+    before = torch.get_num_threads()
+    try:
+        for there, told, then in ((4, 2, 2), (2, 4, 2), (3, None, 3)):
+            torch.set_num_threads(there)
+            process._settle(RankSpec("r0", MODEL_DIR, threads=told))
+            assert torch.get_num_threads() == then
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_less_than_one_rank_cannot_share_anything() -> None:
+    with pytest.raises(ConfigError, match="ranks=0"):
+        LocalLauncher(0)
 
 
 FLEET = """
