@@ -124,6 +124,8 @@ def _drop(url: str, token: str, options: Namespace) -> int:
             print(f"{rank} keeps layers {ranges(keeps)}")
     leave = "would leave" if options.dry_run else "have left"
     print(f"{dropped.get('status')}: {dropped.get('freed_bytes', 0):,} bytes of weights {leave}; {_exchanged(dropped)}")
+    if (price := dropped.get("price")) is not None:
+        print(f"price: {price['seconds']:.3f} s of serving, and longer steps while layers are elsewhere")
     return _code(dropped)
 
 

@@ -156,7 +156,7 @@ class WeightUnit:
     @property
     def recoverable(self) -> bool:
         """Whether host memory or the checkpoint has all of its full parameters."""
-        return all(self.stored(name) is not None for name in self.slots)
+        return all(name in self.host_copies or self._in_checkpoint(name) is not None for name in self.slots)
 
     def stored(self, name: str) -> torch.Tensor | None:
         """Return a full parameter, any shape, as host memory or the checkpoint has it; None: neither does.
@@ -165,9 +165,16 @@ class WeightUnit:
         """
         if name in self.host_copies:
             return self.host_copies[name].tensor
+        entry = self._in_checkpoint(name)
+        return None if entry is None else entry.to(self.layout.parameters[name].dtype)
+
+    def _in_checkpoint(self, name: str) -> torch.Tensor | None:
+        """Return a full parameter, mapped, whose dtype holds all values of the file's; None: it is not there so."""
         entry = self.layer.checkpoint.find(f"{self.name}.{name}") if self.layer.checkpoint else None
         like = self.layout.parameters[name]
-        return entry if entry is not None and (tuple(entry.shape), entry.dtype) == (like.shape, like.dtype) else None
+        if entry is None or tuple(entry.shape) != like.shape:
+            return None
+        return entry if torch.promote_types(entry.dtype, like.dtype) == like.dtype else None
 
     def block_for(self, precision: LayerPrecision) -> WeightBuffer:
         """Return the block of a precision, addresses stable as long as no tensor outside keeps an earlier one."""

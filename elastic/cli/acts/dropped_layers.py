@@ -92,7 +92,7 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 def _budget(model: Any, weights: int) -> int:
     """Return the bytes of a place for the weights and a few requests."""
     config = model.config.get_text_config(decoder=True)
-    pages = config.num_hidden_layers << 16  # a page of 64 KiB for each layer
+    pages: int = config.num_hidden_layers << 16  # a page of 64 KiB for each layer
     return weights + pages // 2 + SECTORS * pages  # half a page of each layer is lost, on an average
 
 

@@ -11,6 +11,7 @@ from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
 from elastic.controller.loop import ControllerHealth
+from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
@@ -130,7 +131,8 @@ class FakeFleet(FakeEngine):
         self.groups_asked.append(("drop", (need, layers, dry_run, why)))
         plan = GroupPlan((0, 1), ("a", "b"), ((0, 1), (2, 3, 5)), (range(2), range(2, 6)), 4096)
         if dry_run:
-            return Dropped("planned", groups=(plan,), freed_bytes=4096)
+            price = GroupPrice(0.25, 4096, 2048, 5, 0.0)
+            return Dropped("planned", groups=(plan,), freed_bytes=4096, price=price)
         return Dropped("applied", flips=5, moved_bytes=2048, stalled_ms=0.75, groups=(plan,), freed_bytes=4096)
 
     def restore(self, rank: str | None = None, *, why: str = "") -> Restored:

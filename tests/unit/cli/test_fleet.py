@@ -100,7 +100,9 @@ def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str
     assert "applied: 4,096 bytes of weights have left; 5 layers changed their rank, 2,048 bytes" in told
     assert "stood still for 0.8 ms" in told
     assert main(["fleet", "drop", *given, "--layers", "a=2-3,5", "--layers", "b=0", "--dry-run"]) == 0
-    assert "planned: 4,096 bytes of weights would leave" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "planned: 4,096 bytes of weights would leave" in told
+    assert "price: 0.250 s of serving, and longer steps" in told
     assert main(["fleet", "restore", *given]) == 0
     assert "applied: a, b; 4,096 bytes of weights came back" in capsys.readouterr().out
     assert main(["fleet", "restore", served.url, "b", *given[1:]]) == 1

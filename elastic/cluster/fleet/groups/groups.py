@@ -15,10 +15,11 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.exchange import Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
-from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
+from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, StateError
@@ -170,11 +171,10 @@ class Groups:
         return plan
 
     def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
-        flips = 0
-        for each in plan.groups:
-            now = self._shape_of(each.members, rooms)
-            flips += len(flips_between(now, targets.planned_shape(now, each)))
-        return Dropped("planned", flips, groups=plan.groups, freed_bytes=plan.freed_bytes)
+        changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
+        cost = predict(changes, rooms, learned_cost(self._log.events()))
+        moved_bytes = kv_bytes(changes, rooms)
+        return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
 
     def _drop_group(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elastic.controller.policies.group_costs import GroupPrice
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.drop import GroupPlan
 
@@ -40,6 +41,8 @@ class Dropped(Exchanged):
     """As they were planned."""
     freed_bytes: int = 0
     """Weights that have left: they are room for keys and values. Planned: that would leave."""
+    price: GroupPrice | None = None
+    """Planned: what it would cost, in the arbiter's seconds of serving, without the longer steps afterwards."""
 
 
 @dataclass(frozen=True)
