@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from elastic.config import SLO, Place, Policy, Scale
+from elastic.config import SLO, Overload, Place, Policy, Scale
 from elastic.errors import (
     BackendUnavailable,
     CapacityError,
@@ -19,8 +19,10 @@ from elastic.errors import (
 from elastic.runtime.runtime import Runtime, runtime
 from elastic.types import (
     Change,
+    Drop,
     Event,
     Evict,
+    Fetch,
     HostStatus,
     KVStatus,
     Migrate,
@@ -36,6 +38,7 @@ from elastic.types import (
     Restore,
     Status,
     Swap,
+    WeightsSource,
 )
 from elastic.wrap import unwrap, wrap
 
@@ -61,11 +64,13 @@ __all__ = [
     "Change",
     "ConfigError",
     "ContinuousEngine",
+    "Drop",
     "ElasticCache",
     "ElasticError",
     "Engine",
     "Event",
     "Evict",
+    "Fetch",
     "Fleet",
     "FleetStatus",
     "HostStatus",
@@ -75,6 +80,7 @@ __all__ = [
     "Migrate",
     "MigrateKV",
     "Output",
+    "Overload",
     "Overloaded",
     "Place",
     "PlaceStatus",
@@ -103,6 +109,7 @@ __all__ = [
     "Swap",
     "Unstructured",
     "Variant",
+    "WeightsSource",
     "profile",
     "runtime",
     "unwrap",

@@ -276,20 +276,25 @@ class Overload:
     """Seconds without any request after which layers are restored at once."""
     partial: bool = True
     """Whether only as many layers are dropped as are needed; else all that two groups both have, as the paper does."""
+    best_effort: bool = True
+    """Whether layers are dropped, too, where that is not enough for all that wait; the paper drops none then."""
     most_stages: int = 4
     """Instances that serve requests together at most."""
+    scale_out: int = 0
+    """Instances that may be added in all where no drop frees enough; 0: none is."""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):
             require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
-        for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2)):
+        for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2), ("scale_out", 0)):
             value = getattr(self, name)
             require(_is_integer(value) and value >= least, name, value, f"a whole number, at least {least}")
         for name in ("queue_high_s", "cooldown_s", "dwell_s", "idle_s"):
             value = getattr(self, name)
             require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
         require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
-        require(isinstance(self.partial, bool), "partial", self.partial, "True or False")
+        for name in ("partial", "best_effort"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         high = self.kv_high - self.margin
         require(
             self.restore_below <= high, "restore_below", self.restore_below, f"at most kv_high - margin = {high:.3g}"

@@ -8,6 +8,8 @@ from typing import Literal
 ResizeStatus = Literal["applied", "deferred", "stale"]
 HOST = "host"
 """Where a released layer exists."""
+DROPPED = "dropped"
+"""In place of a place, for a layer whose weights are nowhere in this process."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,65 @@ class Release:
     """
 
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Action: the weights of these decoder layers (indices) leave this process, which keeps no copy: others have them.
+
+    A dropped layer cannot be called until it is back; a pipeline passes over it. (KunServe, section 4.1)
+    """
+
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A memory file that other processes of the same host and user can open: by /proc, while one holds it."""
+
+    host: str
+    """Names the host and its process namespace."""
+    pid: int
+    descriptor: int
+    inode: int
+    """So that another file that got the number is noticed."""
+    nbytes: int = 0
+    """As long as it was when this was written; it may have grown."""
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Where the full weights of one decoder layer lie in a memory file."""
+
+    layer: int
+    pages: tuple[int, ...] = field(repr=False)
+    """Of the file, in order: the first begins with the first parameter."""
+    nbytes: int
+    """Of all its parameters, padding included: the last page may not be full."""
+    layout: str
+    """A checksum of names, shapes, dtypes and offsets of its parameters: layers with equal ones lie alike."""
+    digest: int
+    """A checksum of the weights."""
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Full weights of decoder layers as another process of the host reads them, for as long as they stay there."""
+
+    file: SharedFile
+    page_bytes: int
+    layers: tuple[LayerPages, ...]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Action: the full weights of these decoder layers (indices) return to their place, bit for bit, as by `Restore`.
+
+    Dropped ones are read from the memory of another process; from the checkpoint, if that has gone.
+    """
+
+    layers: tuple[int, ...]
+    source: WeightsSource = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -92,13 +153,15 @@ class Evict:
     place: str
 
 
-Action = ResizeKV | Release | Swap | Restore | Migrate | MigrateKV | Replicate | Evict
+Action = ResizeKV | Release | Drop | Fetch | Swap | Restore | Migrate | MigrateKV | Replicate | Evict
 
 
 KINDS: dict[type, str] = {
     Swap: "swap",
     Restore: "restore",
     Release: "release",
+    Drop: "drop",
+    Fetch: "fetch",
     ResizeKV: "resize_kv",
     Migrate: "migrate",
     MigrateKV: "migrate_kv",
@@ -260,7 +323,7 @@ class Residency:
     """Where and how a module exists."""
 
     place: str
-    """The name of a place, or `host`."""
+    """The name of a place, or `host`, or `dropped`: it is nowhere in this process."""
     variant: str
     """Full precision by the name of its dtype, such as `float16`; else the variant's name. Several, as `float16+int8`,
     where only parts of a layer were swapped."""

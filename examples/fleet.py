@@ -1,4 +1,4 @@
-"""Two processes serve one model: a request moves between them, one is killed, and the text is the same."""
+"""Two processes serve one model: they drop layers and restore them, a request moves, one is killed; the text stays."""
 
 import threading
 
@@ -39,6 +39,14 @@ def main() -> None:
         print("ranks:", ", ".join(f"{rank.name} ({rank.state})" for rank in fleet.status().ranks))
         alone = generate(fleet, "alone")
         alone.ended.wait()
+
+        answer = generate(fleet, "in two stages")
+        dropped = fleet.drop(need="3MiB")
+        print(f"dropped: {dropped.freed_bytes:,} bytes of weights make room for KV, {dropped.flips} layers moved")
+        restored = fleet.restore()
+        print(f"restored: {restored.fetched_bytes:,} bytes of weights came back")
+        answer.ended.wait()
+        print("in two stages and back, the text is the same:", answer.tokens == alone.tokens)
 
         answer = generate(fleet, "moved")
         here = fleet.instance_of("moved")

@@ -1,8 +1,11 @@
-"""`elastic fleet`: look at a fleet behind a server, move its requests, add and remove ranks."""
+"""`elastic fleet`: look at a fleet behind a server, move its requests and layers, add and remove ranks."""
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from elastic.cli.inputs.checks import read_secret
 from elastic.errors import ConfigError
@@ -10,6 +13,7 @@ from elastic.errors import ConfigError
 TOKEN = "ELASTIC_TOKEN"
 LOOK_S, ACT_S = 5.0, 660.0
 """How long the server may take: a rank that is added loads its model."""
+MOST_LAYERS = 10_000
 
 
 def add_options(command: ArgumentParser) -> None:
@@ -19,15 +23,33 @@ def add_options(command: ArgumentParser) -> None:
     move = what.add_parser("move", help="have a request go on at another instance")
     add = what.add_parser("add", help="start one more rank")
     remove = what.add_parser("remove", help="end a rank; its requests go on elsewhere")
-    for each in (status, move, add, remove):
+    drop = what.add_parser("drop", help="have ranks compute each other's layers, and drop those that they hold twice")
+    restore = what.add_parser("restore", help="have dropped layers return")
+    merge = what.add_parser("merge", help="connect ranks, so that they can compute each other's layers")
+    split = what.add_parser("split", help="restore a group of ranks, and close its connections")
+    acting = (move, add, remove, drop, restore, merge, split)
+    for each in (status, *acting):
         each.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
-    for each in (move, add, remove):
+    for each in acting:
         each.add_argument("--token-file", metavar="FILE", help=f"file with the token for actions (else ${TOKEN})")
     move.add_argument("request", metavar="REQUEST", help="id of an answer, such as chatcmpl-…")
     move.add_argument("instance", metavar="INSTANCE", help="where it is to go on")
     add.add_argument("--place", action="append", metavar="PLACE", help="its memory (as the first rank's); repeatable")
     remove.add_argument("rank", metavar="RANK", help="its name")
     remove.add_argument("--now", action="store_true", help="do not wait until its requests have gone on elsewhere")
+    _add_drop(drop)
+    restore.add_argument("rank", nargs="?", metavar="RANK", help="a rank of the group (all groups)")
+    merge.add_argument("ranks", nargs="+", metavar="RANK", help="their names")
+    split.add_argument("rank", metavar="RANK", help="a rank of the group")
+
+
+def _add_drop(command: ArgumentParser) -> None:
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--need", metavar="SIZE", help="weights that are to leave at least, such as 24MiB")
+    what.add_argument(
+        "--layers", action="append", metavar="RANK=LAYERS", help="layers that a rank drops, such as r0=6-11; repeatable"
+    )
+    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
 
 def fleet(options: Namespace) -> int:
@@ -40,13 +62,14 @@ def fleet(options: Namespace) -> int:
     token = read_secret("--token-file", options.token_file, TOKEN)
     if token is None:
         raise ConfigError(f"elastic fleet {options.what} needs a token: give --token-file FILE, or set {TOKEN}")
-    return {"move": _move, "add": _add, "remove": _remove}[options.what](url, token, options)
+    return _ACTS[options.what](url, token, options)
 
 
 def _status(url: str) -> int:
     from rich.console import Console
 
     from elastic.cli.views.fleet import fleet_events, ranks
+    from elastic.cli.views.stages import stages
     from elastic.cli.views.status_client import NoAnswer, ask
 
     document = ask(url, LOOK_S)
@@ -54,6 +77,8 @@ def _status(url: str) -> int:
         raise NoAnswer(f"{url} serves one model and no fleet; elastic top {url} shows it")
     console = Console()
     console.print(ranks(document))
+    if (grid := stages(document)) is not None:
+        console.print(grid)
     console.print(fleet_events(document.fleet_events, last=20))
     return 0
 
@@ -84,3 +109,94 @@ def _remove(url: str, token: str, options: Namespace) -> int:
     post(url, "/elastic/fleet/remove", {"rank": options.rank, "drain": not options.now}, token, ACT_S)
     print(f"{options.rank} has ended")
     return 0
+
+
+def _drop(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.layer_grid import ranges
+    from elastic.cli.views.status_client import post
+
+    body: dict[str, Any] = {"need": options.need, "dry_run": options.dry_run}
+    if options.layers:
+        body = {"layers": _layers_by_rank(options.layers), "dry_run": options.dry_run}
+    dropped = post(url, "/elastic/fleet/drop", body, token, ACT_S).get("dropped") or {}
+    for group in dropped.get("groups") or []:
+        for rank, keeps in zip(group["members"], group["keeps"], strict=True):
+            print(f"{rank} keeps layers {ranges(keeps)}")
+    leave = "would leave" if options.dry_run else "have left"
+    print(f"{dropped.get('status')}: {dropped.get('freed_bytes', 0):,} bytes of weights {leave}; {_exchanged(dropped)}")
+    if (price := dropped.get("price")) is not None:
+        print(f"price: {price['seconds']:.3f} s of serving, and longer steps while layers are elsewhere")
+    return _code(dropped)
+
+
+def _restore(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    restored = post(url, "/elastic/fleet/restore", {"rank": options.rank}, token, ACT_S).get("restored") or {}
+    return _returned(restored)
+
+
+def _merge(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    merged = post(url, "/elastic/fleet/merge", {"ranks": options.ranks}, token, ACT_S).get("merged") or {}
+    print(f"{', '.join(merged.get('members') or options.ranks)} can compute each other's layers")
+    return 0
+
+
+def _split(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    split = post(url, "/elastic/fleet/split", {"rank": options.rank}, token, ACT_S).get("split") or {}
+    return _returned(split)
+
+
+def _returned(restored: Mapping[str, Any]) -> int:
+    """Say what a restore came to; return the exit code."""
+    members = ", ".join(restored.get("members") or ["no rank"])
+    print(
+        f"{restored.get('status')}: {members}; {restored.get('fetched_bytes', 0):,} bytes of weights came back; "
+        f"{_exchanged(restored)}"
+    )
+    return _code(restored)
+
+
+def _exchanged(done: Mapping[str, Any]) -> str:
+    """Say what it took."""
+    why = f"; {done['why']}" if done.get("why") else ""
+    return (
+        f"{done.get('flips', 0)} layers changed their rank, {done.get('moved_bytes', 0):,} bytes of keys and values "
+        f"were copied, an instance stood still for {done.get('stalled_ms', 0.0):.1f} ms at the most{why}"
+    )
+
+
+def _code(done: Mapping[str, Any]) -> int:
+    """Return 1 for what was stopped on the way, or could not begin."""
+    return 0 if done.get("status") in ("applied", "planned") else 1
+
+
+def _layers_by_rank(given: Sequence[str]) -> dict[str, list[int]]:
+    """Read `r0=6-11,14`, once for each rank. Raises `ConfigError`."""
+    layers: dict[str, list[int]] = {}
+    for text in given:
+        rank, _, runs = text.partition("=")
+        found = [_RUN.fullmatch(run.strip()) for run in runs.split(",")]
+        if not rank or rank in layers or not all(found):
+            raise ConfigError(f"--layers {text!r}: write each rank once, with its layers, such as r0=6-11,14")
+        bounds = [(int(run[1]), int(run[2] or run[1])) for run in found if run]
+        if any(not first <= last < MOST_LAYERS for first, last in bounds):
+            raise ConfigError(f"--layers {text!r}: write ranges as first-last, with layers below {MOST_LAYERS:,}")
+        layers[rank] = [layer for first, last in bounds for layer in range(first, last + 1)]
+    return layers
+
+
+_RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+_ACTS = {
+    "move": _move,
+    "add": _add,
+    "remove": _remove,
+    "drop": _drop,
+    "restore": _restore,
+    "merge": _merge,
+    "split": _split,
+}

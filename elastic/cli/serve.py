@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
-from elastic.cli.inputs.fleet_options import add_fleet, check_fleet, make_fleet, make_launcher, read_configs
+from elastic.cli.inputs.fleet_options import DROP, add_fleet, check_fleet, make_fleet, make_launcher, read_configs
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -96,7 +96,10 @@ def add_memory(command: ArgumentParser) -> None:
     )
     command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4 2:4")
     command.add_argument(
-        "--policy", metavar="NAME", help="accuracy, balanced, performance or manual (balanced where there are variants)"
+        "--policy",
+        metavar="NAME",
+        help="accuracy, balanced, performance or manual (balanced where there are variants); "
+        "of a fleet also drop: ranks compute each other's layers when KV runs out",
     )
     command.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
     command.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
@@ -210,7 +213,7 @@ def sampling_defaults(model: Any, source: str) -> dict[str, float]:
 
 def wrap_options(options: Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `elastic.wrap`."""
-    policy = options.policy
+    policy = None if options.policy == DROP else options.policy
     if policy is None:
         policy = "balanced" if options.variants else "manual"
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}

@@ -13,6 +13,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMISES = {
     "fleet": (
         r"ranks: r0 \(serving\), r1 \(serving\)",
+        r"dropped: [1-9][\d,]+ bytes of weights make room for KV, [1-9]\d* layers moved",
+        r"restored: [1-9][\d,]+ bytes of weights came back",
+        r"in two stages and back, the text is the same: True",
         r"moved from r\d to r\d: [1-9][\d,]+ bytes of KV while it generated",
         r"the rank was killed, and the text is the same: True",
         r"lost: 1 requests",

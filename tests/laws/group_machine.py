@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import precondition, rule
 
+import elastic
 from elastic import CapacityError, ConfigError, Overloaded, StateError
 from laws.fleet_machine import FleetMachine
+from support import architectures
+from support.lossless_variant import HALF, exact
+from support.wrapped_model import small
 
 SOON_S = 5.0
 """How long a restore waits for requests that need the room of dropped layers; then nothing has changed."""
@@ -17,17 +23,23 @@ REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
 LAYERS = 3
 
 
+@cache
+def checkpoint(name: str) -> TemporaryDirectory[str]:
+    """A model's files: what a rank drops comes back from there when no other rank has it any more."""
+    folder: TemporaryDirectory[str] = TemporaryDirectory(prefix=f"{name}-")
+    exact(architectures.build(name)).save_pretrained(folder.name)
+    return folder
+
+
 class GroupMachine(FleetMachine):
     """Nothing is computed twice unless a rank was lost: not by drops, restores, merges or splits."""
 
-    @initialize()
-    def nothing_lost(self) -> None:
-        self.lost = False
+    lost = False
+
+    def wrap(self, name: str, model: Any) -> None:
+        elastic.wrap(model, places=small(2 << 20), variants=[HALF], checkpoint=checkpoint(name).name)
 
     def teardown(self) -> None:
-        if hasattr(self, "fleet") and not self.lost:
-            for rank in self.ranks:
-                self.resize_to(rank, None)
         super().teardown()
         if hasattr(self, "fleet") and not self.lost:
             assert self.fleet.status().totals.recomputed_tokens == 0

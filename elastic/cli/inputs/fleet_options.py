@@ -15,12 +15,15 @@ from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
     from elastic.cluster.fleet.fleet import Fleet
+    from elastic.cluster.fleet.planning.policies import FleetPolicy
     from elastic.cluster.launch.base import Launcher
 
 LAUNCHERS = ("local", "in-process", "join", "ray")
 ROUTINGS = ("prefix", "freeness", "least_load", "round_robin")
 _ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores")
 """Options that mean nothing without `--ranks`."""
+DROP = "drop"
+"""The policy that a fleet has, not its ranks."""
 
 
 def add_fleet(command: ArgumentParser) -> None:
@@ -45,6 +48,8 @@ def check_fleet(options: Namespace) -> None:
         given = next((name for name in _ALONE if getattr(options, name)), None)
         if given is not None:
             raise ConfigError(f"--{given.replace('_', '-')} is for a fleet; say how many processes: --ranks N")
+        if options.policy == DROP:
+            raise ConfigError("--policy drop is for a fleet of two ranks at least; say how many: --ranks N")
         return
     require_at_least(1, options.ranks, "--ranks")
     joined = options.launch == "join"
@@ -72,11 +77,16 @@ def make_fleet(
         launch=launcher,
         engine={} if grammars is None else {"grammars": "llguidance"},  # each rank compiles them for itself
         wrap={name: value for name, value in wrap.items() if name != "places"},
-        policy="balance" if options.balance else None,
+        policy=_policies(options),
         routing=options.routing or "prefix",
         max_queue=options.max_queue,
         grammars=grammars,
     )
+
+
+def _policies(options: Namespace) -> list[FleetPolicy]:
+    chosen: list[FleetPolicy] = ["balance"] if options.balance else []
+    return [*chosen, "drop"] if options.policy == DROP else chosen
 
 
 def read_configs(path: str) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from rich.text import Text
 from elastic.cli.views.fleet import fleet_events, ranks
 from elastic.cli.views.layer_grid import layers_at, of_status
 from elastic.cli.views.panels import actions, mib, pages_by_owner
+from elastic.cli.views.stages import stages
 from elastic.cli.views.status_document import StatusDocument
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import MemoryStats, RequestStats
@@ -25,7 +26,13 @@ SPAN_S = 60
 SPARKS = 40
 EVENTS = 4
 LEVELS = "▁▂▃▄▅▆▇█"
-CELLS = {"int8": ("8", "green"), "int4": ("4", "yellow"), "int3": ("3", "red"), "absent": ("·", "dim")}
+CELLS = {
+    "int8": ("8", "green"),
+    "int4": ("4", "yellow"),
+    "int3": ("3", "red"),
+    "absent": ("·", "dim"),
+    "dropped": (" ", "dim"),
+}
 PRUNED = (("2:4", "4:8", "sparse", "ffn", "heads"), ("p", "cyan"))
 """What the names of pruned variants begin with, and their cell."""
 FULL = ("█", "blue")
@@ -60,7 +67,7 @@ def frame(document: StatusDocument, history: Sequence[Sample], url: str, problem
         panels += [kv_cache(memory(status), history), layers(document.layers)]
         panels += [layers_at(*of_status(status))] if len(status.places) > 1 else []
     if document.ranks:
-        panels.append(ranks(document))
+        panels += [ranks(document), *filter(None, [stages(document)])]
     if len(document.ranks) > 1:
         panels += [layers(rank.layers, rank.name) for rank in document.ranks if rank.layers]
     if document.fleet_events:

@@ -22,7 +22,7 @@ def ranks(document: StatusDocument) -> Panel:
     for name in ("requests", "running", "waiting", "free blocks", "KV used", "beat s"):
         table.add_column(name, justify="right")
     table.add_column("")
-    instances = {rank: instance for instance in document.instances for rank in instance.ranks}
+    instances = {each.leader or next(iter(each.ranks), ""): each for each in document.instances}
     for rank in document.ranks:
         instance = instances.get(rank.name)
         counts = ["-"] * 4
@@ -70,9 +70,10 @@ def _kv(rank: RankDocument) -> str:
     return f"{sum(kv.used_bytes for kv in caches) / capacity:.0%}" if capacity else "-"
 
 
-def _sums(document: StatusDocument) -> str:
+def _sums(document: StatusDocument) -> Text:
     if document.fleet is None:
-        return ""
+        return Text()
     told = {"moved": "moved", "requests_resumed": "resumed", "recomputed_tokens": "tokens computed again"}
     counts = [f"{document.fleet.totals.get(key, 0):,} {words}" for key, words in told.items()]
-    return ", ".join([f"{document.fleet.queued:,} queued", *counts])
+    policy = [f"policy: {document.fleet.policy}"] if document.fleet.policy else []
+    return Text(", ".join([f"{document.fleet.queued:,} queued", *counts, *policy]))

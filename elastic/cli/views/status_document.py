@@ -10,11 +10,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
 from elastic.server.routes import STATUS_VERSION
-from elastic.types import KINDS, Event, Status, Swap
+from elastic.types import KINDS, Event, Fetch, Status, Swap
 
 LARGEST = 2**63
 """An exclusive bound on numbers, which also refuses what is not a number."""
-_ACTIONS = {name: kind for kind, name in KINDS.items()}
+_ACTIONS = {name: kind for kind, name in KINDS.items() if kind is not Fetch}
+"""All but one that says more than a document has: where in another process's memory the weights are."""
 
 
 class NotAStatus(ValueError):
@@ -42,6 +43,8 @@ class RankDocument:
     beat_s: float | None = None
     """Seconds since it was last heard of."""
     why: str = ""
+    dropped: tuple[int, ...] = ()
+    """Layers whose weights it has not, since other ranks compute them."""
     layers: tuple[str, ...] = ()
     status: Status | None = None
     events: tuple[Event, ...] = ()
@@ -68,6 +71,9 @@ class InstanceDocument:
     load: LoadDocument = LoadDocument()
     requests: int = 0
     freeness: float | None = None
+    leader: str = ""
+    path: tuple[str, ...] = ()
+    """Of each layer the rank that computes it; (): its leader computes all."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class FleetDocument:
 
     queued: int = 0
     totals: dict[str, int] = field(default_factory=dict, hash=False)
+    policy: str = ""
 
 
 @dataclass(frozen=True)

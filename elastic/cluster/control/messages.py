@@ -1,8 +1,8 @@
 """The messages between a fleet and its ranks: frozen records that can be pickled. `PROTOCOL` changes with them.
 
 A fleet sends `Submit`, `Cancel`, `Ask` and `Bye`; a rank sends `Hello` first, then `News` after each step of its
-engine, `Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there. Nothing is
-unpickled before both ends have proven that they know the key.
+engine, `Refused`, `Answer` and `Beat`. What is asked is one of `Question`; the answer of each is said there, and in
+`stage_questions`. Nothing is unpickled before both ends have proven that they know the key.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from elastic.cluster.control.columns import Columns, from_columns, to_columns
+from elastic.cluster.control.stage_questions import PeerQuestion, StageQuestion, WeightDigests, WeightsOf
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from elastic.types import Action
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,10 @@ Question = (
     | RollbackActions
     | Check
     | Drain
+    | WeightsOf
+    | WeightDigests
+    | PeerQuestion
+    | StageQuestion
 )
 
 ToRank = Submit | Cancel | Ask | Bye

@@ -8,7 +8,25 @@ from typing import Literal
 from elastic.engines.core.load import EngineLoad
 
 RankState = Literal["starting", "serving", "draining", "lost", "ended"]
-EventKind = Literal["joined", "refused", "lost", "replaced", "removed", "moved", "move failed", "requests resumed"]
+EventKind = Literal[
+    "joined",
+    "refused",
+    "lost",
+    "replaced",
+    "removed",
+    "moved",
+    "move failed",
+    "requests resumed",
+    "overloaded",
+    "merged",
+    "dropped",
+    "drop failed",
+    "restored",
+    "restore failed",
+    "migrated",
+    "parted",
+    "recovered",
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,8 @@ class RankStatus:
     """Seconds since it was last heard of."""
     why: str = ""
     """Lost or refused: why."""
+    dropped: tuple[int, ...] = ()
+    """Layers whose weights it has not, since other ranks compute them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,8 @@ class InstanceStatus:
     freeness: float
     """Free blocks after promises, over running sequences (Llumnix, section 4.2)."""
     epoch: int = 0
+    path: tuple[str, ...] = ()
+    """Of each layer the rank that computes it; (): its leader computes all."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,8 @@ class FleetTotals:
     recomputed_tokens: int = 0
     prefix_hits: int = 0
     """Requests that were sent where the beginning of their prompt was."""
+    exchanged_bytes: int = 0
+    """KV that was copied as layers of instances changed their rank."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +113,5 @@ class FleetStatus:
     queued: int
     """Requests that no instance has room for yet."""
     totals: FleetTotals
+    policy: str = ""
+    """What the overload policy said last, and the figures that it saw; empty: there is none, or no tick yet."""

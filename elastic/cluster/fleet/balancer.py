@@ -55,7 +55,7 @@ class Balancer:
         now = time.perf_counter()
         self._rests = {request: until for request, until in self._rests.items() if until > now}
         with self._dispatcher.lock:
-            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving" and not i.group]
             if len(serving) < 2:
                 return None
             books = [self._books(instance) for instance in serving]

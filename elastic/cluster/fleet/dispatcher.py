@@ -13,6 +13,7 @@ from dataclasses import replace
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.planning.answer_lengths import AnswerLengths
 from elastic.cluster.fleet.planning.drain_rate import DrainRate
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
 from elastic.cluster.fleet.planning.router import Candidate, Routing, route
@@ -49,6 +50,7 @@ class Dispatcher:
         self._routing, self._max_queue = routing, max_queue
         self._counters = counters
         self._prefixes = PrefixIndex()
+        self.answer_lengths = AnswerLengths()
         self._drain_rate = DrainRate()
 
     # -- what users ask
@@ -316,11 +318,8 @@ class Dispatcher:
             cached = self._prefixes.cached(instance.name, record.hashes) if record.hashes else 0
             if instance.holds(record, cached):
                 ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values())
-                candidates.append(
-                    Candidate(
-                        instance.name, instance.sequences, instance.free_blocks, ahead, cached, instance.given
-                    )
-                )  # fmt: skip
+                room = instance.sequences, instance.free_blocks
+                candidates.append(Candidate(instance.name, *room, ahead, cached, instance.given))
         best = route(candidates, len(record.hashes), self._routing)
         return None if best is None else (self.instances[best.name], best.cached_blocks)
 
@@ -346,6 +345,8 @@ class Dispatcher:
         self._names.difference_update(answer.state.id for answer in record.answers)
         self._counters.ended(request, outcome)
         self._drain_rate.note(time.perf_counter())
+        if outcome == "completed":
+            self.answer_lengths.note(*(len(answer.tokens) for answer in record.answers))
         record.kv, record.source = (), None
         if record.resumption is not None:
             record.resumption.heard(request)

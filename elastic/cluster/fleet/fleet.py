@@ -10,8 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Literal, Self
+from contextlib import suppress
+from typing import Any, Self
 
 from elastic.cluster.control.messages import (
     Apply,
@@ -25,13 +25,17 @@ from elastic.cluster.control.messages import (
     RuntimeView,
 )
 from elastic.cluster.control.status import FleetEvent, FleetStatus
-from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.groups import Groups
+from elastic.cluster.fleet.groups.ranks import result
+from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.launchers import launcher_of
 from elastic.cluster.fleet.membership import Membership
-from elastic.cluster.fleet.moves import ANSWER_S, Moved, Mover
+from elastic.cluster.fleet.moves import Moved, Mover
+from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
+from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -42,14 +46,14 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, RankLost, StateError
+from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.types import Action
 
 logger = logging.getLogger(__name__)
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 
-class Fleet:
+class Fleet(GroupVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
@@ -59,7 +63,8 @@ class Fleet:
 
     A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
     `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
-    instances have room. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
+    instances have room; with "drop", or an `Overload`, instances that run out of KV drop layers that they hold twice;
+    a list has both. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
     for `hang_timeout_s`, is fenced; with `replace` another one takes its place. Its requests go on elsewhere, from the
     tokens that were told. `grammars` checks grammars before a rank sees them.
 
@@ -78,7 +83,7 @@ class Fleet:
         wrap: Mapping[str, Any] | None = None,
         engine: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        policy: Literal["balance"] | None = None,
+        policy: FleetPolicy | Sequence[FleetPolicy] | None = None,
         routing: Routing = "prefix",
         max_queue: int | None = None,
         beat_timeout_s: float = 2.0,
@@ -89,8 +94,8 @@ class Fleet:
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
         require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
-        require(policy in (None, "balance"), "policy", policy, 'None or "balance"')
         require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
+        policies = chosen(policy)
         self.counters = RequestMetrics()
         self._grammars = grammars
         self._launcher = launcher_of(launch, ranks if isinstance(ranks, int) else len(ranks))
@@ -109,8 +114,11 @@ class Fleet:
             hang_timeout_s=hang_timeout_s,
         )
         self._members.on_lost = self._supervisor.lost
+        self._groups = Groups(self._dispatcher, self._log)
+        self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
-        self._balancer = Balancer(self._dispatcher, self._mover) if policy == "balance" else None
+        add = None if self._starter.waits else self.scale_out
+        self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, add)
         self._lock = threading.Lock()  # of the state
         self._state = "new"
         self._process = os.getpid()
@@ -164,8 +172,7 @@ class Fleet:
                 self._launcher.on_joined = self._starter.take  # type: ignore[attr-defined]
             self._starter.start_all(self._specs)
             self._supervisor.start()
-            if self._balancer is not None:
-                self._balancer.start()
+            self._policies.start()
         except BaseException:
             self.stop(drain=False)
             raise
@@ -206,8 +213,11 @@ class Fleet:
         if drain and was == "serving":
             with dispatcher.lock:
                 dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
-        if self._balancer is not None:
-            self._balancer.stop()
+            self._policies.stop()
+            with suppress(ElasticError):  # then ranks end as they are
+                self._groups.restore(None, END_S, "the fleet ends")
+        self._policies.stop()
+        self._groups.close()
         self._end_ranks()
         self._supervisor.stop()
         self._end_ranks()  # one may have come in the place of another
@@ -248,13 +258,15 @@ class Fleet:
         Raises `ConfigError` for one that is not there, `StateError` if requests are left and no other rank is there.
         """
         instance = self._instance(name)
+        if drain and instance.group:
+            self.restore(name)
         with self._dispatcher.lock:
             others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
             instance.state = "draining"
         if drain:
-            _result(instance, instance.client.ask(Drain()))
+            result(instance, instance.client.ask(Drain()))
             self._mover.drain(instance, timeout_s)
         self._log.add("removed", rank=name, instance=name, requests=len(instance.records))
         instance.leaving = True
@@ -310,10 +322,12 @@ class Fleet:
 
     def status(self) -> FleetStatus:
         """Return its ranks, instances and counts."""
-        ranks = self._members.statuses(time.perf_counter())
+        dropped = {rank: layers for group in self.groups() for rank, layers in group.dropped.items()}
+        told = self._members.statuses(time.perf_counter())
+        ranks = tuple(dataclasses.replace(rank, dropped=dropped.get(rank.name, ())) for rank in told)
         with self._dispatcher.lock:
             instances = tuple(instance.status() for instance in self._dispatcher.instances.values())
-            return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals())
+            return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals(), self._policies.reason)
 
     def events(self) -> tuple[FleetEvent, ...]:
         """Return what has happened to it lately, oldest first."""
@@ -332,7 +346,7 @@ class Fleet:
             instances = list(self._dispatcher.instances.values())
         asked = [instance.client.ask(Check()) for instance in instances]
         for instance, answer in zip(instances, asked, strict=True):
-            _result(instance, answer)
+            result(instance, answer)
 
     # -- inside
 
@@ -354,7 +368,7 @@ class Fleet:
 
     def _ask(self, rank: str, question: Question) -> Any:
         instance = self._instance(rank)
-        return _result(instance, instance.client.ask(question))
+        return result(instance, instance.client.ask(question))
 
     def _require_serving(self) -> None:
         if self._state != "serving":
@@ -371,18 +385,6 @@ _ROUTINGS: tuple[Routing, ...] = ("prefix", "freeness", "least_load", "round_rob
 
 def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:
     return tuple(actions) if isinstance(actions, Sequence) else (actions,)
-
-
-def _result(instance: Instance, answer: Future[Any]) -> Any:
-    """Return what a rank answers. Raises what it raised, `RankLost` if it did not."""
-    try:
-        return answer.result(ANSWER_S)
-    except TimeoutError as error:
-        raise RankLost(f"rank {instance.name!r} did not answer in {ANSWER_S:.0f} s", rank=instance.name) from error
-    except StateError as error:
-        if instance.client.lost:
-            raise RankLost(str(error), rank=instance.name) from error
-        raise
 
 
 def _stop_all() -> None:

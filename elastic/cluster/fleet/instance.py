@@ -17,6 +17,7 @@ from elastic.engines.base import Request
 from elastic.engines.core.admission import AdmissionLedger, Demand
 from elastic.engines.core.kv_state import KVDirectory, KVFormat
 from elastic.engines.core.load import EngineLoad
+from elastic.engines.pipeline.path import LayerPath
 
 AHEAD = 1
 """Sequences that an instance may have besides `max_requests`, so that none of its steps waits for the fleet."""
@@ -62,6 +63,10 @@ class Instance:
     progress_s: float = field(default_factory=time.perf_counter)
     """When its engine last began a step, or had nothing to do."""
     unheard: dict[str, _Unheard] = field(default_factory=dict)
+    group: tuple[str, ...] = ()
+    """The ranks that compute layers of it, or could; none: it is by itself."""
+    path: LayerPath | None = None
+    """Who computes its layers, in a group."""
 
     def __post_init__(self) -> None:
         self.load: EngineLoad = self.hello.load
@@ -99,6 +104,18 @@ class Instance:
         self.heard_s = now
         self.load = load
         self.most_blocks = max(self.most_blocks, load.total_blocks)
+
+    def join(self, group: tuple[str, ...], path: LayerPath, *, journal: bool = False) -> None:
+        """Note who computes its layers. What it told of its KV is forgotten: only part of that is in its own memory.
+
+        `journal`: it tells anew, as soon as it has all of its layers.
+        """
+        self.group, self.path = group, path
+        self.directory = KVDirectory(self.memory.source) if journal and self.memory is not None else None
+
+    def part(self) -> None:
+        """Note that it is by itself again."""
+        self.group, self.path = (), None
 
     def give(self, record: RequestRecord, cached: int) -> None:
         """Note a request that it gets, so many blocks of whose prompt it has."""
@@ -142,7 +159,9 @@ class Instance:
     def status(self) -> InstanceStatus:
         """Return what `Fleet.status` says of it."""
         requests = len(self.records)
-        return InstanceStatus(self.name, self.name, (self.name,), self.load, requests, self.freeness)
+        ranks = (self.name,) if self.path is None else tuple(dict.fromkeys((self.name, *self.path.ranks)))
+        epoch, path = (0, ()) if self.path is None else (self.path.epoch, self.path.ranks)
+        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path)
 
 
 def request_blocks(kv: KVFormat, request: Request) -> int:

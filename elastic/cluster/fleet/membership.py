@@ -35,6 +35,8 @@ class Membership:
     def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
         self.on_lost: Callable[[Instance], None] = lambda _: None
         """Called for each rank that was lost, on its client's thread."""
+        self.on_gone: Callable[[Instance], None] = lambda _: None
+        """Called for each rank that has ended, lost or not, before that; it does not wait."""
         self.facts: ModelFacts | None = None
         """Of the first rank: others must have the same."""
         self.kv_format: KVFormat | None = None
@@ -96,6 +98,7 @@ class Membership:
             if not resumption.left:
                 resumption.done(resumption)
             self._dispatcher.dispatch()
+        self.on_gone(instance)
         delivery.tell()
         if not asked:
             logger.warning("rank %s was lost: %s; its %d requests go on", instance.name, why, resumption.requests)

@@ -159,6 +159,11 @@ class Mover:
                 raise StateError(f"request {request!r} is at instance {target!r} already")
             if goal.state != "serving":
                 raise StateError(f"instance {target!r} takes no requests: it is {goal.state}")
+            source = dispatcher.instances[record.instance]
+            if grouped := [instance.name for instance in (source, goal) if instance.group]:
+                raise StateError(
+                    f"requests of {', '.join(grouped)} stay: other ranks compute layers of them; restore them first"
+                )
             if not goal.holds(record, 0):
                 raise Overloaded(
                     f"instance {target!r} has no room for request {request!r}",
@@ -166,7 +171,6 @@ class Mover:
                 )
             record.moving = True
             goal.reserve(record)
-            source = dispatcher.instances[record.instance]
             source.moves, goal.moves = source.moves + 1, goal.moves + 1
             return _Move(record, source, goal)
 

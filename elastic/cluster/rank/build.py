@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,11 +18,13 @@ from elastic.engines.base import GrammarCompiler
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.stopping import end_tokens
 from elastic.engines.structured import LlguidanceCompiler
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, ElasticError
 from elastic.memory.places import require_memory
 from elastic.model_files import load_weights, read_tokenizer
 from elastic.runtime.runtime import Runtime
 from elastic.wrap import unwrap, wrap
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -38,14 +41,32 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         model = _load(spec, places)
         facts = model_facts(model, [str(variant) for variant in spec.wrap.get("variants", ())])
         if not isinstance(getattr(model, "elastic", None), Runtime):
-            wrap(model, places=places or None, **spec.wrap)
-            stack.callback(unwrap, model)
+            wrap(model, places=places or None, **{**_checkpoint(spec), **spec.wrap})
+            stack.callback(_unwrap, model, spec.name)
         options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):
             options["grammars"] = _grammars(options["grammars"], spec, model)
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
         yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"])
+
+
+def _checkpoint(spec: RankSpec) -> dict[str, Any]:
+    """Have a model know the files that it came from: what it drops comes back from there, if nobody else has it."""
+    files = isinstance(spec.model, str | Path) and any(Path(spec.model).glob("*.safetensors"))
+    return {"checkpoint": spec.model} if files else {}
+
+
+def _unwrap(model: Any, name: str) -> None:
+    """Have a model be as it came, unless other ranks have some of its weights and no file does."""
+    runtime: Runtime = model.elastic
+    try:
+        if runtime.dropped:
+            runtime.restore(runtime.dropped)
+    except ElasticError as error:
+        logger.warning("the model of rank %s stays wrapped: %s", name, error)
+        return
+    unwrap(model)
 
 
 def _load(spec: RankSpec, places: list[Place]) -> Any:

@@ -31,38 +31,43 @@ from elastic.cluster.control.messages import (
     RuntimeView,
     TakeBack,
 )
+from elastic.cluster.control.stage_questions import PeerQuestion, StageQuestion, WeightDigests, WeightsOf
+from elastic.cluster.rank.stages import Stages
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ConfigError, ElasticError, StateError
 
 logger = logging.getLogger(__name__)
-OF_THE_RUNTIME = Apply | PrepareActions | CommitActions | RollbackActions | Check
+OF_THE_RUNTIME = Apply | PrepareActions | CommitActions | RollbackActions | Check | WeightsOf | WeightDigests
+LANES = {"actions": OF_THE_RUNTIME, "peers": PeerQuestion, "stages": StageQuestion}
 EVENTS = 200
 """How many of the last events `Look` tells."""
 
 
 class Questions:
-    """Answers questions on two threads: what may take long, actions, does not stop what a move of a request needs.
+    """Answers questions on some threads: what may take long, as actions, does not stop what a move of a request needs.
 
-    Each thread answers in the order in which it was asked.
+    Each thread answers in the order in which it was asked: one for actions, one for layers that other ranks compute,
+    one that has whoever waits for another rank stop waiting, and one for all else.
     """
 
     def __init__(self, engine: ContinuousEngine, connection: Connection, drain: Callable[[], None]) -> None:
         self._engine, self._connection, self._drain = engine, connection, drain
-        self._lanes: dict[bool, queue.SimpleQueue[Ask | None]] = {}
+        self._lanes: dict[str, queue.SimpleQueue[Ask | None]] = {}
+        self._stages = Stages(engine)
 
     def put(self, ask: Ask) -> None:
         """Have a question answered. From one thread."""
-        actions = isinstance(ask.question, OF_THE_RUNTIME)
-        if actions not in self._lanes:
-            lane = self._lanes[actions] = queue.SimpleQueue()
-            name = f"elastic-{'actions' if actions else 'questions'}"
-            threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True).start()
-        self._lanes[actions].put(ask)
+        name = next((name for name, kinds in LANES.items() if isinstance(ask.question, kinds)), "questions")
+        if name not in self._lanes:
+            lane = self._lanes[name] = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(lane,), name=f"elastic-{name}", daemon=True).start()
+        self._lanes[name].put(ask)
 
     def close(self) -> None:
         """Answer no more; what is being done goes on to its end."""
         for lane in list(self._lanes.values()):
             lane.put(None)
+        self._stages.close()
 
     def _serve(self, lane: queue.SimpleQueue[Ask | None]) -> None:
         while (ask := lane.get()) is not None:
@@ -81,6 +86,10 @@ class Questions:
     def _answer(self, question: Question) -> Any:
         if isinstance(question, OF_THE_RUNTIME):
             return self._act(question)
+        if isinstance(question, PeerQuestion):
+            return self._stages.meet(question)
+        if isinstance(question, StageQuestion):
+            return self._stages.answer(question)
         engine = self._engine
         match question:
             case Locate(request):
@@ -115,6 +124,10 @@ class Questions:
                 return runtime.commit(id)
             case RollbackActions(id):
                 return runtime.rollback(id)
+            case WeightsOf(layers):
+                return runtime.weights_source(layers)
+            case WeightDigests(layers):
+                return runtime.digests(layers)
             case Check():
                 runtime.check()
                 return self._engine.check()

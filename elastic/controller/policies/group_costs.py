@@ -43,7 +43,13 @@ def price(
     loads = sum(nbytes for change in changes for nbytes in change.loads.values())
     unloads = sum(nbytes for change in changes for nbytes in change.unloads.values())
     wire_bytes = loads + sum(transfer.nbytes for transfer in transfers)
-    flips = len(order.flips)
     slower = after_s / before_s - 1 if before_s > 0 else 0.0
+    return priced(unloads - loads, wire_bytes, len(order.flips), slower, cost, weights)
+
+
+def priced(
+    relieved_bytes: int, wire_bytes: int, flips: int, slower: float, cost: ActionCost, weights: CostWeights
+) -> GroupPrice:
+    """Price a change of which these sums are known; see `GroupPrice`."""
     copying_s = weights.disturbance * cost.byte_s * wire_bytes + flips * cost.pause_s
-    return GroupPrice(copying_s + weights.horizon_s * slower, unloads - loads, wire_bytes, flips, slower)
+    return GroupPrice(copying_s + weights.horizon_s * slower, relieved_bytes, wire_bytes, flips, slower)

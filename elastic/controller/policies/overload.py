@@ -167,6 +167,10 @@ class OverloadPolicy:
                 return plan.groups, "requests wait at the fleet, and no instance has KV for them", 0
             if len(free) < len(groups):
                 return (), "requests wait at the fleet; an action is under way, or was just now", 0
+            plan = self._most(snapshot, fullest)
+            if plan:
+                words = "requests wait at the fleet, and no drop frees enough: as much is dropped as can be"
+                return plan.groups, words, need - plan.freed_bytes
             return (), "requests wait at the fleet, and no drop frees enough", need
         drops: list[GroupPlan] = []
         reasons, short = [], 0
@@ -178,8 +182,8 @@ class OverloadPolicy:
             if plan is not None:
                 drops.extend(plan.groups)
                 free -= {other for group in plan.groups for other in group.groups}
-            elif "no drop" in words:
-                short += self._need(groups[number])
+            if "no drop" in words:
+                short += max(1, self._need(groups[number]) - (plan.freed_bytes if plan is not None else 0))
         return tuple(drops), "; ".join(dict.fromkeys(reasons)), short
 
     def _relieve(
@@ -191,6 +195,7 @@ class OverloadPolicy:
         if snapshot.moves and sum(self._spare(groups[other]) for other in others if other not in pressed) >= need:
             return None, "an instance is overloaded, but its requests can move to others that have room"
         partners = sorted(others, key=lambda i: (i in pressed, len(groups[i].members), -groups[i].free_bytes, i))
+        most: list[int] = []
         for count in range(len(partners) + 1):
             chosen = [number, *partners[:count]]
             need += self._need(groups[chosen[-1]]) if count and chosen[-1] in pressed else 0
@@ -199,11 +204,18 @@ class OverloadPolicy:
             plan = self._plan(snapshot, chosen, need)
             if plan is not None and any(number in group.groups for group in plan.groups):
                 return plan, "an instance is overloaded"
+            most = chosen
+        plan = self._most(snapshot, most)
+        if plan is not None and any(number in group.groups for group in plan.groups):
+            return plan, "an instance is overloaded, and no drop frees enough: as much is dropped as can be"
         return None, "an instance is overloaded, and no drop frees enough: requests wait for KV"
 
-    def _plan(self, snapshot: FleetSnapshot, numbers: Sequence[int], need: int) -> DropPlan | None:
+    def _plan(
+        self, snapshot: FleetSnapshot, numbers: Sequence[int], need: int, margin: float | None = None
+    ) -> DropPlan | None:
         """Plan a drop among some of the groups, with the margin if there is one; its numbers are the snapshot's."""
-        margin = int(self.settings.margin * sum(snapshot.groups[number].capacity_bytes for number in numbers))
+        share = self.settings.margin if margin is None else margin
+        spare = int(share * sum(snapshot.groups[number].capacity_bytes for number in numbers))
         plans = (
             drop_plan(
                 [snapshot.groups[number].group for number in numbers],
@@ -215,13 +227,27 @@ class OverloadPolicy:
                 first=snapshot.first_cost,
                 last=snapshot.last_cost,
             )
-            for wanted in (need + margin, need)
+            for wanted in dict.fromkeys((need + spare, need))
         )
         plan = next((plan for plan in plans if plan is not None), None)
         if plan is None or not plan.groups:
             return None
         groups = tuple(replace(one, groups=tuple(numbers[i] for i in one.groups)) for one in plan.groups)
         return replace(plan, groups=groups)
+
+    def _most(self, snapshot: FleetSnapshot, numbers: Sequence[int]) -> DropPlan | None:
+        """Plan the drop among some of the groups that frees the most. None: nothing can be, or it is not wanted."""
+        model = sum(snapshot.layer_bytes)
+        held = [member.held.layers for number in numbers for member in snapshot.groups[number].members]
+        twice = sum(snapshot.layer_bytes[layer] for layers in held for layer in layers) - model
+        if not self.settings.best_effort or twice <= 0 or model <= 0:
+            return None
+        best, low, high = None, 1, -(-twice // model)  # each merge frees one model
+        while low <= high:
+            middle = (low + high) // 2
+            plan = self._plan(snapshot, numbers, min(twice, middle * model), margin=0.0)
+            best, low, high = (best, low, middle - 1) if plan is None else (plan, middle + 1, high)
+        return best
 
     def _need(self, group: GroupReading) -> int:
         """Return the bytes that a group lacks."""

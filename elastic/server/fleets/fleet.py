@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from elastic.engines.base import Engine
@@ -46,6 +46,25 @@ class FleetEngine(Protocol):
 
     def remove(self, name: str, *, drain: bool = True) -> Any:
         """End a rank."""
+
+    def drop(
+        self,
+        need: int | str | None = None,
+        *,
+        layers: Mapping[str, Sequence[int]] | None = None,
+        dry_run: bool = False,
+        why: str = "",
+    ) -> Any:
+        """Have instances compute each other's layers, and ranks drop those that they do not need then."""
+
+    def restore(self, rank: str | None = None, *, why: str = "") -> Any:
+        """Have dropped layers return: those of a rank's group, or all."""
+
+    def merge(self, *ranks: str) -> Any:
+        """Connect ranks, so that they can compute each other's layers."""
+
+    def split(self, rank: str) -> Any:
+        """Restore the group of a rank, and close its connections."""
 
 
 def as_fleet(engine: Engine) -> FleetEngine | None:

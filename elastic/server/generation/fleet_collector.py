@@ -21,6 +21,7 @@ _TOTALS = {
     "requests_routed": ("routed", "Requests that were given to an instance."),
     "requests_moved": ("moved", "Requests that were moved to another instance while they ran."),
     "requests_moved_bytes": ("moved_bytes", "KV that was copied for that."),
+    "fleet_exchanged_bytes": ("exchanged_bytes", "KV that was copied as layers of instances changed their rank."),
     "ranks_lost": ("ranks_lost", "Ranks that ended, hung or were cut off."),
     "requests_resumed": ("requests_resumed", "Requests that went on elsewhere after their rank was lost."),
     "tokens_recomputed": ("recomputed_tokens", "Tokens whose KV was lost, and was computed again."),
@@ -41,7 +42,7 @@ class FleetCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         now = self._fleet.status()
-        of = {rank: instance.name for instance in now.instances for rank in instance.ranks}
+        of = {instance.leader: instance.name for instance in now.instances}
         up: dict[Labels, float] = {
             (of.get(rank.name, ""), rank.name): float(rank.state in UP) for rank in now.ranks if rank.state != "ended"
         }
@@ -51,6 +52,12 @@ class FleetCollector:
             yield self._of_instance.gauge(f"instance_{word}", help, loads)
         requests: dict[Labels, float] = {(each.name,): each.requests for each in now.instances}
         yield self._of_instance.gauge("instance_requests", "Requests that an instance has, and that live.", requests)
+        stages: dict[Labels, float] = {(each.name,): len(set(each.path)) or 1 for each in now.instances}
+        yield self._of_instance.gauge("instance_stages", "Ranks that compute the layers of an instance.", stages)
+        dropped: dict[Labels, float] = {
+            (of.get(rank.name, ""), rank.name): len(rank.dropped) for rank in now.ranks if rank.state in UP
+        }
+        yield self._of_rank.gauge("rank_dropped_layers", "Layers that a rank has not, as others compute them.", dropped)
         queued = "Requests that no instance has room for yet."
         yield self._all.gauge("fleet_queue_length", queued, {(): now.queued})
         for name, (field, help) in _TOTALS.items():

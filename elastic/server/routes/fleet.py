@@ -2,6 +2,8 @@
 
 `POST /elastic/fleet/move {"request", "instance"}`: the request is the id of an answer, such as `chatcmpl-…`.
 `POST /elastic/fleet/add {"places": […]}`, `POST /elastic/fleet/remove {"rank", "drain"}`.
+`POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
+`POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from elastic.server.routes.status import plain
 ANSWERS = ("cmpl-", "chatcmpl-", "resp_")
 """Beginnings of the ids of answers; what follows is the engine's id of the request."""
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Layers = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=10_000, fail_fast=True)]
+WHY = "by HTTP"
 
 
 class _FleetBody(BaseModel):
@@ -48,6 +52,32 @@ class RemoveBody(_FleetBody):
     drain: bool = True
 
 
+class DropBody(_FleetBody):
+    """Layers that are to leave: so many bytes of them, or those of each rank."""
+
+    need: Annotated[int, Field(ge=1, lt=2**63)] | Name | None = None
+    layers: Annotated[dict[Name, Layers], Field(max_length=1000)] | None = None
+    dry_run: bool = False
+
+
+class RestoreBody(_FleetBody):
+    """A rank of the group whose layers are to return; without it, all groups."""
+
+    rank: Name | None = None
+
+
+class MergeBody(_FleetBody):
+    """Ranks that are to be able to compute each other's layers."""
+
+    ranks: Annotated[list[Name], Field(min_length=2, max_length=1000, fail_fast=True)]
+
+
+class SplitBody(_FleetBody):
+    """A rank of the group that is to part."""
+
+    rank: Name
+
+
 def routes(serving: ServerState) -> APIRouter:
     """Make the endpoints."""
     router = APIRouter(route_class=JSONRoute)
@@ -68,6 +98,26 @@ def routes(serving: ServerState) -> APIRouter:
         return await _done(
             lambda fleet: {"removed": body.rank, "end": plain(fleet.remove(body.rank, drain=body.drain))}
         )
+
+    @router.post("/elastic/fleet/drop")
+    async def drop(body: DropBody) -> dict[str, Any]:
+        return await _done(
+            lambda fleet: {
+                "dropped": plain(fleet.drop(body.need, layers=body.layers, dry_run=body.dry_run, why=WHY)),
+            }
+        )
+
+    @router.post("/elastic/fleet/restore")
+    async def restore(body: RestoreBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, why=WHY))})
+
+    @router.post("/elastic/fleet/merge")
+    async def merge(body: MergeBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"merged": plain(fleet.merge(*body.ranks))})
+
+    @router.post("/elastic/fleet/split")
+    async def split(body: SplitBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"split": plain(fleet.split(body.rank))})
 
     async def _done(work: Any) -> dict[str, Any]:
         """Ask the fleet on a thread. What is not there is a 404, what cannot be now a conflict."""

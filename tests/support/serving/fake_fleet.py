@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
 from elastic.controller.loop import ControllerHealth
+from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.core.load import EngineLoad
+from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
+from elastic.planning.arrangement.drop import GroupPlan
 from elastic.types import Action, Change, PlanStep, Prepared
 from support.serving.fake_engine import FakeEngine
 from support.serving.status_documents import events, status
@@ -42,6 +46,9 @@ class FakeFleet(FakeEngine):
         self.looked: list[str] = []
         self.moves: list[tuple[str, str]] = []
         self.released = threading.Event()
+        self.groups_asked: list[tuple[str, Any]] = []
+        self.paths: dict[str, tuple[str, ...]] = {}
+        """Rank -> the path of its instance."""
 
     def becomes(self, rank: str, state: Any, why: str = "") -> None:
         self.ranks[rank] = replace(self.ranks[rank], state=state, why=why)
@@ -49,9 +56,12 @@ class FakeFleet(FakeEngine):
     def status(self) -> FleetStatus:
         live = [rank for rank in self.ranks.values() if rank.state in ("serving", "draining")]
         load = EngineLoad(running=2, waiting=1, free_blocks=30, total_blocks=40)
-        instances = tuple(InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0) for r in live)
-        totals = FleetTotals(7, 5, 4096, 1, 2, 33, 4)
-        return FleetStatus(tuple(self.ranks.values()), instances, 6, totals)
+        instances = tuple(
+            InstanceStatus(f"i-{r.name}", r.name, (r.name,), load, 3, 15.0, path=self.paths.get(r.name, ()))
+            for r in live
+        )
+        totals = FleetTotals(7, 5, 4096, 1, 2, 33, 4, 2048)
+        return FleetStatus(tuple(self.ranks.values()), instances, 6, totals, "all is well; KV a 10%")
 
     def events(self) -> tuple[FleetEvent, ...]:
         return (FleetEvent(0, "lost", 1e9, rank="gone", requests=2, recomputed_tokens=33, why="it was killed"),)
@@ -107,6 +117,40 @@ class FakeFleet(FakeEngine):
         if len(self.ranks) == 1:
             raise StateError(f"rank {name!r} is the last one")
         self.becomes(name, "ended", "" if drain else "at once")
+
+    def drop(
+        self,
+        need: int | str | None = None,
+        *,
+        layers: Mapping[str, Sequence[int]] | None = None,
+        dry_run: bool = False,
+        why: str = "",
+    ) -> Dropped:
+        if need == "1EiB":
+            raise CapacityError("no drop frees so much", requested_bytes=1, free_bytes=0, total_bytes=0)
+        self.groups_asked.append(("drop", (need, layers, dry_run, why)))
+        plan = GroupPlan((0, 1), ("a", "b"), ((0, 1), (2, 3, 5)), (range(2), range(2, 6)), 4096)
+        if dry_run:
+            price = GroupPrice(0.25, 4096, 2048, 5, 0.0)
+            return Dropped("planned", groups=(plan,), freed_bytes=4096, price=price)
+        return Dropped("applied", flips=5, moved_bytes=2048, stalled_ms=0.75, groups=(plan,), freed_bytes=4096)
+
+    def restore(self, rank: str | None = None, *, why: str = "") -> Restored:
+        self.groups_asked.append(("restore", (rank, why)))
+        if rank == "b":
+            return Restored("deferred", members=("a", "b"), why="live requests need the memory")
+        return Restored("applied", flips=5, moved_bytes=2048, fetched_bytes=4096, members=("a", "b"))
+
+    def merge(self, *ranks: str) -> GroupStatus:
+        self.groups_asked.append(("merge", ranks))
+        paths = {rank: LayerPath.alone(rank, 2) for rank in ranks}
+        return GroupStatus(ranks, paths, dict.fromkeys(ranks, (0, 1)), dict.fromkeys(ranks), dict.fromkeys(ranks, 9))
+
+    def split(self, rank: str) -> Restored:
+        if rank not in self.ranks:
+            raise ConfigError(f"there is no group of rank {rank!r}")
+        self.groups_asked.append(("split", rank))
+        return Restored("applied", members=("a", "b"))
 
     def _require(self, rank: str) -> None:
         if self.ranks[rank].state == "lost":

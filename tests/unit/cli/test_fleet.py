@@ -40,6 +40,7 @@ def options(*arguments: str) -> Any:
     ("arguments", "words"),
     [
         (["--balance"], "--balance is for a fleet; say how many processes: --ranks N"),
+        (["--policy", "drop"], "--policy drop is for a fleet of two ranks at least; say how many: --ranks N"),
         (["--key-file", "k"], "--key-file is for a fleet"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--ranks", "2", "--launch", "join"], "--launch join needs --key-file"),
@@ -69,6 +70,7 @@ def test_options_become_those_of_a_fleet() -> None:
     assert ranks("--ranks", "2", "--place", "cpu=1MiB", "--variants", "int4") == [(("cpu=1MiB",), ())] * 2
     places = ["--place", "cpu#a", "--place", "cpu#b"]
     assert ranks("--ranks", "2", *places) == [(("cpu#a",), ()), (("cpu#b",), ())]
+    assert ranks("--ranks", "2", "--policy", "drop", "--variants", "int4") == [((), ())] * 2
     assert ranks("--ranks", "1", *places, "--cores", "0,1") == [(("cpu#a", "cpu#b"), (0, 1))]
 
 
@@ -86,6 +88,41 @@ def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFi
     assert served.engine.ranks["new"].places == ("cpu=1MiB",)
     assert main(["fleet", "remove", served.url, "a", "--now", *given]) == 0
     assert served.engine.ranks["a"].why == "at once"
+
+
+def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "--token-file", str(token)]
+    assert main(["fleet", "drop", *given, "--need", "4KiB"]) == 0
+    told = capsys.readouterr().out
+    assert "a keeps layers 0-1\nb keeps layers 2-3, 5\n" in told
+    assert "applied: 4,096 bytes of weights have left; 5 layers changed their rank, 2,048 bytes" in told
+    assert "stood still for 0.8 ms" in told
+    assert main(["fleet", "drop", *given, "--layers", "a=2-3,5", "--layers", "b=0", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "planned: 4,096 bytes of weights would leave" in told
+    assert "price: 0.250 s of serving, and longer steps" in told
+    assert main(["fleet", "restore", *given]) == 0
+    assert "applied: a, b; 4,096 bytes of weights came back" in capsys.readouterr().out
+    assert main(["fleet", "restore", served.url, "b", *given[1:]]) == 1
+    assert "deferred: a, b; 0 bytes" in capsys.readouterr().out
+    assert main(["fleet", "merge", served.url, "a", "b", *given[1:]]) == 0
+    assert capsys.readouterr().out == "a, b can compute each other's layers\n"
+    assert main(["fleet", "split", served.url, "a", *given[1:]]) == 0
+    assert "applied: a, b; 0 bytes" in capsys.readouterr().out
+    assert served.engine.groups_asked[:2] == [
+        ("drop", ("4KiB", None, False, "by HTTP")),
+        ("drop", (None, {"a": [2, 3, 5], "b": [0]}, True, "by HTTP")),
+    ]
+
+
+@pytest.mark.parametrize("layers", ["6-11", "r0=", "r0=6-", "r0=11-6", "r0=x", "=3", "r0=1,,2", "r0=0-99999"])
+def test_layers_that_cannot_be_read(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELASTIC_TOKEN", TOKEN)
+        assert main(["fleet", "drop", "127.0.0.1:1", "--layers", layers]) == 2
+    assert f"--layers {layers!r}: write" in capsys.readouterr().err
 
 
 def test_what_the_caller_must_change(

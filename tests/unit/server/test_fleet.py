@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -222,12 +223,73 @@ def test_requests_are_moved_and_ranks_come_and_go(client: TestClient, fleet: Fak
     assert client.post("/elastic/fleet/remove", json={"rank": "a", "drain": 1}).status_code == 400
 
 
+def test_layers_leave_and_return_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    dropped = client.post("/elastic/fleet/drop", json={"need": "4KiB"}).json()["dropped"]
+    assert (dropped["status"], dropped["freed_bytes"], dropped["flips"]) == ("applied", 4096, 5)
+    assert dropped["groups"][0]["members"] == ["a", "b"]
+    assert dropped["groups"][0]["stages"] == [[0, 1], [2, 3, 4, 5]]
+    by_hand = {"layers": {"a": [2, 3], "b": [0, 1]}, "dry_run": True}
+    assert client.post("/elastic/fleet/drop", json=by_hand).json()["dropped"]["status"] == "planned"
+    assert client.post("/elastic/fleet/restore", json={}).json()["restored"]["fetched_bytes"] == 4096
+    assert client.post("/elastic/fleet/merge", json={"ranks": ["a", "b"]}).json()["merged"]["alone"] == {"a": 9, "b": 9}
+    assert client.post("/elastic/fleet/split", json={"rank": "a"}).json()["split"]["members"] == ["a", "b"]
+    assert fleet.groups_asked == [
+        ("drop", ("4KiB", None, False, "by HTTP")),
+        ("drop", (None, {"a": [2, 3], "b": [0, 1]}, True, "by HTTP")),
+        ("restore", (None, "by HTTP")),
+        ("merge", ("a", "b")),
+        ("split", "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("drop", {"need": "1EiB"}, 409),
+        ("drop", {"need": 0}, 400),
+        ("drop", {"layers": {"a": [-1]}}, 400),
+        ("drop", {"layers": {"a": "6-11"}}, 400),
+        ("drop", {"need": 1, "more": 2}, 400),
+        ("merge", {"ranks": ["a"]}, 400),
+        ("restore", {"rank": ""}, 400),
+        ("split", {"rank": "c"}, 404),
+        ("split", {}, 400),
+    ],
+)
+def test_layers_that_cannot_leave_over_http(
+    client: TestClient, fleet: FakeFleet, path: str, body: dict[str, Any], code: int
+) -> None:
+    assert client.post(f"/elastic/fleet/{path}", json=body).status_code == code
+    assert not fleet.groups_asked
+
+
+def test_who_computes_what_is_shown(client: TestClient, fleet: FakeFleet) -> None:
+    found = scraped(client)
+    assert found["elastic_instance_stages", "instance=i-a"] == 1
+    assert found["elastic_rank_dropped_layers", "instance=i-a", "rank=a"] == 0
+    fleet.paths["a"] = ("a", "a", "b")
+    fleet.ranks["a"] = replace(fleet.ranks["a"], dropped=(2,))
+    found = scraped(client)
+    assert found["elastic_instance_stages", "instance=i-a"] == 2
+    assert found["elastic_instance_stages", "instance=i-b"] == 1
+    assert found["elastic_rank_dropped_layers", "instance=i-a", "rank=a"] == 1
+    assert found["elastic_fleet_exchanged_bytes_total",] == 2048
+    status = client.get("/elastic/status").json()
+    assert [instance["path"] for instance in status["instances"]] == [["a", "a", "b"], []]
+    assert [rank["dropped"] for rank in status["ranks"]] == [[2], []]
+    assert status["fleet"]["policy"] == "all is well; KV a 10%"
+
+
 def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFleet) -> None:
     client.headers["Authorization"] = "Bearer wrong"
     for path in (
         "fleet/move",
         "fleet/add",
         "fleet/remove",
+        "fleet/drop",
+        "fleet/restore",
+        "fleet/merge",
+        "fleet/split",
         "actions/prepare",
         "actions/x/commit",
         "actions/x/rollback",

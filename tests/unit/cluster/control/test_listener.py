@@ -105,14 +105,15 @@ def test_another_protocol_is_refused_in_words_on_both_sides(door: Callable[..., 
     with closing(SocketConnection(strange(one))) as client:
         prove(client, KEY, first=False)
         client.send_bytes(handshake.GREETING + b"99")
-        assert client.receive_bytes(64) == handshake.GREETING + b"1"
+        assert client.receive_bytes(64) == handshake.GREETING + str(handshake.PROTOCOL).encode()
         one.wait(refused=1)
-    assert "speaks protocol '99', this one 1" in one.refused[0]
+    assert f"speaks protocol '99', this one {handshake.PROTOCOL}" in one.refused[0]
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        newer = threading.Thread(target=_speak_protocol, args=(server, b"2"), daemon=True)
+        newer = threading.Thread(target=_speak_protocol, args=(server, b"99"), daemon=True)
         newer.start()
-        with pytest.raises(ConfigError, match=r"speaks protocol '2', this one 1; install the same version"):
+        words = f"speaks protocol '99', this one {handshake.PROTOCOL}; install the same version"
+        with pytest.raises(ConfigError, match=words):
             connect(server.getsockname(), KEY)
         newer.join(10)
 

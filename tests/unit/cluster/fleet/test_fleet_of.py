@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_served_says_so(models: list[Any]) -> None:
         ({"launch": "mpi"}, "launch='mpi'"),
         ({"max_queue": 0}, "max_queue=0"),
         ({"routing": "random"}, "routing="),
-        ({"policy": "drop"}, "policy="),
+        ({"policy": "scale"}, "policy="),
         ({"beat_timeout_s": 0}, "beat_timeout_s=0"),
     ],
 )

@@ -83,9 +83,40 @@ def test_a_larger_need_takes_more_partners_but_no_more_than_suffice() -> None:
     (drop,) = settle(OverloadPolicy(SETTINGS), seen(*groups), 3).drops
     assert set(drop.groups) == {5, 0, 1}
     groups[5] = hot("i5", waiting=20 + 3 * LAYERS * EACH + 1)
-    plan = settle(OverloadPolicy(SETTINGS), seen(*groups), 3)
+    plan = settle(OverloadPolicy(replace(SETTINGS, best_effort=False)), seen(*groups), 3)
     assert not plan.drops
     assert "no drop frees enough" in plan.reason
+    assert plan.scale_out == 1
+
+
+def test_what_no_drop_ends_has_as_much_dropped_as_can_be_and_instances_asked_for() -> None:
+    groups = [alone(f"i{number}") for number in range(8)]
+    groups[5] = hot("i5", waiting=20 + 3 * LAYERS * EACH + BASE)
+    plan = settle(OverloadPolicy(SETTINGS), seen(*groups), 3)
+    (drop,) = plan.drops
+    assert set(drop.groups) == {5, 0, 1, 2}  # as many stages as there may be
+    assert drop.freed_bytes == 3 * LAYERS * EACH
+    assert "no drop frees enough: as much is dropped as can be" in plan.reason
+    assert plan.scale_out == 1
+
+
+@pytest.mark.parametrize(("instances", "models"), [(2, 1), (4, 3), (5, 3), (8, 6), (9, 6)])
+def test_a_queue_that_no_drop_ends_has_as_much_dropped_as_can_be(instances: int, models: int) -> None:
+    """Merged groups have four stages at the most: of nine instances one is left, of five too."""
+    groups = [alone(f"i{number}", 960) for number in range(instances)]
+    snapshot = seen(*groups, queued_bytes=instances * BASE * 4)
+    policy = OverloadPolicy(SETTINGS)
+    plan = settle(policy, snapshot, 3)
+    assert sum(drop.freed_bytes for drop in plan.drops) == models * LAYERS * EACH
+    assert all(len(drop.members) <= SETTINGS.most_stages for drop in plan.drops)
+    assert plan.scale_out > 0
+    assert not settle(OverloadPolicy(replace(SETTINGS, best_effort=False)), snapshot, 3).drops
+
+
+def test_where_nothing_is_held_twice_nothing_is_dropped() -> None:
+    plan = settle(OverloadPolicy(SETTINGS), seen(pair(2100, waiting_bytes=500)), 9)
+    assert not plan.drops
+    assert plan.reason == "an instance is overloaded, and no drop frees enough: requests wait for KV"
     assert plan.scale_out == 1
 
 
@@ -106,6 +137,7 @@ def test_a_queue_at_the_fleet_is_the_shortage_of_all() -> None:
     plan = settle(policy, seen(*groups, queued_bytes=free + 1), 3)
     assert [drop.groups for drop in plan.drops] == [(3, 2)]  # the fullest two; the others stay as they are
     assert plan.drops[0].freed_bytes == EACH
+    policy = OverloadPolicy(replace(SETTINGS, best_effort=False))
     too_much = settle(policy, seen(*groups, queued_bytes=free + 3 * LAYERS * EACH + 1), 9)
     assert not too_much.drops
     assert too_much.scale_out == 1

@@ -1,0 +1,233 @@
+"""Questions about layers that one rank computes for another: what a fleet asks so that instances form a pipeline.
+
+A *home* is a rank whose engine plans steps, a *stage* of it another rank that computes some of its layers. The fleet
+has layers change their rank one after another; who copies what, and when the path of the steps changes, the two ranks
+settle between themselves, by the log of the home (`engines.pipeline.items`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.pipeline.path import LayerPath
+
+# -- connections
+
+
+@dataclass(frozen=True)
+class OpenPeers:
+    """Listen for other ranks, from the first time on; answers with the address, (host, port)."""
+
+    rank: str
+    key: bytes = field(repr=False)
+    """Who connects has to prove it."""
+
+
+@dataclass(frozen=True)
+class MeetPeers:
+    """Know where other ranks listen: addresses by rank."""
+
+    addresses: Mapping[str, tuple[str, int]] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class LosePeer:
+    """Another rank has gone: whatever waits for it fails now."""
+
+    rank: str
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """Be a stage of a home, which attaches it at the same time; `sectors` is the most that the home will map."""
+
+    home: str
+    path: LayerPath
+    sectors: int
+    addresses: int
+    """The home's `Room.most_sectors`."""
+
+
+@dataclass(frozen=True)
+class AttachStage:
+    """Have another rank be a stage of the engine here, which opens at the same time."""
+
+    rank: str
+
+
+@dataclass(frozen=True)
+class DetachStage:
+    """Let go of a stage that computes no layer."""
+
+    rank: str
+
+
+@dataclass(frozen=True)
+class CloseStage:
+    """Be no stage of a home any more, also when it has gone; unknown: nothing happens."""
+
+    home: str
+
+
+# -- memory
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank's memory could hold, in pages and sectors."""
+
+    path: LayerPath
+    """Of its own engine."""
+    pages: int
+    """For keys and values, of its engine and of those that it is a stage of."""
+    page_bytes: int
+    sector_pages: tuple[int, ...]
+    """Of each decoder layer, the pages that a sector of its group has in it."""
+    most_sectors: int
+    """That its engine has addresses for."""
+    committed_sectors: int
+    """That live requests of its engine have, and are promised."""
+    weight_pages: tuple[int, ...]
+    """Of each decoder layer, the pages that its weights have when they are there."""
+    resident: frozenset[int]
+    """Layers whose weights are there."""
+
+
+@dataclass(frozen=True)
+class MeasureRoom:
+    """`Room`."""
+
+    rank: str
+    """The name by which the fleet knows the rank: its engine has it from now on."""
+
+
+@dataclass(frozen=True)
+class SetCap:
+    """Have the engine map no more sectors than that for new requests; None: all there is room for."""
+
+    sectors: int | None
+
+
+@dataclass(frozen=True)
+class CapReached:
+    """Whether what live requests have, and are promised, is within the cap."""
+
+
+@dataclass(frozen=True)
+class Allot:
+    """As a stage: keep room for so many sectors of a home. Raises `CapacityError`, and nothing has changed."""
+
+    home: str
+    sectors: int
+
+
+# -- keys and values that change their rank
+
+
+@dataclass(frozen=True)
+class LayersMemory:
+    """Where the keys and values of a home's layers lie at this rank: `LayersKV`."""
+
+    home: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BeginExchange:
+    """Note from now on which blocks are written; answers with what `PrepareLayers` gets."""
+
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrepareLayers:
+    """Have memory for layers of a home that come here, its own ones too. Raises `CapacityError`."""
+
+    home: str
+    layers: tuple[int, ...]
+    exchange: Any = field(repr=False, hash=False)
+    """What the home answered to `BeginExchange`."""
+
+
+@dataclass(frozen=True)
+class CopyLayers:
+    """Copy blocks (None: all) of layers that come here; answers with the bytes."""
+
+    home: str
+    source: LayersKV
+    blocks: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class WrittenBlocks:
+    """Of each group, the blocks that were written since the last time."""
+
+
+@dataclass(frozen=True)
+class FlipLayers:
+    """Pause the engine between two steps, have what was written last copied, and go on by another path: `Flipped`."""
+
+    path: LayerPath
+
+
+@dataclass(frozen=True)
+class EndExchange:
+    """Note no more which blocks are written."""
+
+
+@dataclass(frozen=True)
+class GiveUpLayers:
+    """Free the memory of layers of a home that do not come here after all."""
+
+    home: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Go on without a rank that was lost: all layers at home again, its requests computed anew: tokens computed twice.
+
+    The weights of layers that were dropped come back first.
+    """
+
+    lost: str
+
+
+@dataclass(frozen=True)
+class WeightsOf:
+    """Where the weights of layers lie in this rank's memory: `WeightsSource`."""
+
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightDigests:
+    """Checksums of the weights of layers as they were wrapped: {layer: int}. Needed before they can be dropped."""
+
+    layers: tuple[int, ...]
+
+
+PeerQuestion = OpenPeers | MeetPeers | LosePeer
+"""Answered at once, whatever else is being done."""
+StageQuestion = (
+    OpenStage
+    | AttachStage
+    | DetachStage
+    | CloseStage
+    | MeasureRoom
+    | SetCap
+    | CapReached
+    | Allot
+    | LayersMemory
+    | BeginExchange
+    | PrepareLayers
+    | CopyLayers
+    | WrittenBlocks
+    | FlipLayers
+    | EndExchange
+    | GiveUpLayers
+    | Recover
+)

@@ -1,0 +1,260 @@
+"""Having a group become another shape, layer by layer, while it serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from elastic.cluster.control.messages import Apply
+from elastic.cluster.control.stage_questions import (
+    Allot,
+    AttachStage,
+    CapReached,
+    CloseStage,
+    DetachStage,
+    MeasureRoom,
+    OpenStage,
+    Room,
+    SetCap,
+    WeightDigests,
+    WeightsOf,
+)
+from elastic.cluster.fleet.groups.flip import flip_layer
+from elastic.cluster.fleet.groups.group import Deadline, Group
+from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.groups.results import Exchanged, Status
+from elastic.cluster.fleet.groups.transition import Books, LayerFlip, Shape, Transition, plan_transition
+from elastic.engines.core.kv_state import KVFormat
+from elastic.errors import CapacityError, ElasticError, RankLost, StateError
+from elastic.types import Drop, Fetch, Restore
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.02
+SHARES = (1.0, 0.9, 0.5, 0.0)
+"""How much of what there is instances are offered, one after another, until it is had: pages may be held elsewhere."""
+
+
+@dataclass
+class _Counts:
+    flips: int = 0
+    moved_bytes: int = 0
+    fetched_bytes: int = 0
+    freed_bytes: int = 0
+    stalled_ms: float = 0.0
+
+
+class Exchange:
+    """One transition of a group, on the calling thread; see `run`."""
+
+    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float) -> None:
+        self._ranks, self._group, self._target = ranks, group, target
+        self._deadline = Deadline(timeout_s)
+        self.counts = _Counts()
+
+    def run(self) -> Exchanged:
+        """Change the group; it serves on. It stops where a flip fails: all is in order then, with a part of it done.
+
+        Before anything changes caps are lowered, and what lives must fit in them: else it is `deferred`. Raises
+        `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
+        by who is told of it.
+        """
+        group = self._group
+        rooms = measure(self._ranks, group.members)
+        transition = plan_transition(group.shape, self._target, self._books(rooms), group.caps_in_force())
+        try:
+            if not self._lower(transition.caps):
+                return self._result("deferred", "live requests need more of the caches than would be left in between")
+            self._connect(transition, rooms)
+            compare_weights(self._ranks, group)
+            self._change(transition)
+        except RankLost:
+            raise
+        except ElasticError as error:
+            self._raise_caps()
+            return self._result("partial" if self.counts.flips or self.counts.freed_bytes else "deferred", str(error))
+        self._raise_caps()
+        return self._result("applied")
+
+    def _result(self, status: Status, why: str = "") -> Exchanged:
+        counts = self.counts
+        return Exchanged(
+            status,
+            counts.flips,
+            counts.moved_bytes,
+            counts.fetched_bytes,
+            counts.stalled_ms,
+            self._deadline.seconds,
+            why,
+        )
+
+    def _books(self, rooms: Mapping[str, Room]) -> Books:
+        return Books(rooms, self._format, self._group.shape)
+
+    @property
+    def _format(self) -> KVFormat:
+        return self._ranks.instance(self._group.members[0]).kv_format
+
+    # -- caps
+
+    def _lower(self, caps: Mapping[str, int]) -> bool:
+        """Have no instance map more than its cap, and stages keep room for no more; return False if that takes long."""
+        before = dict(self._group.caps)
+        reached = False
+        try:
+            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+            reached = self._until(self._reached) and self._until(partial(self._allot, caps))
+        finally:
+            if reached:
+                self._group.caps = dict(caps)
+            else:
+                self._take_back(before)
+        return reached
+
+    def _reached(self) -> bool:
+        return all(self._ranks.ask_all(dict.fromkeys(self._group.members, CapReached())).values())
+
+    def _take_back(self, caps: Mapping[str, int | None]) -> None:
+        """Have the caps of before again; of who is lost others take care."""
+        with suppress(RankLost):
+            self._allot({home: cap for home, cap in caps.items() if cap is not None})
+            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+
+    def _allot(self, caps: Mapping[str, int]) -> bool:
+        """Have stages keep room for caps; False: one has more mapped, or no room."""
+        for home, rank in sorted(self._group.stages):
+            try:
+                if home in caps:
+                    self._ranks.ask(rank, Allot(home, caps[home]))
+            except (CapacityError, StateError) as error:
+                if isinstance(error, RankLost):
+                    raise
+                logger.debug("rank %s cannot keep %d sectors of %s: %s", rank, caps[home], home, error)
+                return False
+        return True
+
+    def _raise_caps(self) -> None:
+        """Let the instances have what there is now, as far as stages find room for it."""
+        group = self._group
+        if group.shape.apart and not self._missing():
+            self._ranks.ask_all({home: SetCap(None) for home in group.members})
+            group.caps = dict.fromkeys(group.members)
+            return
+        least = group.caps_in_force()
+        most = self._books(measure(self._ranks, group.members)).caps(group.shape)
+        for share in SHARES:
+            caps = {home: max(cap, int(cap + share * (most[home] - cap))) for home, cap in least.items()}
+            if self._allot(caps):
+                self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+                group.caps = caps
+                return
+        logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
+
+    def _missing(self) -> list[tuple[str, int]]:
+        count = len(next(iter(self._group.shape.paths.values())).ranks)
+        weights = self._group.shape.weights
+        return [(rank, layer) for rank, have in weights.items() for layer in range(count) if layer not in have]
+
+    def _until(self, done: Callable[[], bool]) -> bool:
+        while not done():
+            if not self._deadline.wait(POLL_S):
+                return False
+        return True
+
+    # -- layers
+
+    def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
+        """Open what flips need."""
+        needed = {
+            (flip.home, flip.target) for flip in transition.flips if flip.target != flip.home
+        } - self._group.stages
+        if needed:
+            self._ranks.introduce(self._group.members)
+        for home, rank in sorted(needed):
+            path = self._group.shape.paths[home]
+            opened = OpenStage(home, path, transition.caps[home], rooms[home].most_sectors)
+            self._ranks.ask_all({rank: opened, home: AttachStage(rank)})
+            self._group.stages.add((home, rank))
+
+    def _change(self, transition: Transition) -> None:
+        for rank in self._group.members:
+            self._drop_unneeded(rank)
+        for flip in transition.flips:
+            self._fetch(flip.target, (flip.layer,))
+            self._flip(flip)
+            self._drop_unneeded(flip.source)
+        for rank, wanted in self._target.weights.items():
+            self._fetch(rank, wanted)
+
+    def _flip(self, flip: LayerFlip) -> None:
+        shape, counts = self._group.shape, self.counts
+        done = flip_layer(self._ranks, shape.paths[flip.home], flip)
+        self._group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
+        counts.flips += 1
+        counts.moved_bytes += done.moved_bytes
+        counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
+
+    def _drop_unneeded(self, rank: str) -> None:
+        """Drop the weights at a rank that no instance needs there, and that are not to stay."""
+        shape = self._group.shape
+        kept = shape.kept(rank, self._target.weights)
+        layers = tuple(sorted(shape.weights[rank] - kept))
+        if layers:
+            (change,) = self._ranks.ask(rank, Apply((Drop(layers),), "by the fleet"))
+            self._group.shape = replace(shape, weights={**shape.weights, rank: kept})
+            self.counts.freed_bytes += change.released_bytes
+
+    def _fetch(self, rank: str, layers: Iterable[int]) -> None:
+        """Have the weights of layers at a rank, from another rank that has them, or else from the checkpoint."""
+        shape = self._group.shape
+        for layer in sorted(set(layers) - shape.weights[rank]):
+            self.counts.fetched_bytes += self._fetch_layer(rank, layer)
+            shape = self._group.shape
+            weights = {**shape.weights, rank: shape.weights[rank] | {layer}}
+            self._group.shape = replace(shape, weights=weights)
+
+    def _fetch_layer(self, rank: str, layer: int) -> int:
+        action: Fetch | Restore = Restore((layer,))
+        for other, have in self._group.shape.weights.items():
+            if layer in have:
+                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))))
+        (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
+        if change.deferred and not self._until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
+            raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
+        return int(change.moved_bytes)
+
+
+def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
+    """Return the room of ranks."""
+    return ranks.ask_all({rank: MeasureRoom(rank) for rank in names})
+
+
+def compare_weights(ranks: Ranks, group: Group) -> None:
+    """Have ranks note what their weights are, and compare them, once. Raises `StateError` where they are not equal.
+
+    They were when the ranks joined; but only a layer that comes back as it was can be dropped.
+    """
+    if group.compared:
+        return
+    asked = {rank: WeightDigests(tuple(sorted(layers))) for rank, layers in group.shape.weights.items()}
+    known: dict[int, tuple[str, int]] = {}
+    for rank, digests in ranks.ask_all(asked).items():
+        for layer, digest in digests.items():
+            other, expected = known.setdefault(layer, (rank, digest))
+            if digest != expected:
+                raise StateError(
+                    f"layer {layer} of rank {rank!r} has other weights than that of {other!r}; start them anew"
+                )
+    group.compared = True
+
+
+def part(ranks: Ranks, group: Group) -> None:
+    """Close the connections of instances that compute all of their layers themselves again."""
+    for home, rank in sorted(group.stages):
+        if ranks.there(home):
+            ranks.ask(home, DetachStage(rank))
+        if ranks.there(rank):
+            ranks.ask(rank, CloseStage(home))
+    group.stages.clear()

@@ -1,0 +1,77 @@
+"""One layer of an instance changes its rank while the instance serves: its keys and values are copied in rounds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from elastic.cluster.control.stage_questions import (
+    BeginExchange,
+    CopyLayers,
+    EndExchange,
+    FlipLayers,
+    GiveUpLayers,
+    LayersMemory,
+    PrepareLayers,
+    WrittenBlocks,
+)
+from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.groups.transition import LayerFlip
+from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import ElasticError
+
+MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class FlipDone:
+    """What a flip cost."""
+
+    path: LayerPath
+    moved_bytes: int
+    stalled_ms: float
+
+
+def flip_layer(ranks: Ranks, path: LayerPath, flip: LayerFlip) -> FlipDone:
+    """Have a layer computed by another rank from now on. Whatever it raises, all is as before, unless a rank is lost.
+
+    Raises `CapacityError` where there is no room, `StateError` for a copy that failed, `RankLost`.
+    """
+    layers, goal = (flip.layer,), path.moved((flip.layer,), flip.target)
+    exchange = ranks.ask(flip.home, BeginExchange(layers))
+    prepared = False
+    try:
+        ranks.ask(flip.target, PrepareLayers(flip.home, layers, exchange))
+        prepared = True
+        moved_bytes = _copy(ranks, flip)
+        flipped = ranks.ask(flip.home, FlipLayers(goal))
+    except ElasticError:
+        _undo(ranks, flip, prepared)
+        raise
+    ranks.ask(flip.home, EndExchange())
+    return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
+
+
+def _copy(ranks: Ranks, flip: LayerFlip) -> int:
+    """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
+    source = ranks.ask(flip.source, LayersMemory(flip.home, (flip.layer,)))
+    moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source)), None
+    for _ in range(MOST_ROUNDS):
+        blocks = ranks.ask(flip.home, WrittenBlocks())
+        count = sum(map(len, blocks))
+        if not count:
+            break
+        source = ranks.ask(flip.source, LayersMemory(flip.home, (flip.layer,)))  # with sectors that are new
+        moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks))
+        if before is not None and count >= before:
+            break
+        before = count
+    return int(moved_bytes)
+
+
+def _undo(ranks: Ranks, flip: LayerFlip, prepared: bool) -> None:
+    with suppress(ElasticError):  # it was lost, and the exchange with it
+        ranks.ask(flip.home, EndExchange())
+    if prepared:
+        with suppress(ElasticError):
+            ranks.ask(flip.target, GiveUpLayers(flip.home, (flip.layer,)))

@@ -1,0 +1,61 @@
+"""What a fleet knows of a group of instances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic.cluster.fleet.groups.results import GroupStatus
+from elastic.cluster.fleet.groups.transition import Shape
+
+
+@dataclass(eq=False)
+class Group:
+    """Instances that compute layers of each other. Changed by one verb at a time; records are replaced as a whole."""
+
+    shape: Shape
+    alone: Mapping[str, int]
+    """Home -> the sectors that it has by itself."""
+    caps: Mapping[str, int | None]
+    """Home -> the cap that is in force."""
+    stages: set[tuple[str, str]] = field(default_factory=set)
+    """(home, rank): connections that are open."""
+
+    compared: bool = False
+    """Whether the weights of its ranks are known to be equal."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ranks."""
+        return self.shape.members
+
+    def caps_in_force(self) -> dict[str, int]:
+        """Return the most sectors of each instance."""
+        return {home: self.alone[home] if cap is None else cap for home, cap in self.caps.items()}
+
+    def status(self) -> GroupStatus:
+        """Return what `Fleet.groups` says of it."""
+        keeps = {rank: tuple(sorted(layers)) for rank, layers in self.shape.weights.items()}
+        return GroupStatus(self.members, dict(self.shape.paths), keeps, dict(self.caps), dict(self.alone))
+
+
+class Deadline:
+    """When something must have been done."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.began_s = time.perf_counter()
+        self._until_s = self.began_s + timeout_s
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self.began_s
+
+    def wait(self, seconds: float) -> bool:
+        """Wait a little; return False if there is no time left."""
+        left = self._until_s - time.perf_counter()
+        if left <= 0:
+            return False
+        time.sleep(min(seconds, left))
+        return True

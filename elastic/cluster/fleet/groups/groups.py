@@ -1,0 +1,328 @@
+"""The groups of a fleet: instances merge, drop what they hold twice, take it back, and part."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.control.status import EventKind
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups import targets
+from elastic.cluster.fleet.groups.exchange import Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
+from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.cluster.fleet.groups.recovery import recover
+from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.groups.transition import Books, Shape
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
+from elastic.planning.arrangement.drop import Group as PlannedGroup
+from elastic.planning.arrangement.stages import Held
+
+logger = logging.getLogger(__name__)
+
+
+class Groups:
+    """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks."""
+
+    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+        self._dispatcher, self._log = dispatcher, log
+        self._ranks = Ranks(dispatcher)
+        self._verbs = threading.Lock()
+        self._groups: tuple[Group, ...] = ()
+        self._closed = False
+        self._repairs: list[threading.Thread] = []
+        self._layer_bytes: tuple[int, ...] = ()
+
+    def status(self) -> tuple[GroupStatus, ...]:
+        """Return the groups there are."""
+        return tuple(group.status() for group in self._groups)
+
+    @property
+    def changing(self) -> bool:
+        """Whether a verb is under way."""
+        return self._verbs.locked()
+
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
+        if not self._layer_bytes:
+            serving = self._ranks.serving()
+            if not serving:
+                raise StateError("no rank serves: the bytes of its layers are not known")
+            self._layer_bytes = _layer_bytes(measure(self._ranks, [serving[0].name]))
+        return self._layer_bytes
+
+    def group_of(self, rank: str) -> Group | None:
+        """Return the group that a rank is in."""
+        return next((group for group in self._groups if rank in group.members), None)
+
+    # -- verbs
+
+    def drop(
+        self,
+        plan: DropPlan | int,
+        timeout_s: float,
+        why: str,
+        *,
+        whole: bool = False,
+        most: int | None = None,
+        dry_run: bool = False,
+    ) -> Dropped:
+        """Do a plan, or one that frees so many bytes; see `Fleet.drop`."""
+        with self._verbs:
+            rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
+            planned = plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most)
+            if dry_run:
+                return self._dry_run(planned, rooms)
+            done = []
+            for each in planned.groups:
+                shape_of = partial(targets.planned_shape, plan=each)
+                done.append(self._drop_group(each, each.members, shape_of, timeout_s, why))
+                if done[-1].status != "applied":
+                    break
+            return _together(done, planned.groups)
+
+    def drop_layers(self, layers: Mapping[str, Collection[int]], timeout_s: float, why: str) -> Dropped:
+        """Have ranks drop these layers; they are one group then."""
+        with self._verbs:
+            shape_of = partial(targets.dropped_by_hand, layers=layers)
+            return self._drop_group(None, tuple(layers), shape_of, timeout_s, why)
+
+    def restore(self, rank: str | None, timeout_s: float, why: str) -> Restored:
+        """Undo what was dropped and migrated, in the group of a rank or in all; they part then."""
+        with self._verbs:
+            found = self._groups if rank is None else tuple(g for g in [self.group_of(rank)] if g is not None)
+            if rank is not None and not found:
+                self._ranks.instance(rank)  # it is there
+                return Restored("applied", members=(rank,))
+            return _all_restored([self._restore(group, timeout_s, why) for group in found])
+
+    def merge(self, names: Sequence[str]) -> GroupStatus:
+        """Have instances be a group; no layer changes its rank yet."""
+        with self._verbs:
+            group = self._merged(names)
+            self._ranks.introduce(group.members)
+            compare_weights(self._ranks, group)
+            self._event("merged", group)
+            return group.status()
+
+    def migrate(self, home: str, layers: Iterable[int], rank: str, timeout_s: float) -> Migrated:
+        """Have a rank compute layers of an instance."""
+        chosen = tuple(sorted(set(layers)))
+        with self._verbs, self._group_for((home, rank)) as group:
+            target = targets.migrated(group.shape, home, chosen, rank)
+            done = self._exchange(group, target, timeout_s)
+            self._changed("migrated", group, done, f"layers of {home} to {rank}")
+            return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
+
+    def close(self) -> None:
+        """Repair nothing any more: the ranks end."""
+        self._closed = True
+        for thread in self._repairs:
+            thread.join()
+
+    # -- a rank has gone
+
+    def lost(self, instance: Instance) -> None:
+        """Have those that computed with a rank go on without it, beside the caller."""
+        group = self.group_of(instance.name)
+        if group is None or self._closed:
+            return
+        self._ranks.lose(instance.name, group.members)
+        thread = threading.Thread(target=self._repair, args=(instance.name,), daemon=True)
+        thread.name = f"elastic-repair-{instance.name}"
+        self._repairs = [other for other in self._repairs if other.is_alive()] + [thread]
+        thread.start()
+
+    def _repair(self, rank: str) -> None:
+        with self._verbs:  # a verb that was under way has failed, or ends soon
+            group = self.group_of(rank)
+            if group is None or self._closed:
+                return
+            recomputed = recover(self._ranks, group, rank)
+            self._forget(group)
+            self._log.count(recomputed_tokens=recomputed)
+            self._event("recovered", group, recomputed_tokens=recomputed, why=f"rank {rank} was lost")
+
+    # -- inside, one verb at a time
+
+    def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
+        known = [PlannedGroup(tuple(_held(group.shape, name) for name in group.members)) for group in self._groups]
+        grouped = {name for group in self._groups for name in group.members}
+        alone = [PlannedGroup((Held(name, rooms[name].resident),)) for name in rooms if name not in grouped]
+        layer_bytes = self.layer_bytes()
+        plan = drop_plan([*known, *alone], layer_bytes, needed, whole=whole, most=most)
+        if plan is None:
+            held = sum(layer_bytes[layer] for room in rooms.values() for layer in room.resident)
+            raise CapacityError(
+                "no drop frees so much: one copy of each layer stays, add ranks, or swap layers to a smaller variant",
+                requested_bytes=needed,
+                free_bytes=max(0, held - sum(layer_bytes)),
+                total_bytes=held,
+            )
+        return plan
+
+    def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
+        changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
+        cost = predict(changes, rooms, learned_cost(self._log.events()))
+        moved_bytes = kv_bytes(changes, rooms)
+        return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+
+    def _drop_group(
+        self,
+        plan: GroupPlan | None,
+        names: Sequence[str],
+        target_of: Callable[[Shape], Shape],
+        timeout_s: float,
+        why: str,
+    ) -> Dropped:
+        with self._group_for(names) as group:
+            exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s)
+            done = exchange.run()
+            freed_bytes = exchange.counts.freed_bytes
+            kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
+            self._changed(kind, group, done, why)
+            return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
+
+    def _restore(self, group: Group, timeout_s: float, why: str) -> Restored:
+        self._mark(group, journal=True)
+        done = self._exchange(group, targets.apart(group.shape), timeout_s)
+        if group.shape.apart and done.status == "applied":
+            self._part(group)
+        else:
+            self._mark(group)
+        kind: EventKind = "restored" if done.status == "applied" else "restore failed"
+        self._changed(kind, group, done, why)
+        return Restored(**vars(done), members=group.members)
+
+    def _exchange(self, group: Group, target: Shape, timeout_s: float) -> Exchanged:
+        try:
+            return Exchange(self._ranks, group, target, timeout_s).run()
+        finally:
+            self._mark(group)
+
+    @contextmanager
+    def _group_for(self, names: Sequence[str]) -> Iterator[Group]:
+        """Give the group of instances; if it comes to nothing, each is by itself again."""
+        group = self._merged(names)
+        try:
+            yield group
+        finally:
+            self._mark(group)
+            gone = [name for name in group.members if not self._ranks.there(name)]
+            if group.shape.apart and not group.stages and not gone:
+                self._forget(group)
+
+    def _merged(self, names: Sequence[str]) -> Group:
+        """Return one group of instances, and of those that they are in groups with."""
+        serving = {instance.name: instance for instance in self._ranks.serving()}
+        if unknown := [name for name in names if name not in serving]:
+            raise ConfigError(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
+        old = [group for group in self._groups if not set(names).isdisjoint(group.members)]
+        members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
+        if len(members) < 2:
+            raise ConfigError(f"{', '.join(members) or 'no rank'} makes no group; name two ranks at least")
+        if len(old) == 1 and old[0].members == members:
+            return old[0]
+        require_like([serving[name] for name in members])
+        rooms = measure(self._ranks, members)
+        shape = self._shape_of(members, rooms)
+        books = Books(rooms, serving[members[0]].kv_format, shape)
+        caps = {name: cap for group in old for name, cap in group.caps.items()}
+        group = Group(
+            shape,
+            {name: books.alone(name) for name in members},
+            {name: caps.get(name) for name in members},
+            {stage for each in old for stage in each.stages},
+        )
+        self._groups = (*(each for each in self._groups if each not in old), group)
+        self._mark(group)
+        return group
+
+    def _shape_of(self, members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
+        return Shape({name: rooms[name].path for name in members}, {name: rooms[name].resident for name in members})
+
+    def _part(self, group: Group) -> None:
+        part(self._ranks, group)
+        self._forget(group)
+        self._event("parted", group)
+
+    def _forget(self, group: Group) -> None:
+        self._groups = tuple(other for other in self._groups if other is not group)
+        with self._dispatcher.lock:
+            for name in group.members:
+                instance = self._dispatcher.instances.get(name)
+                if instance is not None:
+                    instance.part()
+
+    def _mark(self, group: Group, *, journal: bool = False) -> None:
+        """Note at the instances what they are part of."""
+        with self._dispatcher.lock:
+            for name, path in group.shape.paths.items():
+                instance = self._dispatcher.instances.get(name)
+                if instance is not None:
+                    instance.join(group.members, path, journal=journal)
+
+    def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
+        why = f"{why}; {done.why}" if done.why else why
+        self._log.count(exchanged_bytes=done.moved_bytes)
+        self._event(kind, group, moved_bytes=done.moved_bytes, stalled_ms=done.stalled_ms, why=why)
+
+    def _event(self, kind: EventKind, group: Group, **about: Any) -> None:
+        self._log.add(kind, rank=",".join(group.members), **about)
+
+
+def require_like(instances: Sequence[Instance]) -> None:
+    """Raise in words if instances cannot compute each other's layers."""
+    first = instances[0].hello
+    for hello in (instance.hello for instance in instances):
+        if hello.kv != first.kv:
+            raise ConfigError(
+                f"ranks {first.name!r} and {hello.name!r} have other forms of KV cache, {first.kv} and {hello.kv}; "
+                "start them with the same options"
+            )
+        if hello.memory is None or hello.host != first.host:
+            raise ConfigError(
+                f"rank {hello.name!r} has its memory where {first.name!r} cannot read it; "
+                "only ranks whose caches are in memory of one host compute each other's layers"
+            )
+
+
+def _held(shape: Shape, name: str) -> Held:
+    return Held(name, shape.weights[name])
+
+
+def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:
+    (room,) = rooms.values()
+    return tuple(pages * room.page_bytes for pages in room.weight_pages)
+
+
+def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
+    """Add up what came of several groups; the status is that of the first that was not applied."""
+    stopped = next((each for each in done if each.status != "applied"), None)
+    partly = stopped is not None and stopped.status == "deferred" and any(each.flips for each in done)
+    return {
+        "status": "partial" if partly else stopped.status if stopped is not None else "applied",
+        "flips": sum(each.flips for each in done),
+        "moved_bytes": sum(each.moved_bytes for each in done),
+        "fetched_bytes": sum(each.fetched_bytes for each in done),
+        "stalled_ms": max((each.stalled_ms for each in done), default=0.0),
+        "seconds": sum(each.seconds for each in done),
+        "why": stopped.why if stopped is not None else "",
+    }
+
+
+def _together(done: Sequence[Dropped], plans: tuple[GroupPlan, ...]) -> Dropped:
+    return Dropped(**_sums(done), groups=plans, freed_bytes=sum(each.freed_bytes for each in done))
+
+
+def _all_restored(done: Sequence[Restored]) -> Restored:
+    return Restored(**_sums(done), members=tuple(name for each in done for name in each.members))

@@ -1,0 +1,56 @@
+"""What a change of groups would cost, in the currency of the arbiter: known before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.control.status import FleetEvent
+from elastic.cluster.fleet.groups.transition import Shape, flips_between
+from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
+from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.policies.group_costs import GroupPrice, priced
+from elastic.controller.sensors.sliding_window import moving_average
+from elastic.types import MigrateKV
+
+Change = tuple[Shape, Shape]
+"""A group as it is, and as it is to be."""
+
+
+def predict(changes: Sequence[Change], rooms: Mapping[str, Room], cost: ActionCost) -> GroupPrice:
+    """Return the price of changes: weights that leave and come, keys and values that are copied, a pause for each flip.
+
+    How much longer steps take afterwards is not of it: that needs a `ChunkCost` of the model.
+    """
+    leaving = sum(_weight_bytes(rooms, now, target) for now, target in changes)
+    coming = sum(_weight_bytes(rooms, target, now) for now, target in changes)
+    flips = sum(len(flips_between(now, target)) for now, target in changes)
+    return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, 0.0, cost, CostWeights())
+
+
+def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
+    """Return the keys and values that live requests have, and are promised, in layers that change their rank."""
+    flips = [flip for now, target in changes for flip in flips_between(now, target)]
+    return sum(
+        rooms[flip.home].committed_sectors * rooms[flip.home].sector_pages[flip.layer] * rooms[flip.home].page_bytes
+        for flip in flips
+    )
+
+
+def learned_cost(events: Iterable[FleetEvent]) -> ActionCost:
+    """Return the cost of a pause as drops and restores so far had it; of a byte, as moves of KV have it elsewhere."""
+    prior = ActionCosts().of(MigrateKV)
+    pause_s = prior.pause_s
+    for event in events:
+        if event.kind in ("dropped", "restored", "migrated") and event.stalled_ms:
+            pause_s = moving_average(pause_s, event.stalled_ms / 1e3, WEIGHT)
+    return ActionCost(prior.byte_s, pause_s)
+
+
+def _weight_bytes(rooms: Mapping[str, Room], here: Shape, there: Shape) -> int:
+    """Return the weights that ranks have in one shape and not in another."""
+    return sum(
+        rooms[rank].weight_pages[layer] * rooms[rank].page_bytes
+        for rank, layers in here.weights.items()
+        for layer in layers - there.weights[rank]
+    )

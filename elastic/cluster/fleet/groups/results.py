@@ -1,0 +1,84 @@
+"""What came of a drop, a restore or a migration between ranks: frozen records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from elastic.controller.policies.group_costs import GroupPrice
+from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.arrangement.drop import GroupPlan
+
+Status = Literal["applied", "partial", "deferred", "planned"]
+"""`applied`: as was asked. `partial`: it was stopped on the way; all serve on with the layers where they are now.
+`deferred`: nothing changed, live requests need too much of the memory. `planned`: a dry run."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Layers that changed their rank under running requests."""
+
+    status: Status
+    flips: int = 0
+    """Layers of instances that another rank computes now."""
+    moved_bytes: int = 0
+    """Keys and values that were copied."""
+    fetched_bytes: int = 0
+    """Weights that came back, from other ranks or the checkpoint."""
+    stalled_ms: float = 0.0
+    """The longest that an instance stood still for one flip."""
+    seconds: float = 0.0
+    why: str = ""
+    """What stopped it."""
+
+
+@dataclass(frozen=True)
+class Dropped(Exchanged):
+    """What `Fleet.drop` came to."""
+
+    groups: tuple[GroupPlan, ...] = ()
+    """As they were planned."""
+    freed_bytes: int = 0
+    """Weights that have left: they are room for keys and values. Planned: that would leave."""
+    price: GroupPrice | None = None
+    """Planned: what it would cost, in the arbiter's seconds of serving, without the longer steps afterwards."""
+
+
+@dataclass(frozen=True)
+class Restored(Exchanged):
+    """What `Fleet.restore` and `Fleet.split` came to."""
+
+    members: tuple[str, ...] = ()
+    """Ranks of the groups that it was about."""
+
+
+@dataclass(frozen=True)
+class Migrated(Exchanged):
+    """What `Fleet.migrate` came to."""
+
+    home: str = ""
+    rank: str = ""
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupStatus:
+    """Instances that compute layers of each other, or could."""
+
+    members: tuple[str, ...]
+    """Ranks, each the home of an instance."""
+    paths: Mapping[str, LayerPath] = field(hash=False)
+    """Of each home."""
+    keeps: Mapping[str, tuple[int, ...]] = field(hash=False)
+    """Rank -> the layers whose weights it has."""
+    caps: Mapping[str, int | None] = field(hash=False)
+    """Home -> the most sectors of KV cache that its requests may have now; None: it has its rank's for itself."""
+    alone: Mapping[str, int] = field(hash=False)
+    """Home -> the sectors that it has by itself, with all weights there."""
+
+    @property
+    def dropped(self) -> dict[str, tuple[int, ...]]:
+        """Rank -> the layers whose weights it has not."""
+        count = len(next(iter(self.paths.values())).ranks)
+        return {rank: tuple(i for i in range(count) if i not in keeps) for rank, keeps in self.keeps.items()}

@@ -1,0 +1,193 @@
+"""The order in which layers of a group change their ranks, so that no rank ever needs more memory than it has.
+
+Nothing may need room before something has made it. A layer that flips needs room at the rank that it goes to, for its
+keys and values at the cap of its instance, and for its weights where they are not there; then it frees what it leaves.
+So layers that leave one rank alternate with those that come to it; where even the first finds no room, caps fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from elastic.cluster.control.stage_questions import Room
+from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import CapacityError
+
+
+class LayerFlip(NamedTuple):
+    """A layer of one instance that another rank computes from then on."""
+
+    home: str
+    layer: int
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Who computes what of a group, and who has which weights."""
+
+    paths: Mapping[str, LayerPath] = field(hash=False)
+    """Of each instance, by its home."""
+    weights: Mapping[str, frozenset[int]] = field(hash=False)
+    """Rank -> the layers whose weights it has."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The ranks, each the home of an instance."""
+        return tuple(self.paths)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each instance computes all of its layers itself."""
+        return not any(path.guests for path in self.paths.values())
+
+    def layers_at(self, rank: str) -> dict[str, tuple[int, ...]]:
+        """Return what a rank computes: home -> layers."""
+        return {home: layers for home, path in self.paths.items() if (layers := path.layers_of(rank))}
+
+    def needs(self, rank: str) -> frozenset[int]:
+        """Return the layers whose weights a rank needs."""
+        return frozenset(layer for layers in self.layers_at(rank).values() for layer in layers)
+
+    def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
+        """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
+        paths = {**self.paths, flip.home: self.paths[flip.home].moved((flip.layer,), flip.target)}
+        weights = {**self.weights, flip.target: self.weights[flip.target] | {flip.layer}}
+        shape = Shape(paths, weights)
+        return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
+
+    def kept(self, rank: str, wanted: Mapping[str, frozenset[int]]) -> frozenset[int]:
+        """Return the layers of a rank that it needs, or wants, of those that it has."""
+        return self.weights[rank] & (self.needs(rank) | wanted[rank])
+
+
+@dataclass(frozen=True)
+class Transition:
+    """Flips in an order that works, while no instance has more sectors than its cap."""
+
+    flips: tuple[LayerFlip, ...]
+    caps: Mapping[str, int] = field(hash=False)
+
+
+class Books:
+    """The memory of a group's ranks, in pages. Ranks hold weights, and sectors of each instance whose layers they have.
+
+    With several groups of layers a sector counts as one of the group that needs most pages of a rank: never too few.
+    """
+
+    def __init__(self, rooms: Mapping[str, Room], format: KVFormat, shape: Shape) -> None:
+        self.rooms = rooms
+        self._groups = [frozenset(layers) for layers, _ in format.groups]
+        self.pages = {rank: room.pages + self._weights(rank, shape.weights[rank]) for rank, room in rooms.items()}
+        """For weights of decoder layers, keys and values."""
+
+    def _weights(self, rank: str, layers: Iterable[int]) -> int:
+        return sum(self.rooms[rank].weight_pages[layer] for layer in layers)
+
+    def sector_pages(self, rank: str, layers: Iterable[int]) -> int:
+        """Count the pages that a sector needs at a rank, in these layers."""
+        pages, chosen = self.rooms[rank].sector_pages, set(layers)
+        return max(sum(pages[layer] for layer in group & chosen) for group in self._groups)
+
+    def free(self, rank: str, shape: Shape, caps: Mapping[str, int]) -> int:
+        """Count the pages that are left at a rank when every instance has all of its cap."""
+        held = sum(caps[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
+        return self.pages[rank] - self._weights(rank, shape.weights[rank]) - held
+
+    def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
+        """Count the pages that a flip takes at its target."""
+        here = shape.paths[flip.home].layers_of(flip.target)
+        more = self.sector_pages(flip.target, (*here, flip.layer)) - self.sector_pages(flip.target, here)
+        weights = () if flip.layer in shape.weights[flip.target] else (flip.layer,)
+        return caps[flip.home] * more + self._weights(flip.target, weights)
+
+    def alone(self, home: str) -> int:
+        """Count the sectors that an instance has by itself, with all weights there."""
+        layers = range(len(self.rooms[home].weight_pages))
+        pages = self.pages[home] - self._weights(home, layers)
+        return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, layers))
+
+    def caps(self, shape: Shape) -> dict[str, int]:
+        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left."""
+        base = {home: self.alone(home) for home in shape.paths}
+        none = dict.fromkeys(base, 0)
+        free = {rank: self.free(rank, shape, none) for rank in self.pages}
+        factor = math.inf
+        for rank in self.pages:
+            cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
+            factor = min(factor, max(0, free[rank]) / cost) if cost else factor
+        caps = {home: min(self.rooms[home].most_sectors, int(count * factor)) for home, count in base.items()}
+        for home, path in shape.paths.items():
+            more = min(
+                self.free(rank, shape, caps) // self.sector_pages(rank, path.layers_of(rank))
+                for rank in dict.fromkeys(path.ranks)
+            )
+            caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))
+        return caps
+
+
+def plan_transition(now: Shape, target: Shape, books: Books, caps: Mapping[str, int]) -> Transition:
+    """Order the flips from one shape to another, and say which caps leave them room: as high as may be.
+
+    `caps` are those in force. Raises `CapacityError` if an instance would have no sector at all.
+    """
+    final = books.caps(target)
+    caps = {home: min(cap, final[home]) for home, cap in caps.items()}
+    while True:
+        flips, stuck = _walk(now, target, books, caps)
+        if stuck is None:
+            return Transition(tuple(flips), caps)
+        caps = _lowered(*stuck, books, caps)
+
+
+def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:
+    """List the layers that change their rank."""
+    return [
+        LayerFlip(home, layer, source, goal)
+        for home, path in now.paths.items()
+        for layer, (source, goal) in enumerate(zip(path.ranks, target.paths[home].ranks, strict=True))
+        if source != goal
+    ]
+
+
+Stuck = tuple[Shape, LayerFlip, int]
+"""A flip that has no room, and the pages that lack."""
+
+
+def _walk(now: Shape, target: Shape, books: Books, caps: Mapping[str, int]) -> tuple[list[LayerFlip], Stuck | None]:
+    """Flip what leaves its target the most room, as long as there is one; return the flips, and what is stuck."""
+    shape = replace(now, weights={rank: now.kept(rank, target.weights) for rank in now.weights})
+    left = flips_between(now, target)
+    done: list[LayerFlip] = []
+    while left:
+        rooms = {flip: books.free(flip.target, shape, caps) - books.needed(flip, shape, caps) for flip in left}
+        best = max(left, key=lambda flip: rooms[flip])
+        if rooms[best] < 0:
+            return done, (shape, best, -rooms[best])
+        shape = shape.after(best, target.weights)
+        left.remove(best)
+        done.append(best)
+    return done, None
+
+
+def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Mapping[str, int]) -> dict[str, int]:
+    """Lower the cap that then has the most slack, of the instances that have layers where a flip finds no room."""
+    at = {**shape.layers_at(flip.target)}
+    at[flip.home] = (*at.get(flip.home, ()), flip.layer)
+    lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, layers)) for home, layers in at.items()}
+    home = max(lower, key=lambda home: (lower[home] > 0, lower[home] - books.rooms[home].committed_sectors))
+    if lower[home] <= 0:
+        room = books.rooms[flip.target]
+        raise CapacityError(
+            f"rank {flip.target!r} has no room for layer {flip.layer} of instance {flip.home!r}, "
+            "however small the caches are; give the ranks more memory",
+            requested_bytes=lacking * room.page_bytes,
+            free_bytes=max(0, books.free(flip.target, shape, caps)) * room.page_bytes,
+            total_bytes=books.pages[flip.target] * room.page_bytes,
+        )
+    return {**caps, home: lower[home]}

@@ -1,0 +1,97 @@
+"""The verbs of a fleet for instances that compute each other's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from elastic.cluster.fleet.groups.groups import Groups
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.config import parse_bytes
+from elastic.errors import ConfigError, StateError
+from elastic.planning.arrangement.drop import DropPlan
+
+TIMEOUT_S = 60.0
+"""How long live requests may take to fit in what the caches are lowered to while layers change their rank."""
+
+
+class GroupVerbs:
+    """Each verb blocks its caller and waits for the one before; requests are served on meanwhile. Not for listeners."""
+
+    _groups: Groups
+
+    def drop(
+        self,
+        need: int | str | None = None,
+        *,
+        layers: Mapping[str, Iterable[int]] | None = None,
+        plan: DropPlan | None = None,
+        whole: bool = False,
+        most: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        dry_run: bool = False,
+        why: str = "by hand",
+    ) -> Dropped:
+        """Have instances drop layers that they hold twice, and compute them for each other; the memory is KV cache.
+
+        Either so that `need` bytes (or such as "24MiB") come free, in groups of `most` instances at the most, of whole
+        models (`whole`, the paper's form) or of as few layers as suffice; or as a `plan` says; or these `layers` of
+        each rank. Keys and values of running requests move to the ranks that compute their layers, layer by layer;
+        nothing is computed again. With `dry_run` nothing is done. (KunServe, section 4)
+
+        Raises `CapacityError` if no drop frees so much, or the ranks have no memory for what is asked; `ConfigError`
+        for ranks whose memory cannot be read by each other, and layers that none would keep; `RankLost`.
+        """
+        _require_no_listener()
+        if sum(given is not None for given in (need, layers, plan)) != 1:
+            raise ConfigError("drop: give one of need=, layers= and plan=")
+        if layers is not None:
+            if dry_run:
+                raise ConfigError("drop: dry_run= goes with need= or plan=")
+            return self._groups.drop_layers({rank: frozenset(each) for rank, each in layers.items()}, timeout_s, why)
+        wanted = plan if plan is not None else parse_bytes(need or 0, option="need")
+        return self._groups.drop(wanted, timeout_s, why, whole=whole, most=most, dry_run=dry_run)
+
+    def restore(self, rank: str | None = None, *, timeout_s: float = TIMEOUT_S, why: str = "by hand") -> Restored:
+        """Have instances compute all of their layers themselves again: of a rank's group, or of all; they part then.
+
+        Live requests must fit in the caches that will be left, else it is `deferred`. Weights come from ranks that have
+        them, or from the checkpoint; keys and values come back layer by layer. (KunServe, section 4.4)
+        """
+        _require_no_listener()
+        return self._groups.restore(rank, timeout_s, why)
+
+    def merge(self, *ranks: str) -> GroupStatus:
+        """Have instances be one group, with nothing dropped: their ranks know each other then."""
+        _require_no_listener()
+        return self._groups.merge(ranks)
+
+    def split(self, rank: str, *, timeout_s: float = TIMEOUT_S) -> Restored:
+        """End the group of a rank: what was dropped is restored, and the instances part."""
+        return self.restore(rank, timeout_s=timeout_s)
+
+    def migrate(self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S) -> Migrated:
+        """Have another rank compute layers of an instance, from now on; no weights are dropped.
+
+        Its keys and values are there then, and count against that rank's memory. (CoCoServe, section 3.3)
+        """
+        _require_no_listener()
+        return self._groups.migrate(home, layers, rank, timeout_s)
+
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each decoder layer's weights, of which a drop frees some."""
+        return self._groups.layer_bytes()
+
+    @property
+    def changing(self) -> bool:
+        """Whether one of these verbs is under way."""
+        return self._groups.changing
+
+    def groups(self) -> tuple[GroupStatus, ...]:
+        """Return the groups of instances that compute each other's layers; others are by themselves."""
+        return self._groups.status()
+
+
+def _require_no_listener() -> None:
+    if Delivery.on_this_thread():
+        raise StateError("layers cannot change their rank by a listener; use another thread")

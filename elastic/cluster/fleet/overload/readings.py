@@ -1,0 +1,128 @@
+"""A fleet as its overload policy sees it: what instances said last, what they were given since, and what waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.results import GroupStatus
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.records.requests import RequestRecord
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading, request_bytes
+from elastic.engines.core.kv_state import KVFormat
+from elastic.planning.arrangement.stages import Held
+
+
+class FleetReadings:
+    """Makes snapshots, and remembers what each instance's capacity was with all layers."""
+
+    def __init__(self, dispatcher: Dispatcher, *, moves: bool) -> None:
+        self._dispatcher, self._moves = dispatcher, moves
+        self._base: dict[str, int] = {}  # instance -> its blocks with all layers
+
+    def read(
+        self, groups: Sequence[GroupStatus], layer_bytes: tuple[int, ...], *, busy: bool = False
+    ) -> FleetSnapshot | None:
+        """Return the fleet as it is now; None: no rank serves. Instances that serve in no group are one each.
+
+        `busy`: somebody has layers change their rank just now. A group that has lost a member is left out: it is
+        about to part.
+        """
+        dispatcher, now = self._dispatcher, time.perf_counter()
+        with dispatcher.lock:
+            serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
+            usual = dispatcher.answer_lengths.usual()
+            self._base = {name: blocks for name, blocks in self._base.items() if name in serving}
+            readings = [
+                self._group([serving[name] for name in group.members], group, usual, now)
+                for group in groups
+                if all(name in serving for name in group.members)
+            ]
+            grouped = {name for group in groups for name in group.members}
+            for name, instance in serving.items():
+                if name not in grouped:
+                    self._base[name] = instance.load.total_blocks
+                    readings.append(self._alone(instance, len(layer_bytes), usual, now))
+            if not readings:
+                return None
+            kv = next(iter(serving.values())).kv_format
+            queue = list(dispatcher.queue)
+            return FleetSnapshot(
+                time.monotonic(),
+                tuple(replace(reading, busy=busy) for reading in readings),
+                layer_bytes,
+                queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),
+                queue_s=_longest_wait(queue, now),
+                moves=self._moves,
+            )
+
+    # -- inside, under the dispatcher's lock
+
+    def _alone(self, instance: Instance, layers: int, usual: int | None, now: float) -> GroupReading:
+        member = self._member(instance, frozenset(range(layers)))
+        return _reading([instance], (member,), usual, now)
+
+    def _group(self, instances: Sequence[Instance], group: GroupStatus, usual: int | None, now: float) -> GroupReading:
+        members = tuple(self._member(each, frozenset(group.keeps[each.name])) for each in instances)
+        return _reading(instances, members, usual, now)
+
+    def _member(self, instance: Instance, layers: frozenset[int]) -> InstanceReading:
+        size, load = block_bytes(instance.kv_format), instance.load
+        base = self._base.get(instance.name, load.total_blocks)
+        return InstanceReading(Held(instance.name, layers), base * size, _committed(instance) * size)
+
+
+def _reading(
+    instances: Sequence[Instance], members: tuple[InstanceReading, ...], usual: int | None, now: float
+) -> GroupReading:
+    waiting = [(instance.kv_format, record) for instance in instances for record in _waiting(instance)]
+    sizes = [block_bytes(instance.kv_format) for instance in instances]
+    return GroupReading(
+        members,
+        capacity_bytes=sum(i.load.total_blocks * size for i, size in zip(instances, sizes, strict=True)),
+        used_bytes=sum(_committed(i) * size for i, size in zip(instances, sizes, strict=True)),
+        waiting_bytes=sum(needed_bytes(kv, record, usual) for kv, record in waiting),
+        queue_s=_longest_wait((record for _, record in waiting), now),
+        running=sum(instance.sequences for instance in instances),
+    )
+
+
+def _committed(instance: Instance) -> int:
+    """Count the blocks that live requests have or are promised, as the instance said last."""
+    return instance.load.total_blocks - min(instance.load.total_blocks, instance.load.free_blocks)
+
+
+def _waiting(instance: Instance) -> list[RequestRecord]:
+    """List what an instance was given and has no blocks for: as many sequences as it says, of the last ones."""
+    found, sequences = [], 0
+    for record in reversed(instance.records.values()):
+        if sequences >= instance.load.waiting:
+            break
+        if not record.begun:
+            found.append(record)
+            sequences += record.left
+    return found
+
+
+def _longest_wait(records: Iterable[RequestRecord], now: float) -> float:
+    return max((now - record.arrived_s for record in records), default=0.0)
+
+
+def needed_bytes(kv: KVFormat, record: RequestRecord, usual: int | None) -> int:
+    """Return the KV that a waiting request is taken to need; `usual`: tokens of an answer, None: all it may have."""
+    prompt, most, left = len(record.request.prompt), record.request.max_tokens, record.left
+    so_far = max((len(answer.tokens) for answer in record.live), default=0)
+    expected = most if usual is None else max(usual, so_far)
+    needed = 0
+    for layers, window in kv.groups:
+        token_bytes = kv.block_bytes * len(layers) // kv.block_tokens
+        nbytes = request_bytes(prompt, left * most, left * expected, token_bytes)
+        needed += nbytes if window is None else min(nbytes, left * window * token_bytes)
+    return needed
+
+
+def block_bytes(kv: KVFormat) -> int:
+    """Return the bytes that a block of an instance's load stands for: in all layers of a group."""
+    return kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)

@@ -1,0 +1,149 @@
+"""Layers that ranks compute for each other, at one of them: its connections to others, and what its engine is asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from elastic.cluster.control.stage_questions import (
+    Allot,
+    AttachStage,
+    BeginExchange,
+    CapReached,
+    CloseStage,
+    CopyLayers,
+    DetachStage,
+    EndExchange,
+    FlipLayers,
+    GiveUpLayers,
+    LayersMemory,
+    LosePeer,
+    MeasureRoom,
+    MeetPeers,
+    OpenPeers,
+    OpenStage,
+    PeerQuestion,
+    PrepareLayers,
+    Recover,
+    SetCap,
+    StageQuestion,
+    WrittenBlocks,
+)
+from elastic.cluster.peers.hub import PeerHub
+from elastic.cluster.rank.room import measure_room
+from elastic.engines.continuous.engine import ContinuousEngine
+from elastic.errors import StateError
+from elastic.types import Restore
+
+ACCEPT_S = 30.0
+"""How long a stage waits for its home to connect."""
+RESTORE_S, POLL_S = 60.0, 0.05
+"""How long weights may take to come back when another rank was lost, and how often it is looked."""
+
+
+class Stages:
+    """Answers what a fleet asks about layers of several ranks."""
+
+    def __init__(self, engine: ContinuousEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._hub: PeerHub | None = None
+        self._attached: set[str] = set()  # stages of the engine here; its transport is closed with the last
+
+    def close(self) -> None:
+        """End all connections: whoever waits on them returns."""
+        with self._lock:
+            hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.close()
+
+    def meet(self, question: PeerQuestion) -> Any:
+        """Answer about the connections."""
+        match question:
+            case OpenPeers(rank, key):
+                return self._open(rank, key)
+            case MeetPeers(addresses):
+                return self._opened.meet(dict(addresses))
+            case LosePeer(rank):
+                return None if self._hub is None else self._hub.lost(rank)
+
+    def answer(self, question: StageQuestion) -> Any:
+        """Answer about layers. Raises what the engine raises."""
+        engine = self._engine
+        match question:
+            case OpenStage(home, path, sectors, addresses):
+                log = self._opened.accept_log(home, ACCEPT_S)
+                return engine.open_stage(home, log, self._opened.transport(home), path, sectors, addresses)
+            case AttachStage(rank):
+                return self._attach(rank)
+            case DetachStage(rank):
+                self._attached.discard(rank)
+                return engine.detach_stage(rank)
+            case CloseStage(home):
+                return engine.close_stage(home)
+            case MeasureRoom(rank):
+                if engine.rank != rank:
+                    engine.rank = rank
+                return measure_room(engine)
+            case SetCap(sectors):
+                return engine.set_cap(sectors)
+            case CapReached():
+                return engine.cap_reached()
+            case Allot(home, sectors):
+                return engine.allot(home, sectors)
+            case Recover(lost):
+                self._attached.clear()
+                return engine.recover(lost, self._restore)
+        return self._exchange(question)
+
+    def _exchange(self, question: StageQuestion) -> Any:
+        engine = self._engine
+        match question:
+            case LayersMemory(home, layers):
+                return engine.layers_kv(layers) if home == engine.rank else engine.stage_kv(home, layers)
+            case BeginExchange(layers):
+                return engine.begin_exchange(layers)
+            case PrepareLayers(home, layers, exchange):
+                return engine.prepare_layers(home, layers, exchange)
+            case CopyLayers(home, source, blocks):
+                return engine.copy_layers(home, source, blocks)
+            case WrittenBlocks():
+                return engine.written_blocks()
+            case FlipLayers(path):
+                return engine.flip(path)
+            case EndExchange():
+                return engine.end_exchange()
+            case GiveUpLayers(home, layers):
+                return engine.give_up_layers(home, layers)
+        raise StateError(f"the fleet asked a {type(question).__name__}, which this rank does not know")
+
+    @property
+    def _opened(self) -> PeerHub:
+        if self._hub is None:
+            raise StateError("this rank knows no other one; it was not told to listen, or has ended")
+        return self._hub
+
+    def _open(self, rank: str, key: bytes) -> tuple[str, int]:
+        with self._lock:
+            if self._hub is None:
+                self._hub = PeerHub(rank, key)
+            return self._hub.address
+
+    def _attach(self, rank: str) -> None:
+        """Have another rank be a stage of the engine here."""
+        engine, hub = self._engine, self._opened
+        if not self._attached:
+            engine.use_transport(hub.transport(engine.rank))
+        engine.attach_stage(rank, hub.connect_log(rank, engine.rank))
+        self._attached.add(rank)
+
+    def _restore(self, layers: tuple[int, ...]) -> None:
+        """Have the weights of layers here again, from the checkpoint; return when they are."""
+        runtime, until_s = self._engine.runtime, time.monotonic() + RESTORE_S
+        while layers:
+            (change,) = runtime.apply([Restore(layers)], why="another rank was lost")
+            layers = change.deferred
+            if layers and time.monotonic() > until_s:
+                raise StateError(f"the weights of layers {list(layers)} find no room after another rank was lost")
+            time.sleep(POLL_S if layers else 0)

@@ -1,0 +1,71 @@
+"""The grid of ranks by layers: which instances' layers each rank computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from elastic.cli.views.dashboard import frame
+from elastic.cli.views.stages import stages
+from elastic.cli.views.status_document import StatusDocument, read_status
+from support.serving.status_documents import fleet_document
+
+LAYERS = 6
+
+
+def fleet(paths: dict[str, list[str]], dropped: dict[str, list[int]], **changes: Any) -> StatusDocument:
+    """The status of a fleet in which instance `i-r0` is that of rank `r0`."""
+    said = fleet_document()
+    first = said["ranks"][0]
+    said["ranks"] = [{**first, "name": name, "dropped": dropped.get(name, [])} for name in paths]
+    said["instances"] = [
+        {"name": f"i-{name}", "leader": name, "ranks": sorted({name, *path}), "path": path, "epoch": 2}
+        for name, path in paths.items()
+    ]
+    return read_status({**said, **changes})
+
+
+def drawn(document: StatusDocument) -> str:
+    console = Console(width=120, record=True)
+    panel = stages(document)
+    assert panel is not None
+    console.print(panel)
+    return console.export_text()
+
+
+def test_two_instances_that_compute_each_others_layers() -> None:
+    shared = ["r0"] * 3 + ["r1"] * 3
+    text = drawn(fleet({"r0": shared, "r1": shared}, {"r0": [3, 4, 5], "r1": [0, 1, 2]}))
+    assert "6 layers of 2 instances at 2 ranks" in text
+    assert "r0 222··· 0-2 of i-r0, i-r1; dropped 3-5" in text
+    assert "r1 ···222 3-5 of i-r0, i-r1; dropped 0-2" in text
+
+
+def test_an_instance_of_which_another_rank_computes_some_layers() -> None:
+    text = drawn(fleet({"r0": ["r0", "r1", "r1", "r0", "r0", "r0"], "r1": ["r1"] * 6}, {}))
+    assert "r0 1--111 0, 3-5 of i-r0" in text
+    assert "r1 122111 0, 3-5 of i-r1; 1-2 of i-r0, i-r1" in text
+
+
+def test_where_each_computes_its_own_there_is_no_grid() -> None:
+    assert stages(fleet({"r0": [], "r1": []}, {})) is None
+    assert stages(fleet({"r0": ["r0"] * 6, "r1": ["r1"] * 6}, {})) is None
+    assert stages(read_status(fleet_document())) is None
+
+
+def test_top_shows_the_grid_and_what_the_policy_said() -> None:
+    shared = ["r0"] * 3 + ["r1"] * 3
+    document = fleet(
+        {"r0": shared, "r1": shared}, {}, fleet={"queued": 0, "totals": {}, "policy": "all is well; KV [b]r0+r1 10%"}
+    )
+    console = Console(width=160, record=True)
+    console.print(frame(document, (), "http://here"))
+    text = console.export_text()
+    assert "6 layers of 2 instances at 2 ranks" in text
+    assert "policy: all is well; KV [b]r0+r1 10%" in text
+
+
+def test_paths_that_make_no_sense_are_drawn_all_the_same() -> None:
+    text = drawn(fleet({"r0": ["gone", "r1"], "r1": ["r0"]}, {"r0": [99]}))
+    assert "2 layers of 2 instances" in text

@@ -1,0 +1,300 @@
+"""Instances drop layers, compute them for each other and take them back, over ranks that only keep their books."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import CapacityError, ConfigError, StateError
+from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Request, Sampling
+from elastic.errors import ElasticError, RankLost
+from support.cluster.fake_group import ALONE, LAYERS, WEIGHT, GroupRank
+from support.cluster.fake_rank import FakeLauncher
+from support.serving.generations import Collector
+
+LAYER_BYTES = WEIGHT * 4096
+
+
+def make(ranks: int) -> tuple[Fleet, list[GroupRank]]:
+    world: dict[str, GroupRank] = {}
+    launcher = FakeLauncher(lambda spec: GroupRank(spec.name, world))
+    options: dict[str, Any] = {"beat_timeout_s": 1e6, "hang_timeout_s": 1e6, "replace": False}
+    fleet = Fleet("no model", ranks=ranks, launch=launcher, **options)
+    fleet.start()
+    return fleet, list(world.values())
+
+
+@pytest.fixture
+def fleets() -> Iterator[Callable[[int], tuple[Fleet, list[GroupRank]]]]:
+    made = []
+
+    def fleet(ranks: int = 2) -> tuple[Fleet, list[GroupRank]]:
+        made.append(make(ranks))
+        return made[-1]
+
+    yield fleet
+    for each, _ in made:
+        each.stop(drain=False)
+
+
+def kinds(fleet: Fleet) -> list[str]:
+    return [event.kind for event in fleet.events() if event.kind != "joined"]
+
+
+def assert_alone(fleet: Fleet, ranks: list[GroupRank]) -> None:
+    assert fleet.groups() == ()
+    for rank in ranks:
+        rank.check()
+        assert rank.path.guests == ()
+        assert rank.resident == set(range(LAYERS))
+        assert (rank.guests, rank.stages, rank.cap) == ({}, set(), None)
+
+
+def test_full_instances_drop_half_of_their_layers_each_and_take_them_back(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    assert dropped.status == "applied"
+    assert dropped.freed_bytes == 6 * LAYER_BYTES
+    assert dropped.flips == 6
+    assert a.path.ranks == b.path.ranks == ("r0",) * 3 + ("r1",) * 3
+    (group,) = fleet.groups()
+    assert group.keeps == {"r0": (0, 1, 2), "r1": (3, 4, 5)}
+    for rank in (a, b):
+        assert rank.cap is not None
+        assert rank.cap >= ALONE * 1.15
+        rank.fill()
+        assert rank.committed == rank.cap
+        rank.check()
+    assert a.free() < 2 * LAYERS  # the pages are used
+    restored = fleet.restore()
+    assert (restored.status, restored.members, restored.flips) == ("applied", ("r0", "r1"), 6)
+    assert restored.fetched_bytes == 6 * LAYER_BYTES
+    assert_alone(fleet, [a, b])
+    assert kinds(fleet) == ["dropped", "parted", "restored"]
+
+
+def test_a_need_in_bytes_drops_as_few_layers_as_suffice(fleets: Any) -> None:
+    fleet, ranks = fleets(2)
+    assert fleet.layer_bytes() == (LAYER_BYTES,) * LAYERS
+    planned = fleet.drop(2 * LAYER_BYTES - 5, dry_run=True)
+    assert (planned.status, planned.freed_bytes, planned.flips) == ("planned", 2 * LAYER_BYTES, 2)
+    assert_alone(fleet, ranks)
+    dropped = fleet.drop(2 * LAYER_BYTES - 5)
+    assert (dropped.status, dropped.freed_bytes, dropped.flips) == ("applied", 2 * LAYER_BYTES, 2)
+    more = fleet.drop(2 * LAYER_BYTES)
+    assert (more.status, more.freed_bytes) == ("applied", 2 * LAYER_BYTES)
+    for rank in ranks:
+        rank.check()
+    assert sum(len(rank.resident) for rank in ranks) == 2 * LAYERS - 4
+    with pytest.raises(CapacityError, match="no drop frees so much"):
+        fleet.drop(3 * LAYER_BYTES)
+    fleet.restore("r1")
+    assert_alone(fleet, ranks)
+
+
+def test_two_groups_merge_into_one_of_four_when_more_is_needed(fleets: Any) -> None:
+    fleet, ranks = fleets(4)
+    fleet.drop(12 * LAYER_BYTES)
+    assert [len(group.members) for group in fleet.groups()] == [2, 2]
+    fleet.drop(6 * LAYER_BYTES)
+    (group,) = fleet.groups()
+    assert len(group.members) == 4
+    for rank in ranks:
+        rank.check()
+    assert sum(len(rank.resident) for rank in ranks) == LAYERS
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, ranks)
+
+
+def test_requests_that_do_not_end_defer_a_drop_and_a_restore(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    a.stuck = b.stuck = True
+    deferred = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, timeout_s=0.05)
+    assert (deferred.status, deferred.flips) == ("deferred", 0)
+    assert_alone(fleet, [a, b])
+    a.stuck = b.stuck = False
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    caps = dict(fleet.groups()[0].caps)
+    for rank in (a, b):
+        rank.fill()
+        rank.stuck = True
+    assert fleet.restore(timeout_s=0.05).status == "deferred"
+    assert dict(fleet.groups()[0].caps) == caps
+    assert (a.cap, b.cap) == (caps["r0"], caps["r1"])
+    for rank in (a, b):
+        rank.check()
+        rank.stuck = False
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b])
+
+
+@pytest.mark.parametrize("question", [PrepareLayers, FlipLayers])
+def test_a_flip_that_fails_leaves_a_group_that_serves_on(fleets: Any, question: type) -> None:
+    fleet, (a, b) = fleets()
+    seen: list[Any] = []
+
+    def fail(asked: Any) -> Exception | None:
+        if isinstance(asked, question):
+            seen.append(asked)
+        return StateError("the copy failed") if isinstance(asked, question) and len(seen) == 3 else None
+
+    a.fails = b.fails = fail
+    partial = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    assert (partial.status, partial.flips) == ("partial", 2)
+    assert "the copy failed" in partial.why
+    assert kinds(fleet) == ["drop failed"]
+    for rank in (a, b):
+        rank.fill()
+        rank.check()
+    assert fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}).status == "applied"
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b])
+
+
+def test_layers_of_one_instance_are_computed_elsewhere_without_a_drop(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    moved = fleet.migrate("r0", (4, 5), "r1")
+    assert (moved.status, moved.flips, moved.layers) == ("applied", 2, (4, 5))
+    assert a.path.ranks == ("r0",) * 4 + ("r1",) * 2
+    assert b.path.guests == ()
+    instances = {each.name: each for each in fleet.status().instances}
+    assert instances["r0"].ranks == ("r0", "r1")
+    assert (instances["r0"].epoch, instances["r1"].epoch) == (2, 0)
+    for rank in (a, b):
+        rank.fill()
+        rank.check()
+    assert fleet.split("r0").status == "applied"
+    assert_alone(fleet, [a, b])
+
+
+def test_what_makes_no_group_is_refused_in_words(fleets: Any) -> None:
+    fleet, _ = fleets()
+    with pytest.raises(ConfigError, match="one of need=, layers= and plan="):
+        fleet.drop()
+    with pytest.raises(ConfigError, match="would keep layer 5"):
+        fleet.drop(layers={"r0": [5], "r1": [5]})
+    with pytest.raises(ConfigError, match="no layer 9"):
+        fleet.drop(layers={"r0": [9], "r1": ()})
+    with pytest.raises(ConfigError, match="no rank 'r7'"):
+        fleet.migrate("r0", [1], "r7")
+    with pytest.raises(ConfigError, match="name two ranks"):
+        fleet.merge("r0")
+    assert fleet.groups() == ()
+
+
+def test_requests_of_a_group_do_not_move(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    heard, request = Collector(), Request((1, 2, 3), 50, Sampling(seed=0))
+    fleet.submit(request, heard)
+    for rank in ranks:
+        rank.step(2)
+    merged = fleet.merge("r0", "r1")
+    assert merged.members == ("r0", "r1")
+    assert merged.caps == {"r0": None, "r1": None}
+    here = fleet.instance_of(request.id)
+    with pytest.raises(StateError, match="restore them first"):
+        fleet.move(request.id, "r1" if here == "r0" else "r0")
+    fleet.restore()
+    assert_alone(fleet, ranks)
+    for rank in ranks:
+        rank.step(60)
+    heard.wait([request.id])
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_lost_member_is_told_at_once_and_the_others_go_on_alone(fleets: Any) -> None:
+    fleet, (a, b, c) = fleets(3)
+    fleet.drop(12 * LAYER_BYTES)
+    b.die("killed by the test")
+    until(lambda: "recovered" in kinds(fleet))
+    for rank in (a, c):
+        told = [question for question in rank.asked if isinstance(question, LosePeer | Recover)]
+        assert [type(question) for question in told] == [LosePeer, Recover]
+    assert_alone(fleet, [a, c])
+    assert fleet.status().totals.recomputed_tokens == 14
+    assert fleet.drop(3 * LAYER_BYTES).status == "applied"
+
+
+def test_a_member_that_cannot_go_on_alone_is_fenced(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.drop(6 * LAYER_BYTES)
+    a.fails = lambda question: StateError("no checkpoint") if isinstance(question, Recover) else None
+    b.die()
+    until(lambda: a.lost and not fleet.groups())
+
+
+def test_a_member_lost_in_the_middle_of_a_drop_ends_the_drop(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    flips: list[Any] = []
+
+    def die(question: Any) -> Exception | None:
+        if isinstance(question, FlipLayers):
+            flips.append(question)
+            if len(flips) == 2:
+                threading.Thread(target=b.die).start()
+                until(lambda: any(isinstance(asked, LosePeer) for asked in a.asked))
+                return RankLost("rank 'r1' has gone", rank="r1")
+        return None
+
+    a.fails = die
+    with pytest.raises(ElasticError):
+        fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    until(lambda: "recovered" in kinds(fleet))
+    assert_alone(fleet, [a])
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), ranks=st.integers(2, 4))
+def test_verbs_in_any_order_never_need_more_than_there_is(data: st.DataObject, ranks: int) -> None:
+    fleet, world = make(ranks)
+    try:
+        for _ in range(data.draw(st.integers(1, 5))):
+            failing = data.draw(st.sampled_from([0, 0, 0, 3, 8, 15]))
+            questions = iter(range(1, 1000))
+
+            def fail(question: Any, failing: int = failing, questions: Iterator[int] = questions) -> Exception | None:
+                mutable = isinstance(question, PrepareLayers | FlipLayers)
+                return StateError("chosen to fail") if mutable and next(questions) == failing else None
+
+            for rank in world:
+                rank.fails = fail
+            verb = data.draw(st.sampled_from(["drop", "restore", "migrate", "fill", "drain"]))
+            if verb == "fill":
+                for rank in world:
+                    rank.fill()
+            elif verb == "drain":
+                for rank in world:
+                    rank.committed = data.draw(st.integers(0, rank.committed))
+            elif verb == "restore":
+                fleet.restore(data.draw(st.sampled_from([None, *(rank.name for rank in world)])), timeout_s=5)
+            else:
+                try:
+                    if verb == "drop":
+                        fleet.drop(data.draw(st.integers(1, (ranks - 1) * LAYERS)) * LAYER_BYTES, timeout_s=5)
+                    else:
+                        home, rank = data.draw(st.permutations([rank.name for rank in world]))[:2]
+                        fleet.migrate(home, data.draw(st.sets(st.integers(0, LAYERS - 1), min_size=1)), rank)
+                except CapacityError:
+                    pass
+            for rank in world:
+                rank.check()
+        for rank in world:
+            rank.fails = lambda question: None
+        assert fleet.restore(timeout_s=5).status == "applied"
+        assert_alone(fleet, world)
+    finally:
+        fleet.stop(drain=False)

@@ -1,0 +1,206 @@
+"""The fleet's overload policy at work, on ranks without models: it drops once, restores once, and says why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
+from elastic.cluster.fleet.overload.controller import OverloadController
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.config import Overload
+from elastic.controller.policies.overload import OverloadPlan
+from elastic.engines.base import Request
+from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import CapacityError, StateError
+from elastic.planning.arrangement.drop import DropPlan
+from support.cluster.fake_rank import FakeLauncher, FakeRank
+from support.processes import wait_until
+from support.serving.generations import Collector
+
+AT_ONCE = Overload(margin=0.0, cooldown_s=0.0, dwell_s=0.0, idle_s=0.0, pressure_ticks=2, recovery_ticks=2)
+WEIGHTS = (8192, 8192)
+
+
+class Verbs:
+    """What the controller asks of a fleet: fake ranks have more blocks when layers were dropped."""
+
+    changing = False
+
+    def __init__(self, launcher: FakeLauncher) -> None:
+        self.launcher = launcher
+        self.group: GroupStatus | None = None
+        self.asked: list[tuple[str, str]] = []
+        self.fault: Exception | None = None
+        self.entered, self.may_go = threading.Event(), threading.Event()
+        self.may_go.set()
+
+    def groups(self) -> tuple[GroupStatus, ...]:
+        return () if self.group is None else (self.group,)
+
+    def layer_bytes(self) -> tuple[int, ...]:
+        return WEIGHTS
+
+    def drop(self, *, plan: DropPlan | None = None, timeout_s: float = 0, why: str = "") -> Dropped:
+        assert plan is not None
+        self.asked.append(("drop", why))
+        self.entered.set()
+        assert self.may_go.wait(30)
+        if self.fault is not None:
+            raise self.fault
+        (group,) = plan.groups
+        assert plan.freed_bytes == group.freed_bytes > 0
+        paths = {home: LayerPath(home, group.members, 1) for home in group.members}
+        keeps = dict(zip(group.members, group.keeps, strict=True))
+        self.group = GroupStatus(group.members, paths, keeps, dict.fromkeys(paths, 14), dict.fromkeys(paths, 10))
+        self._blocks(14)
+        return Dropped("applied", groups=plan.groups, freed_bytes=plan.freed_bytes)
+
+    def restore(self, rank: str | None = None, *, timeout_s: float = 0, why: str = "") -> Restored:
+        assert self.group is not None
+        assert rank in self.group.members
+        self.asked.append(("restore", why))
+        members, self.group = self.group.members, None
+        self._blocks(10)
+        return Restored("applied", members=members)
+
+    def _blocks(self, count: int) -> None:
+        for rank in self.launcher.ranks.values():
+            rank.blocks = count
+            rank.beat()
+
+
+class World:
+    """A fleet of two, its verbs, and a controller that ticks when the test says so."""
+
+    def __init__(self, settings: Overload = AT_ONCE, **options: Any) -> None:
+        self.launcher = FakeLauncher(lambda spec: FakeRank(spec.name, blocks=10))
+        self.fleet = Fleet("no model", ranks=2, launch=self.launcher, replace=False, beat_timeout_s=1e6)  # type: ignore[arg-type]
+        self.fleet.start()
+        self.verbs, self.log = Verbs(self.launcher), EventLog()
+        self.controller = OverloadController(self.fleet._dispatcher, self.verbs, self.log, settings, **options)
+        self.heard = Collector()
+
+    def burst(self, count: int, tokens: int = 32) -> None:
+        for _ in range(count):
+            self.fleet.submit(Request((1,) * 8, tokens), self.heard)
+        self.launcher.step()
+
+    def tick(self) -> OverloadPlan:
+        plan = self.controller.tick()
+        assert plan is not None
+        return plan
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(settings: Overload = AT_ONCE, **options: Any) -> World:
+        worlds.append(World(settings, **options))
+        return worlds[-1]
+
+    yield make
+    for one in worlds:
+        one.verbs.may_go.set()
+        one.controller.stop()
+        one.fleet.stop(drain=False)
+
+
+def test_a_burst_has_layers_dropped_and_its_end_has_them_restored(world: Callable[..., World]) -> None:
+    w = world()
+    w.burst(3)
+    assert not w.tick().drops
+    assert w.tick().drops
+    ((verb, why),) = w.verbs.asked
+    assert verb == "drop"
+    assert "requests wait at the fleet, and no instance has KV for them; KV r0 100%, r1 100%" in why
+    assert w.verbs.group is not None
+    assert w.verbs.group.members == ("r0", "r1")
+    w.launcher.step(40)
+    assert len(w.heard.ends) == 3
+    while w.verbs.group is not None:
+        w.tick()
+    assert [verb for verb, _ in w.verbs.asked] == ["drop", "restore"]
+    assert w.controller.reason.startswith("the overload has gone; KV r0+r1 0%")
+    for _ in range(5):
+        assert not w.tick().drops
+    assert len(w.verbs.asked) == 2
+
+
+def test_without_a_load_nothing_is_done(world: Callable[..., World]) -> None:
+    w = world()
+    w.burst(1)
+    for _ in range(10):
+        w.tick()
+    assert not w.verbs.asked
+    assert w.controller.reason.startswith("all is well; ")
+
+
+def test_a_shortage_that_no_drop_ends_is_told_once(world: Callable[..., World]) -> None:
+    w = world()
+    w.burst(30)
+    dropped = [drop for _ in range(8) for drop in w.tick().drops]
+    assert [drop.freed_bytes for drop in dropped] == [sum(WEIGHTS)]  # as much as can be, once
+    (event,) = w.log.events()
+    assert event.kind == "overloaded"
+    assert "no drop frees enough" in event.why
+    assert "more instances would have room" in event.why
+    never = world(replace(AT_ONCE, best_effort=False))
+    never.burst(30)
+    assert not [drop for _ in range(8) for drop in never.tick().drops]
+    assert len(never.log.events()) == 1
+
+
+def test_instances_are_added_up_to_the_most_that_may_be(world: Callable[..., World]) -> None:
+    added: list[int] = []
+
+    def add(count: int) -> tuple[str, ...]:
+        added.append(count)
+        if len(added) == 1:
+            raise StateError("the host has no room")
+        return tuple(f"new-{i}" for i in range(count))
+
+    w = world(replace(AT_ONCE, scale_out=3), add=add)
+    w.burst(30)
+    for _ in range(20):
+        w.tick()
+        if w.controller._adding is not None:
+            w.controller._adding.join()
+    assert sum(added) == 3
+    off = world(add=add)
+    off.burst(30)
+    for _ in range(5):
+        off.tick()
+    assert sum(added) == 3
+
+
+def test_its_thread_goes_on_when_a_drop_cannot_be(world: Callable[..., World]) -> None:
+    w = world(replace(AT_ONCE, tick_s=0.01))
+    w.verbs.fault = CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0)
+    w.burst(3)
+    w.controller.start()
+    wait_until(lambda: len(w.verbs.asked) >= 2, "it gave up")
+    w.verbs.fault = None
+    wait_until(lambda: w.verbs.group is not None, "it does not try again")
+
+
+def test_it_stops_when_what_it_does_is_done(world: Callable[..., World]) -> None:
+    w = world(replace(AT_ONCE, tick_s=0.01))
+    w.verbs.may_go.clear()
+    w.burst(3)
+    w.controller.start()
+    assert w.verbs.entered.wait(30)
+    stopping = threading.Thread(target=w.controller.stop)
+    stopping.start()
+    stopping.join(0.1)
+    assert stopping.is_alive()
+    w.verbs.may_go.set()
+    stopping.join(30)
+    assert w.verbs.group is not None
+    assert len(w.verbs.asked) == 1
