@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 
 from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
@@ -223,7 +224,9 @@ class LayerExchange(HostedStages):
             assert journal is not None
             journal.stop(scheduler.sequences)
             self._memory.log = None
+            self._loop.on_step = partial(self.on_step, None)
         else:
+            self._loop.on_step = None
             self._keep_journal()
             scheduler.journal = self._journal_anew(scheduler.journal)
 

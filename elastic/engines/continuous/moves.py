@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
+from elastic.engines.continuous.kv_room import KVRoom, kv_room
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.block_manager import BlockManager
@@ -35,9 +36,10 @@ class MovingRequests:
     """
 
     kv_format: KVFormat
-    on_step: Callable[[KVReport], None] | None = None
+    on_step: Callable[[KVReport | None], None] | None = None
     """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
-    came free has another owner; on the engine's thread, which waits for it."""
+    came free has another owner; on the engine's thread, which waits for it. None while layers are elsewhere: then
+    nobody can go on from what is here."""
 
     _blocks: BlockManager
     _memory: BlockMemory
@@ -68,6 +70,10 @@ class MovingRequests:
             return self._load
         finally:
             memory.lock.release()
+
+    def kv_room(self) -> KVRoom:
+        """Return what the memory of the KV cache could hold."""
+        return kv_room(self._memory)
 
     def locate(self, request: str) -> tuple[SequenceKV, ...]:
         """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""

@@ -47,6 +47,9 @@ class StepLoop:
         self.scheduler = scheduler
         self.lost: RankLost | None = None
         """Why a step was lost on its way; no further one is begun until `go_on`."""
+        self.on_step: Callable[[], object] | None = None
+        """While there is no journal: told after each step, and when sequences ended otherwise, if somebody listens."""
+        self._to_tell = False
         self._executor = executor
         self._listener = listener
         self._cohorts = cohorts
@@ -125,12 +128,14 @@ class StepLoop:
         found = self.scheduler.cancel(sequence)
         if found is not None:
             self._listener.cancelled(found)
+            self._to_tell = True
 
     def fail(self, sequence: str, error: Exception) -> None:
         """End a sequence that cannot go on; unknown: nothing happens. On the loop's thread."""
         found = self.scheduler.cancel(sequence)
         if found is not None:
             self._listener.failed(found, error)
+            self._to_tell = True
 
     def lose(self, error: RankLost) -> None:
         """Begin no further step until `go_on`. On the loop's thread."""
@@ -175,6 +180,12 @@ class StepLoop:
     def _tell(self, *, always: bool) -> None:
         if self.scheduler.journal is not None:
             self.scheduler.journal.tell(always=always)
+        elif self.on_step is not None and (always or self._to_tell):
+            try:
+                self.on_step()
+            except Exception:  # whoever hears it may be gone: its engine goes on
+                logger.exception("the listener of an engine's steps failed")
+        self._to_tell = False
 
     def _run_commands(self) -> None:
         while self._commands:

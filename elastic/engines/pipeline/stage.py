@@ -141,8 +141,8 @@ class GuestStage:
                 with self._progress:
                     self._handled += 1
                     self._progress.notify_all()
-        except EOFError:
-            pass
+        except (EOFError, RankLost):
+            pass  # the home has closed it, or has gone
         except Exception as error:  # whatever it is, nobody may wait for this rank any more
             if not self._ended:
                 logger.exception("rank %s computes layers of %s no more", self._rank, self.path.home)
