@@ -1,0 +1,19 @@
+"""Blocks that have to be copied again."""
+
+from __future__ import annotations
+
+from elastic.engines.pipeline.written_blocks import WrittenBlocks
+
+
+def test_blocks_are_told_once_and_again_if_they_could_not_be_copied() -> None:
+    written = WrittenBlocks((None, 8), 4)
+    written.note(([5, 6, 9], [1, 2]), 0, 10)
+    written.note(([7], [3]), 2, 3)
+    assert written.take() == ((5, 6, 7, 9), (1, 2, 3))
+    assert written.take() == ((), ())
+    written.note(([5, 6, 9], [1, 2]), 10, 11)
+    taken = written.take()
+    assert taken == ((9,), (1,)), "the token at 10 is in the place of the one at 2 where 8 are seen"
+    written.note(([7], [3]), 3, 4)
+    written.put_back(taken)
+    assert written.take() == ((7, 9), (1, 3))
