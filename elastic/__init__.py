@@ -19,8 +19,10 @@ from elastic.errors import (
 from elastic.runtime.runtime import Runtime, runtime
 from elastic.types import (
     Change,
+    Drop,
     Event,
     Evict,
+    Fetch,
     HostStatus,
     KVStatus,
     Migrate,
@@ -36,6 +38,7 @@ from elastic.types import (
     Restore,
     Status,
     Swap,
+    WeightsSource,
 )
 from elastic.wrap import unwrap, wrap
 
@@ -61,11 +64,13 @@ __all__ = [
     "Change",
     "ConfigError",
     "ContinuousEngine",
+    "Drop",
     "ElasticCache",
     "ElasticError",
     "Engine",
     "Event",
     "Evict",
+    "Fetch",
     "Fleet",
     "FleetStatus",
     "HostStatus",
@@ -104,6 +109,7 @@ __all__ = [
     "Swap",
     "Unstructured",
     "Variant",
+    "WeightsSource",
     "profile",
     "runtime",
     "unwrap",

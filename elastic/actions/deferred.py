@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, StateError
-from elastic.types import Release, Restore, Swap
-from elastic.weights.layer import WeightUnit
+from elastic.types import Drop, Fetch, Release, Restore, Swap
+from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
@@ -17,7 +17,8 @@ from elastic.weights.slot_contents import reinstate
 from elastic.weights.streaming import MOST_STAGES
 
 logger = logging.getLogger(__name__)
-Move = Swap | Restore
+Move = Swap | Restore | Fetch
+"""The actions after which layers are at their place."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class SlotSwitch:
     version: int
     """Number of writes to its parameters when their bytes were copied."""
     precision_before: LayerPrecision = field(init=False)
-    absent_before: bool = field(init=False)
+    absent_before: Absence | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.precision_before, self.absent_before = self.unit.precision, self.unit.absent
@@ -40,7 +41,7 @@ class SlotSwitch:
 class PreparedAction:
     """The switches that an action will commit, and what it holds until then."""
 
-    action: Release | Move
+    action: Release | Drop | Move
     switches: list[SlotSwitch] = field(default_factory=list)
     deferred: list[WeightUnit] = field(default_factory=list)
     moved_bytes: int = 0
@@ -113,7 +114,12 @@ class DeferredActions:
 
 def precision_after(unit: WeightUnit, move: Move) -> LayerPrecision:
     """Return the precision that an action gives a unit. Raises `ConfigError` for a variant that it does not have."""
-    return unit.with_variant(move.variant if isinstance(move, Swap) else None, move.parts)
+    return unit.with_variant(move.variant if isinstance(move, Swap) else None, parts_of(move))
+
+
+def parts_of(move: Move) -> tuple[str, ...]:
+    """Return the names inside the layers that an action is about; none: whole layers."""
+    return () if isinstance(move, Fetch) else move.parts
 
 
 def require_unwritten(units: Sequence[WeightUnit], version: int) -> None:
@@ -130,7 +136,7 @@ def version_of(units: Iterable[WeightUnit]) -> int:
 def require_no_gradients(unit: WeightUnit) -> None:
     """Raise `StateError` if a parameter has a gradient, which a weight without bytes cannot carry."""
     if any(slot.parameter.grad is not None for slot in unit.slots.values()):
-        raise StateError(f"{unit.name} has gradients; set them to None before it is released or swapped")
+        raise StateError(f"{unit.name} has gradients; set them to None before it is released, dropped or swapped")
 
 
 def by_place(units: Iterable[WeightUnit]) -> dict[str, list[WeightUnit]]:
@@ -158,10 +164,9 @@ def refit_stages(weights: ModelWeights, units: Iterable[WeightUnit], broker: Pag
 
 
 def resize_stages(weights: ModelWeights, place: str) -> int:
-    """Have as many stages as the absent layers of a place need; return the pages that others may have more or fewer."""
+    """Have as many stages as a place's released layers need; return the pages that others may have more or fewer."""
     streamer = weights.streamers[place]
-    absent = sum(layer.absent for layer in weights.layers if layer.pool.name == place)
-    wanted = max(streamer.fewest, min(MOST_STAGES, absent))
+    wanted = max(streamer.fewest, min(MOST_STAGES, weights.streamed(place)))
     try:
         return streamer.resize(wanted)
     except CapacityError as error:  # one stage will do, only nothing is fetched ahead

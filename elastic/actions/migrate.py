@@ -25,10 +25,11 @@ from elastic.memory.copy_engine import CopyBatch, CopyHandle
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, Migrate, PlanStep
-from elastic.weights.layer import WeightUnit
+from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.module_groups import merge_units, remainder
 from elastic.weights.parameter_slot import Content
+from elastic.weights.proxy.dropped_source import dropped_error
 from elastic.weights.slot_contents import reinstate, resident_contents
 
 
@@ -171,6 +172,8 @@ class MigrateHandler(ActionHandler):
         name = units[0].name
         self._weights.require_alone(units[0].index)
         self._deferred.require_settled(units, "migrate")
+        if units[0].absent is Absence.DROPPED:
+            raise dropped_error(name, units[0].index)
         if units[0].absent and not whole:
             raise StateError(f"{name} is in host memory; restore it before modules of it are migrated")
         for unit in units:

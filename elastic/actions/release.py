@@ -18,8 +18,9 @@ from elastic.actions.deferred import (
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.types import Change, PlanStep, Release
-from elastic.weights.layer import WeightUnit
+from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
+from elastic.weights.proxy.dropped_source import dropped_error
 from elastic.weights.slot_contents import absent_contents
 from elastic.weights.streaming import MOST_STAGES, WeightStreamer
 
@@ -97,6 +98,8 @@ class ReleaseHandler(ActionHandler):
         """Return the units to be released."""
         units = self._weights.units_of(action.layers)
         for unit in units:
+            if unit.absent is Absence.DROPPED:
+                raise dropped_error(unit.name, unit.index)
             if not unit.slots:
                 raise ConfigError(f"{unit.name} has no weights of its own: others use them too")
             if unit.part:
@@ -138,8 +141,8 @@ class ReleaseHandler(ActionHandler):
         pages = 0
         for place in by_place(units):
             streamer = self._weights.streamers[place]
-            absent = sum(w.absent or w in units for w in self._weights.layers if w.pool.name == place)
-            pages += max(0, min(MOST_STAGES, absent) - streamer.stages) * streamer.stage_pages
+            streamed = self._weights.streamed(place) + sum(unit.pool.name == place for unit in units)
+            pages += max(0, min(MOST_STAGES, streamed) - streamer.stages) * streamer.stage_pages
         return pages
 
 

@@ -26,9 +26,10 @@ from elastic.memory.copy_engine import CopyBatch, CopyHandle
 from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, Evict, PlanStep, Replicate
-from elastic.weights.layer import WeightUnit
+from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.module_groups import merge_units
+from elastic.weights.proxy.dropped_source import dropped_error
 from elastic.weights.slot_contents import resident_contents
 
 Replicas = Mapping[int, Mapping[str, Replica]]
@@ -185,6 +186,8 @@ class ReplicateHandler(ActionHandler):
             )
         if any(unit.pool is pool for unit in units):
             raise StateError(f"{name} is at {pool.name} itself; replicate it at another place, or migrate it first")
+        if units[0].absent is Absence.DROPPED:
+            raise dropped_error(name, units[0].index)
         if any(unit.absent for unit in units):
             raise StateError(f"{name} is in host memory; restore it before it is replicated")
         self._deferred.require_settled(units, "replicate")

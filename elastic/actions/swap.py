@@ -1,4 +1,4 @@
-"""The actions that give a layer another precision at its place: a swap to a variant, a restore to full weights.
+"""The actions that have a layer at its place in a precision: a swap to a variant, a restore or fetch of full weights.
 
 MorphServe, section 3.3. The paper overwrites a layer's memory in place; here each precision has pages of its own, which
 are filled while the old one serves, and only the switch waits for the safe point. So a fault before it costs nothing,
@@ -19,17 +19,19 @@ from elastic.actions.deferred import (
     PreparedAction,
     SlotSwitch,
     by_place,
+    parts_of,
     precision_after,
     refit_stages,
     require_no_gradients,
     resize_stages,
     retire,
 )
+from elastic.actions.fetch import refill, require_source
 from elastic.actions.pages.broker import PageBroker
 from elastic.errors import CapacityError
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, PlanStep
-from elastic.weights.layer import WeightUnit
+from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.precision import LayerPrecision, outdated
 from elastic.weights.slot_contents import resident_contents
@@ -37,13 +39,13 @@ from elastic.weights.slot_contents import resident_contents
 
 @dataclass
 class PreparedSwap(PreparedAction):
-    """A swap or restore in preparation."""
+    """A swap, restore or fetch in preparation."""
 
     action: Move
 
 
 class SwapHandler(ActionHandler):
-    """`Swap` and `Restore`: check, prepare, commit, roll back, finish."""
+    """`Swap`, `Restore` and `Fetch`: check, prepare, commit, roll back, finish."""
 
     def __init__(
         self, weights: ModelWeights, broker: PageBroker, deferred: DeferredActions, copy_rate: RateLimiter
@@ -70,7 +72,7 @@ class SwapHandler(ActionHandler):
         prepared = PreparedSwap(action)
         units = self._check(action)
         try:
-            prepared.stage_bytes = self._free_stages([unit for unit in units if unit.absent])
+            prepared.stage_bytes = self._free_stages([unit for unit in units if unit.absent is Absence.HOST])
             for _, of_layer in groupby(units, lambda unit: unit.index):
                 self._prepare_layer(list(of_layer), prepared)
         except BaseException:
@@ -134,14 +136,16 @@ class SwapHandler(ActionHandler):
         return Change("deferred" if deferred else "applied", done, deferred, prepared.moved_bytes, gained, retained)
 
     def deferred(self) -> tuple[Move, ...]:
-        """Return the swaps and restores to be tried again when pages have come free."""
+        """Return the actions to be tried again when pages have come free."""
         return self._deferred.moves()
 
     def _check(self, action: Move) -> list[WeightUnit]:
         """Return the units to be switched. Raises `CapacityError` if a place could not hold them even with no cache."""
         units = []
         for unit in self._weights.units_of(action.layers):
-            self._weights.parameters_under(unit.index, action.parts)
+            self._weights.parameters_under(unit.index, parts_of(action))
+            if unit.absent is Absence.DROPPED:
+                require_source(unit, action)
             if unit.absent or precision_after(unit, action).key != unit.precision.key:
                 require_no_gradients(unit)
                 self._weights.require_alone(unit.index)
@@ -152,7 +156,7 @@ class SwapHandler(ActionHandler):
 
     def _require_room(self, place: str, units: list[WeightUnit], action: Move) -> None:
         arriving = sum(unit.pages_in(precision_after(unit, action)) for unit in units)
-        returning = [unit for unit in units if unit.absent]
+        returning = [unit for unit in units if unit.absent is Absence.HOST]
         saved = self._stages_after(place, returning, least=self._weights.streamers[place].fewest)[1]
         growth = arriving - sum(unit.held_pages for unit in units) - saved
         room = self._broker.shares[place].claimable()
@@ -167,7 +171,7 @@ class SwapHandler(ActionHandler):
     def _stages_after(self, place: str, returning: list[WeightUnit], least: int) -> tuple[int, int]:
         """Count the stages that the place needs when these units are back, and the pages that saves."""
         streamer = self._weights.streamers[place]
-        staying = sum(w.absent for w in self._weights.layers if w.pool.name == place) - len(returning)
+        staying = self._weights.streamed(place) - len(returning)
         count = min(streamer.stages, max(least, staying))
         return count, (streamer.stages - count) * streamer.stage_pages
 
@@ -183,7 +187,7 @@ class SwapHandler(ActionHandler):
                 return
             prepared.switches.append(SlotSwitch(unit, precision, {}, unit.version()))
         for switch in prepared.switches[first:]:
-            switch.precision = self._fill(switch.unit, switch.precision)
+            switch.precision = self._fill(switch.unit, switch.precision, prepared.action)
             switch.contents = resident_contents(switch.unit, switch.precision)
             prepared.moved_bytes += switch.precision.nbytes
 
@@ -224,9 +228,12 @@ class SwapHandler(ActionHandler):
             grown += unit.pages_in(precision) - unit.held_pages
         return most
 
-    def _fill(self, unit: WeightUnit, precision: LayerPrecision) -> LayerPrecision:
+    def _fill(self, unit: WeightUnit, precision: LayerPrecision, action: Move) -> LayerPrecision:
         """Copy a precision's bytes, checking meanwhile that the host has those that leave; return it as it is then."""
         copier, buffer = self._weights.streamer(unit).copier, unit.blocks[precision.key]
+        if unit.absent is Absence.DROPPED and precision is unit.full:
+            refill(unit, action, buffer, copier, self._copy_rate)
+            return precision
         copy = copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate)
         try:
             changed = 0 if unit.absent else unit.keep(self._copy_rate)

@@ -13,14 +13,18 @@ from torch import nn
 
 from elastic.hooks.base import Hook, HookContext, any_requires_grad
 from elastic.hooks.interceptor import Args, Kwargs
+from elastic.weights import batch_context
+from elastic.weights.layer import Absence
 from elastic.weights.model import ModelWeights
+from elastic.weights.proxy.dropped_source import dropped_error
 
 
 class EnterLayer(Hook):
     """Begins the forward of a decoder layer; by itself, that is a forward pass too.
 
-    A layer whose weights are absent is staged; one that computes elsewhere, or not alone, is intercepted. Gradients
-    that no root saw, such as those of a hook on the embeddings, are seen here.
+    A layer whose weights are absent is staged, or refused if they were dropped, unless the thread passes over it; one
+    that computes elsewhere, or not alone, is intercepted. Gradients that no root saw, such as those of a hook on the
+    embeddings, are seen here.
     """
 
     def __init__(self, index: int, context: HookContext) -> None:
@@ -37,7 +41,9 @@ class EnterLayer(Hook):
             for value in (*args, *kwargs.values()):
                 self._caches.become_stock(value)
         layer = self._layers[self._index]
-        if layer.absent:
+        if layer.absent and ((plan := batch_context.thread.plan) is None or self._index in plan):
+            if layer.absent is Absence.DROPPED:
+                raise dropped_error(layer.name, self._index)
             self._weights.streamer(layer).enter(layer)
         if self._index not in self._interceptors:
             return None

@@ -9,6 +9,7 @@ import torch
 
 from elastic.errors import ElasticError
 from elastic.memory.backends.base import runs
+from elastic.memory.backends.shared_file import OpenFile
 from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.background import janitor
 from elastic.memory.copy_engine import synchronize
@@ -68,6 +69,23 @@ class WeightBuffer:
         except BaseException:
             self.make_reclaimable()
             raise
+
+    @property
+    def page_numbers(self) -> tuple[int, ...]:
+        """The pages of the place that it shows, in order."""
+        with self.pool.mapping_lock:
+            return tuple(page for _, page in sorted(self._range.slots.items()))
+
+    def read(self, file: OpenFile, pieces: Iterable[tuple[int, int]], pace: RateLimiter) -> None:
+        """Copy pieces (offset, bytes) of another process's memory file side by side into its own pages, on a CPU.
+
+        Raises `StateError` where the file cannot be read.
+        """
+        address = self._range.address
+        for offset, nbytes in pieces:
+            file.read_into(address, offset, nbytes)
+            address += nbytes
+            pace.acquire(nbytes)
 
     def make_reclaimable(self) -> None:
         """Free the pages when queued work on them is over: whoever needs some takes them out of this buffer."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 
 import torch
 
@@ -90,6 +91,12 @@ class LayerLayout:
     def nbytes(self) -> int:
         """Bytes from the beginning of the range to the end of the last parameter."""
         return max((p.offset + p.nbytes for p in self.parameters.values()), default=0)
+
+    @cached_property
+    def checksum(self) -> str:
+        """Tell by few letters how the parameters lie: the same for layers whose bytes can be copied as they are."""
+        lies = [(n, p.shape, str(p.dtype), p.order, p.padded, p.offset) for n, p in self.parameters.items()]
+        return blake2b(repr(lies).encode(), digest_size=8).hexdigest()
 
     def pages(self, page_bytes: int) -> set[int]:
         """Return the pages of the range, by number, that hold any of it."""

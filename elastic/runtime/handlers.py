@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing
 
 from elastic.actions.base import ActionHandler
 from elastic.actions.deferred import DeferredActions
+from elastic.actions.drop import DropHandler
 from elastic.actions.migrate import MigrateHandler
 from elastic.actions.migrate_kv import MigrateKVHandler
 from elastic.actions.pages.allocation import WeightPageAllocator
@@ -20,7 +21,7 @@ from elastic.kvcache.attention import attend_alike
 from elastic.kvcache.split_cache import RowSplitCaches, without_rows
 from elastic.memory.rate_limit import RateLimiter
 from elastic.runtime.parts import ModelParts
-from elastic.types import Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
+from elastic.types import Drop, Evict, Fetch, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 from elastic.weights.decoder import Decoder
 
 
@@ -47,13 +48,16 @@ def make_handlers(
     names = [parameter_names(layer) for layer in decoder.layers]
     dispatcher = forward.dispatcher = ReplicaDispatcher(weights, forward, RowSplitCaches(kv), names)
     unsplittable = without_rows(kv, decoder.config)
+    in_place = weight_handlers(parts, deferred, copy_rate)
     replicate = ReplicateHandler(
         weights, decoder.layers, dispatcher, allocator, deferred, copy_rate, unsplittable, attend_alike
     )
     stack.callback(replicate.close)
     migrate_kv = stack.enter_context(closing(MigrateKVHandler(kv, copy_rate, weights.require_alone)))
     return {
-        **weight_handlers(parts, deferred, copy_rate),
+        **in_place,
+        Drop: DropHandler(weights, parts.broker, deferred),
+        Fetch: in_place[Restore],
         Migrate: MigrateHandler(weights, router, allocator, deferred, copy_rate),
         MigrateKV: migrate_kv,
         Replicate: replicate,

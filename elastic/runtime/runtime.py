@@ -30,11 +30,13 @@ from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
 from elastic.runtime import lifecycle
 from elastic.runtime.parts import ModelParts
-from elastic.runtime.verbs import LayerVerbs
+from elastic.runtime.verbs import Layers, LayerVerbs
 from elastic.types import (
     Action,
+    Drop,
     Event,
     Evict,
+    Fetch,
     Migrate,
     MigrateKV,
     PlanStep,
@@ -47,9 +49,10 @@ from elastic.types import (
     Result,
     Status,
     Swap,
+    WeightsSource,
 )
 
-ON_LAYERS = Release | Swap | Restore | Migrate | Replicate | Evict
+ON_LAYERS = Release | Drop | Fetch | Swap | Restore | Migrate | Replicate | Evict
 T = TypeVar("T")
 PREPARED_S = 60.0
 """For how long actions are held that were prepared, unless it is said."""
@@ -116,8 +119,13 @@ class Runtime(LayerVerbs):
         return tuple(sorted(self._weights.replicas))
 
     def form(self) -> tuple[str, ...]:
-        """Return the variant that each decoder layer is in; `absent` for a released one."""
+        """Return the variant that each decoder layer is in; `absent` for a released one, `dropped` for one of these."""
         return self._weights.form()
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The decoder layers whose weights are nowhere in this process."""
+        return self._weights.dropped
 
     def events(self) -> tuple[Event, ...]:
         """Return the last actions, oldest first; a bounded ring."""
@@ -243,6 +251,32 @@ class Runtime(LayerVerbs):
         """What is prepared and waits to be committed, oldest first."""
         return self._executor.held
 
+    # -- for other processes
+
+    def digests(self, layers: Layers) -> dict[int, int]:
+        """Return a checksum of the full weights of decoder layers, by index; layers with equal ones have equal weights.
+
+        It is computed once, beside forward passes, unless the weights are written; before layers are dropped it has to
+        be. Raises `ConfigError` for what is no layer.
+        """
+        self._require_running()
+        self._require_outside()
+        return _awaited(self._measure(self._weights.layer_indices(layers)))
+
+    def weights_source(self, layers: Layers) -> WeightsSource:
+        """Say where other processes of this host can read the full weights of decoder layers: for their `rt.fetch`.
+
+        It holds until the layers are released, dropped, swapped or migrated; who reads later notices. Raises
+        `ConfigError` for what is no layer, `StateError` for layers without full weights at one place, and for the
+        memory of a GPU.
+        """
+        self._require_running()
+        self._require_outside()
+        return _awaited(self._executor.call(partial(self._weights.source, self._weights.layer_indices(layers))))
+
+    def _measure(self, layers: Sequence[int]) -> Future[dict[int, int]]:
+        return self._executor.call(partial(self._weights.digests, layers))
+
     # -- for engines, and for what the model is connected to
 
     def observe(self, generations: bool) -> None:
@@ -295,6 +329,8 @@ class Runtime(LayerVerbs):
             raise StateError("a model cannot be unwrapped inside one of its forward passes")
         if self._occupied:
             raise StateError(f"the model is in use by {self._occupied[0]}")
+        if self.dropped:
+            raise StateError(f"layers {self.dropped} are dropped; have them back first: rt.fetch, or rt.restore")
         self.close()
         with self._gate.exclusive():
             yield

@@ -8,7 +8,20 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from elastic.actions.results import merge_changes
-from elastic.types import Action, Change, Evict, Migrate, MigrateKV, Release, Replicate, Restore, Swap
+from elastic.types import (
+    Action,
+    Change,
+    Drop,
+    Evict,
+    Fetch,
+    Migrate,
+    MigrateKV,
+    Release,
+    Replicate,
+    Restore,
+    Swap,
+    WeightsSource,
+)
 from elastic.weights.model import ModelWeights
 
 Layers = int | str | Iterable[int | str]
@@ -24,6 +37,10 @@ class LayerVerbs(ABC):
     @abstractmethod
     def apply(self, actions: Sequence[Action], *, why: str = "by hand", wait: bool = True) -> Any:
         """Do actions, all or none."""
+
+    @abstractmethod
+    def _measure(self, layers: Sequence[int]) -> Future[dict[int, int]]:
+        """Have the digests of layers known before the next action."""
 
     def _change(self, actions: Sequence[Action], wait: bool) -> Done:
         results = self.apply(actions, wait=wait)
@@ -42,6 +59,41 @@ class LayerVerbs(ABC):
         `CapacityError` if host memory is short or there is no room for a stage. With `wait=False`, a future.
         """
         return self._change((Release(self._weights.layer_indices(layers)),), wait)
+
+    @overload
+    def drop(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def drop(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def drop(self, layers: Layers, *, wait: bool = True) -> Done:
+        """Have the weights of decoder layers leave this process, without a copy; their pages are KV capacity then.
+
+        `layers` are indices or module names, one or several. A dropped layer cannot be called until it is back, by
+        `fetch` from a process that has the same weights, or by `restore` from the checkpoint. Nothing is copied or
+        hashed, so all layers take milliseconds; but a layer whose digest was never asked for (`rt.digests`) is read
+        once before. Raises `ConfigError` for what is no layer, and for one with shared parameters or adapters;
+        `StateError` for one that was written since the model was wrapped, has replicas or modules elsewhere, or is not
+        at its place in full. With `wait=False`, a future. (KunServe, section 4.1)
+        """
+        indices = self._weights.layer_indices(layers)
+        self._measure(indices)
+        return self._change((Drop(indices),), wait)
+
+    @overload
+    def fetch(self, layers: Layers, source: WeightsSource, *, wait: Literal[True] = True) -> Change: ...
+    @overload
+    def fetch(self, layers: Layers, source: WeightsSource, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+
+    def fetch(self, layers: Layers, source: WeightsSource, *, wait: bool = True) -> Done:
+        """Have dropped decoder layers at their place again, bit for bit, from the memory of another process.
+
+        `source` is the other's `rt.weights_source(layers)`. Where its memory cannot be read any more, the checkpoint
+        is. Pages come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises `ConfigError`
+        for what is no layer, and for a source without them or of another model; `StateError` where the weights cannot
+        be had, or are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a future.
+        (KunServe, section 4.4)
+        """
+        return self._change((Fetch(self._weights.layer_indices(layers), source),), wait)
 
     @overload
     def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...

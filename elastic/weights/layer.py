@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
 
 import torch
 
@@ -16,6 +18,7 @@ from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.memory.weight_layout import LayerLayout
+from elastic.types import DROPPED, HOST, LayerPages
 from elastic.weights.parameter_slot import Content, ParameterSlot, UnpagedTensors, is_under
 from elastic.weights.precision import LayerPrecision, LayerVariant, UnitPrecisions
 from elastic.weights.proxy.remote_source import RemoteSource
@@ -35,11 +38,17 @@ class DecoderLayer:
     """Where released weights are read from, if it has them."""
 
 
-class WeightUnit:
-    """Parameters of one decoder layer at one place: in a block there in some precision, or absent.
+class Absence(Enum):
+    """What it means that weights are not in pages of their place."""
 
-    While absent they are in the host store, and in a prefetch buffer while the layer is called.
-    """
+    HOST = HOST
+    """They are in the host store, and in a prefetch buffer while the layer is called."""
+    DROPPED = DROPPED
+    """They are nowhere that the process would have to keep; the layer cannot be called."""
+
+
+class WeightUnit:
+    """Parameters of one decoder layer at one place: in a block there in some precision, or absent."""
 
     def __init__(
         self,
@@ -72,16 +81,21 @@ class WeightUnit:
         """The name of its first parameter's dtype, and what it can be swapped to, by name."""
         self.full = self.precision = self.precisions.full
         """`precision` is the one in which it lies in its block while resident, and full while absent."""
-        self.absent = False
-        """Read by the layer's hooks: whether a call must be staged."""
+        self.absent: Absence | None = None
+        """None while resident. Read by the layer's hooks: whether a call must be staged, or refused."""
         self.staged = StagedTensors()
         self.blocks: dict[object, WeightBuffer] = {}
         """By the key of a precision; all but that of the present one are reclaimable."""
         self.host_copies: dict[str, HostTensor] = {}
         """Full parameters in the host store, by name."""
+        self.digests: dict[str, int] = {}
+        """Of the full parameters that were never written, by name, once `measure` was called: they come back by it."""
         self._lock_pages = device.type == "cuda"
         self.writes = 0
         """How often a parameter was written that is not plain."""
+        self.was_written = False
+        """Whether a parameter was written before its slot got what it has now."""
+        self._version_shown = self.version()
 
     @property
     def variant(self) -> str:
@@ -110,7 +124,57 @@ class WeightUnit:
         plain = (slot.parameter for slot in self.slots.values() if not isinstance(slot.parameter, WeightProxy))
         return self.writes + sum(parameter._version for parameter in plain)
 
+    @property
+    def written(self) -> bool:
+        """Whether a parameter was written since the model was wrapped, in a way that torch or Elastic counts."""
+        return self.was_written or self.version() != self._version_shown
+
     # -- the bytes
+
+    def measure(self) -> dict[str, int]:
+        """Return the digests of the full parameters, by name; they are computed once, as long as nobody writes them.
+
+        Those of a dropped unit are what they were; empty: nobody asked before.
+        """
+        if self.absent is Absence.DROPPED or (self.digests and not self.written):
+            return self.digests
+        self.digests = {}
+        synchronize(self.pool.backend.device)
+        found = {name: self._digest(name) for name in self.slots}
+        if not self.written:
+            self.digests = found
+        return found
+
+    def pages_of_full(self) -> LayerPages:
+        """Say where its full parameters lie. Raises `StateError` for a unit that has them in no block of its own."""
+        block = self.blocks.get(self.full.key)
+        if self.absent or self.precision is not self.full or block is None or self.part:
+            raise StateError(f"{self.name} has no full weights of its own at {self.pool.name} now; restore it first")
+        layout = self.full.layout
+        return LayerPages(self.index, block.page_numbers, layout.nbytes, layout.checksum, combined(self.measure()))
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether host memory or the checkpoint has all of its full parameters."""
+        return all(name in self.host_copies or self._in_checkpoint(name) is not None for name in self.slots)
+
+    def stored(self, name: str) -> torch.Tensor | None:
+        """Return a full parameter, any shape, as host memory or the checkpoint has it; None: neither does.
+
+        Whether the bytes of the checkpoint are those of the parameter is for the caller to find out.
+        """
+        if name in self.host_copies:
+            return self.host_copies[name].tensor
+        entry = self._in_checkpoint(name)
+        return None if entry is None else entry.to(self.layout.parameters[name].dtype)
+
+    def _in_checkpoint(self, name: str) -> torch.Tensor | None:
+        """Return a full parameter, mapped, whose dtype holds all values of the file's; None: it is not there so."""
+        entry = self.layer.checkpoint.find(f"{self.name}.{name}") if self.layer.checkpoint else None
+        like = self.layout.parameters[name]
+        if entry is None or tuple(entry.shape) != like.shape:
+            return None
+        return entry if torch.promote_types(entry.dtype, like.dtype) == like.dtype else None
 
     def block_for(self, precision: LayerPrecision) -> WeightBuffer:
         """Return the block of a precision, addresses stable as long as no tensor outside keeps an earlier one."""
@@ -127,11 +191,9 @@ class WeightUnit:
         """Have the full bytes of a resident unit in the host store; returns how many had to be copied."""
         copied = 0
         synchronize(self.pool.backend.device)  # what others wrote, on streams of theirs, before `version` was asked
-        for name, slot in self.slots.items():
-            parameter: torch.Tensor = slot.parameter
-            if isinstance(parameter, WeightProxy) and isinstance(parameter.source, RemoteSource):
-                parameter = parameter.source.at_place
-            if isinstance(parameter, WeightProxy):
+        for name in self.slots:
+            parameter = self._at_place(name)
+            if parameter is None:
                 continue  # packed: written through us only
             kept, fingerprint = self.host_copies.get(name), digest(parameter)
             if kept is None or kept.digest != fingerprint:
@@ -168,7 +230,10 @@ class WeightUnit:
                 targets = precision.tensors_of(name, tensors)
                 pairs += [(targets[part], tensor) for part, tensor in precision.packings[name].parts.items()]
             else:
-                pairs.append((tensors[name], self.host_copies[name].tensor))
+                full = self.stored(name)
+                if full is None:
+                    raise StateError(f"{self.name}.{name} is neither in host memory nor in a checkpoint")
+                pairs.append((tensors[name], full))
         return pairs
 
     # -- the switches, at a safe point
@@ -176,20 +241,34 @@ class WeightUnit:
     def show(self, contents: Mapping[str, Content], precision: LayerPrecision | None = None) -> None:
         """Be resident in a precision (None: full) from now on."""
         self._fill_slots(contents)
-        self.precision, self.absent = precision or self.full, False
+        self.precision, self.absent = precision or self.full, None
         if not self.part:
             self.layer.unpaged.move_to(self.pool.backend.device)
 
-    def hide(self, contents: Mapping[str, Content]) -> None:
-        """Be absent from now on; the host store must have the bytes."""
-        self.absent = True
+    def hide(self, contents: Mapping[str, Content], absence: Absence = Absence.HOST) -> None:
+        """Be absent from now on; unless it is dropped, the host store must have the bytes."""
+        self.absent = absence
         self._fill_slots(contents)
         self.precision = self.full
 
     def _fill_slots(self, contents: Mapping[str, Content]) -> None:
+        self.was_written = self.written
         with torch.inference_mode(False), torch.no_grad():
             for name, slot in self.slots.items():
                 slot.put(contents[name])
+        self._version_shown = self.version()
+
+    def _digest(self, name: str) -> int:
+        """Return the digest of a full parameter that is resident, or in the host store."""
+        parameter = self._at_place(name)
+        return self.host_copies[name].digest if parameter is None else digest(parameter)
+
+    def _at_place(self, name: str) -> torch.Tensor | None:
+        """Return a full parameter, any shape, that is resident; None: it is packed or absent."""
+        parameter: torch.Tensor = self.slots[name].parameter
+        if isinstance(parameter, WeightProxy) and isinstance(parameter.source, RemoteSource):
+            parameter = parameter.source.at_place
+        return None if isinstance(parameter, WeightProxy) else parameter
 
     def drop_host_copies(self) -> None:
         """Hold no bytes in the host store any more, nor packed ones."""
@@ -197,3 +276,9 @@ class WeightUnit:
         self.variants.clear()
         self.precisions.made = {self.full.key: self.full}
         self.precision = self.full
+
+
+def combined(digests: Mapping[str, int]) -> int:
+    """Return one checksum of the digests of a layer's parameters, by name."""
+    text = "".join(f"{name} {value}\n" for name, value in sorted(digests.items()))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")

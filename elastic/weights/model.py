@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elastic.errors import ConfigError, StateError
-from elastic.types import HOST, Residency
-from elastic.weights.layer import WeightUnit
+from elastic.types import DROPPED, Residency, WeightsSource
+from elastic.weights.layer import Absence, WeightUnit, combined
 from elastic.weights.parameter_slot import ParameterSlot, is_under
 from elastic.weights.streaming import WeightStreamer
 
@@ -71,6 +71,38 @@ class ModelWeights:
             name = self.layers[layer].name
             raise StateError(f"{name} has a replica at {places[0]}; evict it first: rt.evict({layer}, {places[0]!r})")
 
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The layers whose weights are nowhere in this process."""
+        return tuple(layer.index for layer in self.layers if layer.absent is Absence.DROPPED)
+
+    def streamed(self, place: str) -> int:
+        """Count the layers of a place that are in host memory: they are streamed when they are called."""
+        return sum(layer.absent is Absence.HOST for layer in self.layers if layer.pool.name == place)
+
+    def digests(self, layers: Sequence[int]) -> dict[int, int]:
+        """Return a checksum of the full weights of each layer; it is computed once, unless somebody writes them."""
+        return {
+            layer: combined({name: value for unit in self.units(layer) for name, value in unit.measure().items()})
+            for layer in layers
+        }
+
+    def source(self, layers: Sequence[int]) -> WeightsSource:
+        """Say where other processes of the host find the full weights of layers.
+
+        Raises `StateError` for layers that have none at their place, or at several, and for the memory of a GPU.
+        """
+        units = self.units_of(layers)
+        pages = tuple(unit.pages_of_full() for unit in units)
+        pools = {unit.pool for unit in units}
+        if len(pools) != 1:
+            raise StateError(f"layers {tuple(layers)} are at {len(pools)} places; ask for those of one place")
+        pool = pools.pop()
+        file = pool.backend.shared_file()
+        if file is None:
+            raise StateError(f"the memory of {pool.name} is in no file that another process could read")
+        return WeightsSource(file, pool.page_bytes, pages)
+
     def let_go(self) -> None:
         """Hold no parameter of the model any more: it is gone."""
         self._homes = []
@@ -82,18 +114,20 @@ class ModelWeights:
         """Return where each layer exists, by name: its units, then its replicas."""
         return {
             layer.name: tuple(
-                Residency(HOST if unit.absent else unit.pool.name, unit.variant, part=unit.part)
+                Residency(unit.absent.value if unit.absent else unit.pool.name, unit.variant, part=unit.part)
                 for unit in (*self.units(layer.index), *self.replicas.get(layer.index, ()))
             )
             for layer in self.layers
         }
 
     def form(self) -> tuple[str, ...]:
-        """Return the variant of each layer; `absent` for one that is not at its place."""
-        return tuple(
-            ABSENT if layer.absent else "+".join(dict.fromkeys(unit.variant for unit in self.units(layer.index)))
-            for layer in self.layers
-        )
+        """Return the variant of each layer; `absent` for one in host memory, `dropped` for one that is nowhere."""
+        return tuple(self._form_of(layer) for layer in self.layers)
+
+    def _form_of(self, layer: WeightUnit) -> str:
+        if layer.absent:
+            return DROPPED if layer.absent is Absence.DROPPED else ABSENT
+        return "+".join(dict.fromkeys(unit.variant for unit in self.units(layer.index)))
 
     def layer_indices(self, layers: int | str | Iterable[int | str]) -> tuple[int, ...]:
         """Return indices of decoder layers from indices (negative ones count from the end) or module names.

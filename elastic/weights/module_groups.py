@@ -28,6 +28,7 @@ def merge_units(units: Sequence[WeightUnit], names: Collection[str], pool: PageP
         variants=first.variants,
     )
     merged.host_copies = {n: unit.host_copies[n] for n, unit in owners.items() if n in unit.host_copies}
+    merged.was_written = any(unit.written for unit in units)
     chosen = {name: unit.precision.variants[name] for name, unit in owners.items() if name in unit.precision.variants}
     merged.precision = merged.precisions.having(chosen)
     return merged
@@ -46,6 +47,7 @@ def remainder(unit: WeightUnit, names: Collection[str]) -> WeightUnit:
         variants=unit.variants,
     )
     rest.writes = unit.writes
+    rest.was_written = unit.written
     rest.host_copies = {name: kept for name, kept in unit.host_copies.items() if name not in names}
     rest.precision = unit.precision.without(names) if unit.precision.variants else rest.precisions.full
     rest.precisions.made[rest.precision.key] = rest.precision

@@ -69,7 +69,7 @@ def move_out(unit: WeightUnit) -> None:
         del source
     if not unit.part:
         unit.layer.unpaged.move_to(next((slot.device for slot in unit.slots.values()), unit.pool.backend.device))
-    unit.absent = False
+    unit.absent = None
     unit.drop_host_copies()
     give_back(unit)
 

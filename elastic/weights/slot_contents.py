@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.weights.layer import WeightUnit
+from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
+from elastic.weights.proxy.dropped_source import DroppedSource
 from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
@@ -25,14 +26,17 @@ def resident_contents(unit: WeightUnit, precision: LayerPrecision) -> dict[str, 
     return {n: WeightProxy(slot.parameter, RemoteSource(unit, contents[n])) for n, slot in unit.slots.items()}
 
 
-def absent_contents(unit: WeightUnit) -> dict[str, Content]:
-    """Make the contents of an absent unit, by parameter: proxies of what the host store has."""
+def absent_contents(unit: WeightUnit, absence: Absence = Absence.HOST) -> dict[str, Content]:
+    """Make the contents of an absent unit, by parameter: proxies of what the host store has, or of nothing."""
+    if absence is Absence.DROPPED:
+        nothing = DroppedSource(unit.name, unit.index)
+        return {name: WeightProxy(slot.parameter, nothing) for name, slot in unit.slots.items()}
     return {name: WeightProxy(slot.parameter, HostSource(unit, name)) for name, slot in unit.slots.items()}
 
 
-def reinstate(unit: WeightUnit, precision: LayerPrecision, absent: bool) -> None:
+def reinstate(unit: WeightUnit, precision: LayerPrecision, absent: Absence | None) -> None:
     """Have a unit's slots as they were before a switch; the bytes are still there."""
     if absent:
-        unit.hide(absent_contents(unit))
+        unit.hide(absent_contents(unit, absent), absent)
     else:
         unit.show(resident_contents(unit, precision), precision)

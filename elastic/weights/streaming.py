@@ -18,7 +18,8 @@ from elastic.errors import CapacityError
 from elastic.memory.copy_engine import CopyEngine, CopyHandle
 from elastic.memory.page_pool import PagePool
 from elastic.memory.weight_buffer import WeightBuffer
-from elastic.weights.layer import WeightUnit
+from elastic.weights import batch_context
+from elastic.weights.layer import Absence, WeightUnit
 
 logger = logging.getLogger(__name__)
 OWNER = "staging"
@@ -160,6 +161,15 @@ class WeightStreamer:
 
     # -- inside, under the lock
 
+    def _streamed(self) -> list[WeightUnit]:
+        """List the layers of the place that this thread may call and that are in host memory."""
+        plan = batch_context.thread.plan
+        return [
+            unit
+            for unit in self._layers
+            if unit.pool is self.pool and unit.absent is Absence.HOST and (plan is None or unit.index in plan)
+        ]
+
     def _buffer_for(self, layer: WeightUnit) -> PrefetchBuffer | None:
         """Return the buffer with this layer, or one that it may have; None: wait."""
         assert self._stages, "a place with an absent layer has a buffer"
@@ -183,8 +193,11 @@ class WeightStreamer:
         return count if other is None else (other.index - layer.index) % count
 
     def _prefetch_after(self, layer: WeightUnit) -> None:
-        absent = [unit for unit in self._layers if unit.pool is self.pool and unit.absent and unit is not layer]
-        following = min(absent, key=lambda unit: self._distance(layer, unit), default=None)
+        following = min(
+            (unit for unit in self._streamed() if unit is not layer),
+            key=lambda unit: self._distance(layer, unit),
+            default=None,
+        )
         if following is None or any(buffer.layer is following for buffer in self._stages):
             return
         buffer = self._next_to_give_way(layer)

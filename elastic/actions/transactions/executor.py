@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.actions.agreement import Agreement
 from elastic.actions.base import ActionHandler
@@ -18,6 +18,8 @@ from elastic.actions.transactions.transaction import RETRY, ActionOutcome, Trans
 from elastic.errors import ElasticError
 from elastic.hooks.forward_gate import ForwardGate
 from elastic.types import Action, Change, Prepared, Result
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class ActionExecutor:
     def roll_back(self, id: str) -> Future[None]:
         """Have what is held undone."""
         return self._post(partial(self._end, partial(self._held.roll_back, id)))
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Have something done while no action is under way; the future has its result."""
+        return self._post(work)
 
     @property
     def held(self) -> tuple[Prepared, ...]:

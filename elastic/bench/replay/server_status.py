@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.bench.replay.timeline import EngineState, FinishedAction
+from elastic.types import DROPPED
 
 
 def parse_state(document: Mapping[str, Any], t_s: float) -> EngineState:
@@ -40,7 +41,7 @@ def _finished(event: Mapping[str, Any], late_s: float) -> FinishedAction:
         action["kind"],
         event["why"],
         tuple(action.get("layers", ())),
-        "absent" if action["kind"] == "release" else action.get("variant"),
+        {"release": "absent", "drop": DROPPED}.get(action["kind"], action.get("variant")),
         event["moved_bytes"],
         event["released_bytes"],
         event["prepare_ms"],

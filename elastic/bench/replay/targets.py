@@ -11,7 +11,9 @@ from elastic.bench.replay.recorder import Recorder
 from elastic.bench.replay.timeline import EngineState, FinishedAction
 from elastic.engines.base import Engine, Request
 from elastic.errors import CapacityError, ElasticError, Overloaded
-from elastic.types import HOST, KINDS, Event, Release, ResizeKV, Swap
+from elastic.types import DROPPED, HOST, KINDS, Drop, Event, Release, ResizeKV, Swap
+
+_FORM_AFTER: Mapping[type, str] = {Release: "absent", Drop: DROPPED}
 
 
 @runtime_checkable
@@ -68,9 +70,10 @@ class InProcessTarget:
             layers = Counter(weights[-1] if weights else ())
         else:
             variants = (
-                [r.variant for r in copies if r.place != HOST] for copies in runtime.status().residencies.values()
+                [DROPPED if r.place == DROPPED else r.variant for r in copies if r.place != HOST]
+                for copies in runtime.status().residencies.values()
             )
-            layers = Counter(on_devices[0] if on_devices else "absent" for on_devices in variants)
+            layers = Counter(forms[0] if forms else "absent" for forms in variants)
         return EngineState(
             t_s,
             traffic.waiting,
@@ -95,7 +98,7 @@ def _finished(event: Event) -> FinishedAction:
         KINDS[type(action)],
         event.why,
         () if isinstance(action, ResizeKV) else action.layers,
-        action.variant if isinstance(action, Swap) else "absent" if isinstance(action, Release) else None,
+        action.variant if isinstance(action, Swap) else _FORM_AFTER.get(type(action)),
         event.moved_bytes,
         event.released_bytes,
         event.prepare_ms,

@@ -26,7 +26,13 @@ SPAN_S = 60
 SPARKS = 40
 EVENTS = 4
 LEVELS = "▁▂▃▄▅▆▇█"
-CELLS = {"int8": ("8", "green"), "int4": ("4", "yellow"), "int3": ("3", "red"), "absent": ("·", "dim")}
+CELLS = {
+    "int8": ("8", "green"),
+    "int4": ("4", "yellow"),
+    "int3": ("3", "red"),
+    "absent": ("·", "dim"),
+    "dropped": (" ", "dim"),
+}
 PRUNED = (("2:4", "4:8", "sparse", "ffn", "heads"), ("p", "cyan"))
 """What the names of pruned variants begin with, and their cell."""
 FULL = ("█", "blue")

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.memory.backends.base import runs
-from elastic.types import HOST, Status
+from elastic.types import DROPPED, HOST, Status
 
 OWN, REPLICA, PART, NOTHING = ("█", "blue"), ("▒", "green"), ("▖", "yellow"), ("·", "dim")
 
@@ -19,7 +19,8 @@ def of_status(status: Status) -> tuple[list[str], list[tuple[str, ...]], dict[in
     """Return the places, those of each layer with its home first, and those that have only modules of a layer."""
     by_layer = list(status.residencies.values())
     names = [place.name for place in status.places]
-    names += [HOST] if any(r.place == HOST for residencies in by_layer for r in residencies) else []
+    away = {r.place for residencies in by_layer for r in residencies} & {HOST, DROPPED}
+    names += sorted(away, reverse=True)
     layers = [tuple(dict.fromkeys(r.place for r in residencies if not r.part)) for residencies in by_layer]
     modules = {i: {r.place for r in residencies if r.part} for i, residencies in enumerate(by_layer)}
     return names, layers, modules

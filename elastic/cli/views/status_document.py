@@ -10,11 +10,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
 from elastic.server.routes import STATUS_VERSION
-from elastic.types import KINDS, Event, Status, Swap
+from elastic.types import KINDS, Event, Fetch, Status, Swap
 
 LARGEST = 2**63
 """An exclusive bound on numbers, which also refuses what is not a number."""
-_ACTIONS = {name: kind for kind, name in KINDS.items()}
+_ACTIONS = {name: kind for kind, name in KINDS.items() if kind is not Fetch}
+"""All but one that says more than a document has: where in another process's memory the weights are."""
 
 
 class NotAStatus(ValueError):

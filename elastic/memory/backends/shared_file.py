@@ -9,28 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from elastic.errors import StateError
 from elastic.memory.backends.libc import libc
+from elastic.types import SharedFile as SharedFile
 
 _PIECE_BYTES = 1 << 20  # of one system call, so that no reader is in the kernel for long
-
-
-@dataclass(frozen=True)
-class SharedFile:
-    """A memory file that other processes of the same host and user can open: by /proc, while one holds it."""
-
-    host: str
-    """Names the host and its process namespace."""
-    pid: int
-    descriptor: int
-    inode: int
-    """So that another file that got the number is noticed."""
-    nbytes: int = 0
-    """As long as it was when this was written; it may have grown."""
 
 
 @cache

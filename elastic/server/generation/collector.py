@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.base import Engine
-from elastic.types import HOST, KINDS, Event, Status
+from elastic.types import DROPPED, HOST, KINDS, Event, Status
 
 ABSENT = "absent"
 _STATUSES = ("applied", "deferred", "stale")
@@ -155,11 +155,12 @@ class ActionTotals:
 
 
 def variants(status: Status) -> list[str]:
-    """List for each decoder layer the variant it is in, or "absent"."""
+    """List for each decoder layer the variant it is in, "absent" where host memory has it, or "dropped"."""
     by_layer, layer = [], ""
     for name, residencies in status.residencies.items():
         if layer and name.startswith(f"{layer}."):
             continue  # modules of the layer that are elsewhere
         layer = name
-        by_layer.append(next((r.variant for r in residencies if r.place != HOST), ABSENT))
+        away = DROPPED if residencies[0].place == DROPPED else ABSENT
+        by_layer.append(next((r.variant for r in residencies if r.place not in (HOST, DROPPED)), away))
     return by_layer

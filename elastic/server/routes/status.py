@@ -9,8 +9,8 @@
 - `at_s`: seconds since the epoch; `uptime_s`: seconds since the server was made
 - `traffic`: the fields of `elastic.controller.snapshot.RequestStats`; its quantiles are objects of `count`, `mean`,
   `p50`, `p95`, `p99`, in seconds, null while there are none
-- `layers`: for each decoder layer the variant it is in, such as `"float32"` or `"int4"`, `"absent"` for a released one;
-  empty for a model that is not wrapped
+- `layers`: for each decoder layer the variant it is in, such as `"float32"` or `"int4"`, `"absent"` for a released one,
+  `"dropped"` for a dropped one; empty for a model that is not wrapped
 - `token_layers`: of all pairs of a token that was generated for a request over HTTP and a decoder layer, how many were
   computed in which variant
 - `status`: the fields of `elastic.Status` (places with their owners, KV caches, residencies, host memory), or null
@@ -48,7 +48,7 @@ from elastic.server.generation.collector import variants
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import RETRY_AFTER_S
 from elastic.server.routes import STATUS_VERSION
-from elastic.types import KINDS, Event, Status
+from elastic.types import KINDS, Event, Fetch, Status
 
 EVENTS_SHOWN = 100
 
@@ -142,8 +142,9 @@ def _of_fleet(fleet: FleetEngine | None) -> dict[str, Any]:
 
 
 def with_kind(action: Any) -> dict[str, Any]:
-    """Return one action as JSON, with its kind."""
-    return {"kind": KINDS.get(type(action), type(action).__name__.lower()), **plain(action)}
+    """Return one action as JSON, with its kind; of a fetch only that, and the layers."""
+    told = {"layers": list(action.layers)} if isinstance(action, Fetch) else plain(action)
+    return {"kind": KINDS.get(type(action), type(action).__name__.lower()), **told}
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,109 @@
+"""The action that has a layer's weights leave the process, which keeps no copy: others have them. (KunServe, 4.1)
+
+Nothing is read, hashed or copied: what the weights are was noted before, and they come back by that.
+"""
+
+from __future__ import annotations
+
+from elastic.actions.base import ActionHandler
+from elastic.actions.deferred import (
+    DeferredActions,
+    PreparedAction,
+    SlotSwitch,
+    by_place,
+    require_no_gradients,
+    retire,
+)
+from elastic.actions.pages.broker import PageBroker
+from elastic.errors import ConfigError, StateError
+from elastic.types import Change, Drop, PlanStep
+from elastic.weights.layer import Absence, WeightUnit
+from elastic.weights.model import ModelWeights
+from elastic.weights.slot_contents import absent_contents
+
+
+class DropHandler(ActionHandler):
+    """`Drop`: check, prepare, commit, roll back, finish."""
+
+    def __init__(self, weights: ModelWeights, broker: PageBroker, deferred: DeferredActions) -> None:
+        self._weights = weights
+        self._broker = broker
+        self._deferred = deferred
+
+    def dry_run(self, action: Drop) -> PlanStep:
+        """Return what the action would do now. Raises `ConfigError` or `StateError` if it cannot be done."""
+        return PlanStep(action, "applied", 0, sum(unit.held_pages for unit in self._check(action)), 0, 0.0)
+
+    def prepare(self, action: Drop) -> PreparedAction:
+        """Make what sits in the slots of a dropped layer."""
+        prepared = PreparedAction(action)
+        for unit in self._check(action):
+            contents = absent_contents(unit, Absence.DROPPED)
+            prepared.switches.append(SlotSwitch(unit, unit.full, contents, unit.version()))
+        return prepared
+
+    def commit(self, prepared: PreparedAction) -> None:
+        """Switch the slots: from now on the layers cannot be called."""
+        prepared.begin_commit()
+        for switch in prepared.switches:
+            switch.unit.hide(switch.contents, Absence.DROPPED)
+
+    def rollback(self, prepared: PreparedAction) -> None:
+        """Switch the slots back: the buffers still have everything."""
+        prepared.undo()
+
+    def finish(self, prepared: PreparedAction) -> Change:
+        """Retire the buffers: their pages are KV capacity, but for those that tensors outside still show."""
+        prepared.drop_contents()
+        released = retained = 0
+        for place, units in by_place(prepared.units).items():
+            pool, held = units[0].pool, sum(unit.pages for unit in units)
+            freed = sum(retire(unit, unit.full, self._broker) for unit in units)
+            self._broker.give_to_cache(place, freed)
+            released += freed * pool.page_bytes
+            retained += (held - freed) * pool.page_bytes
+            pool.notify()
+        self._deferred.forget(self._weights.units_of(prepared.action.layers))
+        return Change("applied", tuple(unit.index for unit in prepared.units), (), 0, released, retained)
+
+    def _check(self, action: Drop) -> list[WeightUnit]:
+        """Return the units to be dropped."""
+        layers = [self._weights.layers[index] for index in self._weights.layer_indices(action.layers)]
+        layers = [layer for layer in layers if layer.absent is not Absence.DROPPED]
+        for layer in layers:
+            self._require_its_own(layer)
+            self._require_known(layer)
+            require_no_gradients(layer)
+        return layers
+
+    def _require_its_own(self, layer: WeightUnit) -> None:
+        """Raise for a layer that is not whole, full and alone at its place."""
+        shared = layer.layer.unpaged.parameters()
+        if shared or not layer.slots:
+            raise ConfigError(
+                f"{layer.name} has parameters that are used elsewhere too, or adapters "
+                f"({shared[0] if shared else 'all of them'}): it cannot be dropped"
+            )
+        self._weights.require_alone(layer.index)
+        apart = next((unit for unit in self._weights.units(layer.index) if unit.part), None)
+        if apart is not None:
+            raise StateError(
+                f"{layer.name}.{apart.part} is at {apart.pool.name}, apart from its layer; migrate the whole layer to "
+                "one place before it is dropped"
+            )
+        if layer.absent or layer.precision.key != layer.full.key:
+            form = "in host memory" if layer.absent else f"in variant {layer.variant!r}"
+            raise StateError(f"{layer.name} is {form}; restore it before it is dropped: rt.restore({layer.index})")
+
+    def _require_known(self, layer: WeightUnit) -> None:
+        """Raise `StateError` for a layer that could not come back bit for bit."""
+        if layer.written:
+            raise StateError(
+                f"{layer.name} was written since the model was wrapped: no other process has its weights, so it cannot "
+                "be dropped; unwrap the model and wrap it again in all of them"
+            )
+        if not layer.digests:
+            raise StateError(
+                f"the digest of {layer.name} is not known, by which its weights are known again when they come back; "
+                f"call rt.digests({layer.index}) ahead of the drop"
+            )
