@@ -122,10 +122,15 @@ def _drop(url: str, token: str, options: Namespace) -> int:
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
             print(f"{rank} keeps layers {ranges(keeps)}")
-    leave = "would leave" if options.dry_run else "have left"
-    print(f"{dropped.get('status')}: {dropped.get('freed_bytes', 0):,} bytes of weights {leave}; {_exchanged(dropped)}")
-    if (price := dropped.get("price")) is not None:
-        print(f"price: {price['seconds']:.3f} s of serving, and longer steps while layers are elsewhere")
+    freed_bytes = dropped.get("freed_bytes", 0)
+    if options.dry_run:
+        print(
+            f"planned: {freed_bytes:,} bytes of weights would leave, {dropped.get('flips', 0)} layers change their rank, "
+            f"{dropped.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "
+            f"{(dropped.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
+        )
+    else:
+        print(f"{dropped.get('status')}: {freed_bytes:,} bytes of weights have left; {_exchanged(dropped)}")
     return _code(dropped)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -41,7 +42,8 @@ def ranks(document: StatusDocument) -> Panel:
         )
     serving = sum(rank.state == "serving" for rank in document.ranks)
     title = f"{serving} of {len(document.ranks)} ranks serve"
-    return Panel(table, title=title, subtitle=_sums(document))
+    policy = [Text(f"policy: {document.fleet.policy}")] if document.fleet and document.fleet.policy else []
+    return Panel(Group(table, *policy), title=title, subtitle=_sums(document))
 
 
 def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
@@ -70,10 +72,9 @@ def _kv(rank: RankDocument) -> str:
     return f"{sum(kv.used_bytes for kv in caches) / capacity:.0%}" if capacity else "-"
 
 
-def _sums(document: StatusDocument) -> Text:
+def _sums(document: StatusDocument) -> str:
     if document.fleet is None:
-        return Text()
+        return ""
     told = {"moved": "moved", "requests_resumed": "resumed", "recomputed_tokens": "tokens computed again"}
     counts = [f"{document.fleet.totals.get(key, 0):,} {words}" for key, words in told.items()]
-    policy = [f"policy: {document.fleet.policy}"] if document.fleet.policy else []
-    return Text(", ".join([f"{document.fleet.queued:,} queued", *counts, *policy]))
+    return ", ".join([f"{document.fleet.queued:,} queued", *counts])

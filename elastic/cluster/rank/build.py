@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ from elastic.runtime.runtime import Runtime
 from elastic.wrap import unwrap, wrap
 
 logger = logging.getLogger(__name__)
+
+
+_loading = threading.Lock()  # transformers changes its modules while it loads: one model at a time in a process
 
 
 @contextmanager
@@ -74,7 +78,8 @@ def _load(spec: RankSpec, places: list[Place]) -> Any:
     if not isinstance(spec.model, str | Path):
         return spec.model
     device = places[0].device if places else Place.parse("cpu").device
-    return load_weights(str(spec.model), device, option="model").to(device)
+    with _loading:
+        return load_weights(str(spec.model), device, option="model").to(device)
 
 
 def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler | None:

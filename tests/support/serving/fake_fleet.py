@@ -132,7 +132,7 @@ class FakeFleet(FakeEngine):
         plan = GroupPlan((0, 1), ("a", "b"), ((0, 1), (2, 3, 5)), (range(2), range(2, 6)), 4096)
         if dry_run:
             price = GroupPrice(0.25, 4096, 2048, 5, 0.0)
-            return Dropped("planned", groups=(plan,), freed_bytes=4096, price=price)
+            return Dropped("planned", 5, 2048, groups=(plan,), freed_bytes=4096, price=price)
         return Dropped("applied", flips=5, moved_bytes=2048, stalled_ms=0.75, groups=(plan,), freed_bytes=4096)
 
     def restore(self, rank: str | None = None, *, why: str = "") -> Restored:

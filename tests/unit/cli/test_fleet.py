@@ -101,7 +101,7 @@ def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str
     assert "stood still for 0.8 ms" in told
     assert main(["fleet", "drop", *given, "--layers", "a=2-3,5", "--layers", "b=0", "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "planned: 4,096 bytes of weights would leave" in told
+    assert "planned: 4,096 bytes of weights would leave, 5 layers change their rank, 2,048 bytes" in told
     assert "price: 0.250 s of serving, and longer steps" in told
     assert main(["fleet", "restore", *given]) == 0
     assert "applied: a, b; 4,096 bytes of weights came back" in capsys.readouterr().out

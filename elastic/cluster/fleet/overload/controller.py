@@ -56,6 +56,7 @@ class OverloadController:
         self._add, self._addable = add, settings.scale_out
         self._adding: threading.Thread | None = None
         self._short = False  # whether it was told that no drop suffices, and requests still wait
+        self._fault = ""  # why the last tick could not act
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-fleet-overload", daemon=True)
 
@@ -74,8 +75,11 @@ class OverloadController:
         while not self._stopping.wait(self._settings.tick_s):
             try:
                 self.tick()
+                self._fault = ""
             except ElasticError as error:  # a rank was lost meanwhile, or there is no room after all
-                logger.warning("the overload policy could not act: %s", error)
+                if str(error) != self._fault:
+                    logger.warning("the overload policy could not act: %s", error)
+                self._fault = str(error)
 
     def tick(self) -> OverloadPlan | None:
         """Look once, and act; return what was decided. None: no rank serves. Raises what the fleet's verbs raise."""

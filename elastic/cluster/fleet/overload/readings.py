@@ -84,7 +84,7 @@ def _reading(
         capacity_bytes=sum(i.load.total_blocks * size for i, size in zip(instances, sizes, strict=True)),
         used_bytes=sum(_committed(i) * size for i, size in zip(instances, sizes, strict=True)),
         waiting_bytes=sum(needed_bytes(kv, record, usual) for kv, record in waiting),
-        queue_s=_longest_wait((record for _, record in waiting), now),
+        queue_s=max((now - since_s for each in instances for since_s in _given_s(each)), default=0.0),
         running=sum(instance.sequences for instance in instances),
     )
 
@@ -104,6 +104,12 @@ def _waiting(instance: Instance) -> list[RequestRecord]:
             found.append(record)
             sequences += record.left
     return found
+
+
+def _given_s(instance: Instance) -> list[float]:
+    """Return when an instance was given what it has no blocks for: before that, it waited at the fleet."""
+    unheard = instance.unheard
+    return [unheard[name].since_s for record in _waiting(instance) if (name := record.request.id) in unheard]
 
 
 def _longest_wait(records: Iterable[RequestRecord], now: float) -> float:

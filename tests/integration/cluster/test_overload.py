@@ -1,0 +1,81 @@
+"""A burst that finds no room has layers dropped, is served in two stages, and its end has them restored."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.config import Overload
+from elastic.engines.base import Request
+from support.processes import wait_until
+from support.serving.generations import Collector, continuation
+
+LAYERS, TOKENS = 12, 96
+WEIGHTS, SECTOR = 10_498_560, LAYERS << 16
+PLACES = [[f"cpu#r{rank}={(WEIGHTS + SECTOR // 2 + 4 * SECTOR) >> 10}KiB"] for rank in range(2)]
+"""KV for four requests at each of two ranks."""
+SOON = Overload(tick_s=0.02, pressure_ticks=2, recovery_ticks=2, cooldown_s=0.1, dwell_s=0.2, idle_s=0.1)
+PROMPTS = [tuple(range(5, 5 + length)) for length in (6, 9, 12, 15)]
+
+
+@cache
+def expected() -> list[list[int]]:
+    """What the plain model goes on with after each prompt."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    return [continuation(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def burst(fleet: Fleet, heard: Collector, count: int) -> list[str]:
+    requests = [Request(PROMPTS[i % 4], TOKENS, ignore_eos=True, id=f"{i}") for i in range(count)]
+    for request in requests:
+        fleet.submit(request, heard)
+    return [request.id for request in requests]
+
+
+def kinds(fleet: Fleet) -> list[str]:
+    return [event.kind for event in fleet.events()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [SOON, ("balance", SOON)], ids=["drop", "both"])
+def test_a_burst_is_served_in_two_stages_and_every_layer_returns(policy: Any) -> None:
+    heard = Collector()
+    options: dict[str, Any] = {"launch": "in-process", "replace": False, "beat_timeout_s": 60}
+    with Fleet(str(MODEL_DIR), ranks=PLACES, policy=policy, **options) as fleet:
+        alone = [instance.load.total_blocks for instance in fleet.status().instances]
+        names = burst(fleet, heard, 16)
+        wait_until(lambda: "dropped" in kinds(fleet), "nothing is dropped")
+        heard.wait(names)
+        wait_until(lambda: not fleet.groups(), "the layers do not return")
+        fleet.check()
+        for i, name in enumerate(names):
+            assert heard.tokens[name] == expected()[i % 4]
+        events = {event.kind: event for event in fleet.events()}
+        assert {"dropped", "restored", "parted"} <= events.keys()
+        assert "; KV r" in events["dropped"].why
+        assert fleet.status().totals.recomputed_tokens == 0
+        assert fleet.status().totals.exchanged_bytes > 0
+        assert [instance.path for instance in fleet.status().instances] == [(), ()]
+        assert [rank.dropped for rank in fleet.status().ranks] == [(), ()]
+        wait_until(
+            lambda: [instance.load.total_blocks for instance in fleet.status().instances] == alone,
+            "the caches are not what they were",
+        )
+
+
+@pytest.mark.slow
+def test_a_fleet_with_room_drops_nothing() -> None:
+    heard = Collector()
+    options: dict[str, Any] = {"launch": "in-process", "replace": False, "beat_timeout_s": 60}
+    with elastic.Fleet(str(MODEL_DIR), ranks=PLACES, policy=SOON, **options) as fleet:
+        names = burst(fleet, heard, 4)
+        heard.wait(names)
+        assert fleet.status().policy
+        assert not {"dropped", "drop failed", "overloaded"} & set(kinds(fleet))
