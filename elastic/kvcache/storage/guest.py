@@ -112,6 +112,8 @@ class GuestMemory(SectorSpace):
         with self.lock:
             self._require_open()
             new = self._not_mapped(sectors)
+            if not new:
+                return
             pages = self._reservation.take(sum(self.groups[group].sector_pages for group, _ in new))
             parts = [part for g, s in new for part in self.groups[g].parts(self.groups[g].layers, (s,))]
             try:
@@ -125,10 +127,11 @@ class GuestMemory(SectorSpace):
     def unmap(self, sectors: Iterable[Sector]) -> None:
         """Unmap sectors; those that are not mapped: nothing happens. Their pages stay kept."""
         with self.lock:
-            finish_queued_work(self.kv.device)
-            for group, sector in sectors:
-                if sector in self.groups[group].mapped:
-                    self._reservation.put_back(self.groups[group].unmap(sector))
+            gone = [(g, sector) for g, sector in dict.fromkeys(sectors) if sector in self.groups[g].mapped]
+            if gone:
+                finish_queued_work(self.kv.device)
+            for group, sector in gone:
+                self._reservation.put_back(self.groups[group].unmap(sector))
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""

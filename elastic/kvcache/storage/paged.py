@@ -12,6 +12,9 @@ from elastic.memory.backends.streams import finish_queued_work
 
 RETRY_AFTER_S = 5.0
 """For a request that the limit has no room for: somebody lowered it, and may raise it again."""
+_MOST_TIMES = 16
+"""How many times the sectors that the budget is enough for with all layers there are numbers for at the most: with so
+many places in a group, one instance could have the memory of all. Bounds the address space of deep models."""
 
 
 class BlockMemory(SectorSpace):
@@ -20,9 +23,9 @@ class BlockMemory(SectorSpace):
     Its owner answers under the lock. `promised`: how many more sectors live requests must get, one after another, for
     all to end; `reusable`: how many allocated ones hold only blocks kept for reuse; `give_up_reusable` frees them.
 
-    It begins with all layers here. There are addresses for as many sectors as the budget has room for in a single
-    layer. Where groups have sectors of several sizes, as they can once a layer has left, counts of sectors that could
-    be had are too low rather than too high.
+    It begins with all layers here. There are numbers for as many sectors as the budget has room for in a single layer,
+    within `_MOST_TIMES`. Where groups have sectors of several sizes, as they can once a layer has left, counts of
+    sectors that could be had are too low rather than too high.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class BlockMemory(SectorSpace):
         reusable: Callable[[], int] = lambda: 0,
         give_up_reusable: Callable[[int], object] = lambda sectors: None,
     ) -> None:
-        super().__init__(kv, groups, kv.pool.budget_pages // min(sector_layer_pages(groups, kv.pool.page_bytes)))
+        sizes, budget = sector_layer_pages(groups, kv.pool.page_bytes), kv.pool.budget_pages
+        whole = sizes[0] * len(groups[0].layers)
+        super().__init__(kv, groups, min(budget // min(sizes), _MOST_TIMES * budget // whole))
         self.promised = promised
         self.cap: int | None = None
         """The most sectors that new requests may bring: other places that have layers keep pages for these."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.memfd import MemfdBackend
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.shared_file import OpenFile, open_shared
 from elastic.memory.page_pool import PagePool
 
 
@@ -164,6 +165,29 @@ def test_only_the_blocks_that_are_named_are_copied_and_back() -> None:
     home.add_layers((2,))
     copy_layers(home, layers_kv(guest, 2), (2,))
     assert all(torch.equal(sector_of(home, 2, sector), sector_of(guest, 2, sector)) for sector in sectors)
+
+
+def test_a_sector_is_not_unmapped_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, guest = home_and_guest()
+    there = filled(home, 0)
+    sectors = list(home.groups[0].mapped)
+    read_into, threads = OpenFile.read_into, []
+
+    def read_while_it_is_unmapped(file: OpenFile, address: int, offset: int, nbytes: int) -> None:
+        threads.append(threading.Thread(target=guest.unmap, args=([(0, sectors[0])],)))
+        threads[-1].start()
+        threads[-1].join(0.05)
+        assert threads[-1].is_alive()
+        read_into(file, address, offset, nbytes)
+
+    monkeypatch.setattr(OpenFile, "read_into", read_while_it_is_unmapped)
+    copied = copy_layers(guest, layers_kv(home, 2), (2,))
+    for thread in threads:
+        thread.join()
+    nbytes = home.groups[0].layer_pages * 4096
+    assert copied == 2 * nbytes
+    assert torch.equal(sector_of(guest, 2, sectors[1]), there[2, sectors[1]])
+    assert (0, sectors[0]) not in guest.mapped_sectors
 
 
 def test_a_copy_that_cannot_be_right_is_refused() -> None:

@@ -28,6 +28,7 @@ from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, Sector, SectorSpace
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
+from support.faulty_backend import FaultyBackend
 
 PAGE, BLOCK = 4096, 2048
 LAYERS = range(4)
@@ -81,9 +82,9 @@ class LayersMachine(RuleBasedStateMachine):
         self.value = 0
         for rank in self.weights:
             total = PAGES[rank] * PAGE
-            kv = self.pools[rank] = KVPool(
-                PagePool(f"cpu#{rank}", MemfdBackend(PAGE), total, ready_pages=0), total, idle_share=0.5, ready_share=0
-            )
+            backend: Any = FaultyBackend(MemfdBackend(PAGE))
+            pool = PagePool(f"cpu#{rank}", backend, total, ready_pages=0)
+            kv = self.pools[rank] = KVPool(pool, total, idle_share=0.5, ready_share=0)
             memory = BlockMemory(kv, self.groups, promised=lambda rank=rank: self.promised(rank))
             self.homes[rank] = Home(memory, [rank] * len(LAYERS))
             assert self.take(rank, WEIGHTS)
@@ -272,10 +273,10 @@ class LayersMachine(RuleBasedStateMachine):
                 guest.allot(home.allotted)
 
     @precondition(lambda self: any(home.guests and home.move is None for home in self.homes.values()))
-    @rule(data=st.data())
-    def begin_move(self, data: Any) -> None:
-        """A rank that has none of these layers gets pages for them, and a first copy."""
-        self.prepare(data)
+    @rule(data=st.data(), fault=st.sampled_from([None, None, "create", "map", "unmap"]), nth=st.integers(1, 3))
+    def begin_move(self, data: Any, fault: str | None, nth: int) -> None:
+        """A rank that has none of these layers gets pages for them, and a first copy; or the driver refuses it."""
+        self.prepare(data, fault, nth)
 
     @precondition(lambda self: any(home.guests and home.move is None for home in self.homes.values()))
     @rule(data=st.data(), places=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=3))
@@ -293,7 +294,7 @@ class LayersMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(name for name, home in self.homes.items() if home.move)))
         self.finish(name, complete)
 
-    def prepare(self, data: Any) -> str:
+    def prepare(self, data: Any, fault: str | None = None, nth: int = 1) -> str:
         can = sorted(name for name, home in self.homes.items() if home.guests and home.move is None)
         name = str(data.draw(st.sampled_from(can)))
         home = self.homes[name]
@@ -303,6 +304,9 @@ class LayersMachine(RuleBasedStateMachine):
         layers = tuple(data.draw(st.sets(st.sampled_from(there), min_size=1)))
         self.tell_guests(name)
         before = self.memory_at(name, target).layers
+        backend: Any = self.pools[target].pool.backend
+        if fault is not None:
+            backend.fail(fault, nth)
         try:
             if target == name:
                 home.memory.add_layers(layers)
@@ -311,6 +315,8 @@ class LayersMachine(RuleBasedStateMachine):
         except CapacityError:
             assert self.memory_at(name, target).layers == before
             return name
+        finally:
+            backend.disarm()
         home.move = Move(layers, source, target)
         self.tell_guests(name)
         copy_layers(self.memory_at(name, target), self.located(name, source, layers), layers)

@@ -63,6 +63,20 @@ def test_a_layer_that_leaves_frees_its_pages_and_what_is_in_the_others_stays() -
     assert kv.pool.free_pages == 16
 
 
+@pytest.mark.parametrize(("layers", "pages", "sectors"), [(4, 16, 16), (12, 30, 30), (32, 64, 32), (32, 31, 15)])
+def test_a_layer_that_stays_may_have_all_of_the_budget_in_models_that_are_not_deep(
+    layers: int, pages: int, sectors: int
+) -> None:
+    memory = BlockMemory(pool_of(pages)[0], (BlockGroup(tuple(range(layers)), PAGE),))
+    memory.remove_layers(range(1, layers))
+    assert (memory.sectors, memory.room(growing=True)) == (sectors, sectors)
+    for _ in range(sectors):
+        memory.allocate(0)
+    with pytest.raises(CapacityError):
+        memory.allocate(0)
+    memory.check()
+
+
 @pytest.mark.parametrize("call", ["remove_layers", "add_layers"])
 def test_layers_come_and_go_once(call: str) -> None:
     memory = BlockMemory(pool_of(16)[0], FOUR)
@@ -235,6 +249,51 @@ def test_changes_are_what_remains_of_them() -> None:
     assert memory.changes() == ((), ((0, second),))
 
 
+def test_sectors_that_are_given_back_while_a_layer_comes_are_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, _ = pool_of(16)
+    memory = BlockMemory(kv, FOUR)
+    memory.remove_layers((3,))
+    kept = memory.allocate(0)
+    memory.free(0, memory.allocate(0))
+    allocate = kv.pool.allocate
+
+    def trim_before(owner: str, count: int) -> list[int]:
+        memory.trim(3)
+        return allocate(owner, count)
+
+    monkeypatch.setattr(kv.pool, "allocate", trim_before)
+    memory.add_layers((3,))
+    assert (memory.mapped_sectors, memory.used_pages) == (((0, kept),), 4)
+    check(kv)
+
+
+def test_no_sector_is_given_back_while_they_are_to_be_kept() -> None:
+    kv, _ = pool_of(16)
+    memory = BlockMemory(kv, FOUR)
+    memory.free(0, memory.allocate(0))
+    memory.keep_sectors = True
+    memory.set_cap(0)
+    assert (memory.reached_cap(), memory.trim(4), memory.mapped_count) == (False, 0, 1)
+    memory.keep_sectors = False
+    assert (memory.reached_cap(), memory.mapped_count) == (True, 0)
+
+
+def test_weights_get_the_pages_of_idle_sectors_and_not_those_of_a_guest() -> None:
+    kv, _ = pool_of(16)
+    memory, guest = BlockMemory(kv, FOUR), GuestMemory(kv, FOUR, 8)
+    guest.allot(4)
+    guest.add_layers((0,))
+    for sector in [memory.allocate(0), memory.allocate(0)]:
+        memory.free(0, sector)
+    assert WeightsShare(kv).take_from_cache(6)
+    kv.pool.reserve("layer:0", 6)
+    assert not WeightsShare(kv).take_from_cache(7)
+    assert WeightsShare(kv).take_from_cache(6)
+    kv.pool.reserve("layer:1", 6)
+    guest.map((0, sector) for sector in range(4))
+    check(kv)
+
+
 def test_what_a_guest_was_allotted_nobody_else_gets() -> None:
     kv, _ = pool_of(20)
     memory, guest = BlockMemory(kv, FOUR), GuestMemory(kv, FOUR, 16)
@@ -273,7 +332,7 @@ def test_a_guest_gets_no_more_than_it_was_allotted_nor_keeps_less_than_it_has() 
         guest.allot(1)
     with pytest.raises(ConfigError, match="8 at the most"):
         guest.allot(9)
-    guest.unmap([(0, 3), (0, 7)])
+    guest.unmap([(0, 3), (0, 7), (0, 3)])
     assert (guest.used_pages, guest.promised_pages) == (1, 1)
     guest.allot(1)
     assert (guest.used_pages, guest.promised_pages) == (1, 0)
