@@ -82,7 +82,7 @@ def main() -> None:
         works["cpu_offload"] = lambda: decode(peer, device)
     page_bytes = 4096 if options.quick and device == "cpu" else None  # each head of KV takes pages of its own
     elastic.wrap(model, places=[elastic.Place(device, torch.device(device), nbytes // 2, page_bytes)])
-    absent = sum(layer.absent for layer in model.elastic._weights.layers)
+    absent = sum(layer.absent is not None for layer in model.elastic._weights.layers)
     times = paired(works, device, options.rounds)
     per_layer = plain_copy_s(model.elastic, device, options.rounds)
     limit = [t + TOKENS * absent * per_layer for t in times["resident"]]

@@ -129,7 +129,7 @@ class Snapshot:
     traffic: RequestStats
     kv: MemoryStats
     layers: tuple[str, ...]
-    """Variant of each decoder layer, such as "float32" or "int4"; "absent" for a released one."""
+    """Variant of each decoder layer, such as "float32" or "int4"; "absent" for a released one, "dropped"."""
     busy: bool = False
     """True while actions that were asked for are under way or deferred."""
     devices: tuple[DeviceStats, ...] = ()

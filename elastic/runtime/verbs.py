@@ -106,7 +106,9 @@ class LayerVerbs(ABC):
         `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped.
         The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
         then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
-        Raises `ConfigError` for what is no layer, and `CapacityError` for more layers than the place has room for.
+        Dropped layers are read from host memory or the checkpoint. Raises `ConfigError` for what is no layer,
+        `CapacityError` for more layers than the place has room for, and `StateError` for a dropped layer that neither
+        has, or has otherwise.
         """
         by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
         return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)

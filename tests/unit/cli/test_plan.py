@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_a_grid_has_a_line_for_each_place() -> None:
 
 def test_modules_that_are_elsewhere_are_no_layers_of_their_own() -> None:
     assert variants(status()) == ["float32", "float32", "absent", "float32"]
+
+
+def test_dropped_layers_are_told_from_released_ones() -> None:
+    before = status()
+    residencies = before.residencies | {"model.layers.10": (Residency("dropped", "float32"),)}
+    after = replace(before, residencies=residencies)
+    places, layers, _ = of_status(after)
+    assert places == ["cpu#a", "cpu#b", "host", "dropped"]
+    assert spans("dropped", layers) == "3"
+    assert variants(after) == ["float32", "float32", "absent", "dropped"]
 
 
 def test_the_view_shows_places_and_where_layers_went() -> None:

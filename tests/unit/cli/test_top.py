@@ -24,6 +24,7 @@ from elastic.cli.views.dashboard import LEVELS, Sample, frame, layers, sample, s
 from elastic.cli.views.status_client import NoAnswer, ask, base_url
 from elastic.cli.views.status_document import NotAStatus, StatusDocument, read_status
 from elastic.errors import ConfigError
+from elastic.types import Drop, Fetch, LayerPages, SharedFile, WeightsSource
 from support.serving.status_documents import VARIANTS, document, events, fleet_document, serving, status, traffic
 
 
@@ -268,6 +269,17 @@ def test_actions_of_later_versions_are_shown() -> None:
     action = {"kind": "reshard", "layers": [1, 2], "to": "cuda:1"}
     said = document(events=[asdict(events()[0]) | {"action": action}])
     assert "reshard layers 1-2" in drawn(frame(read_status(said), [], "x"))
+
+
+def test_a_fetch_is_shown_without_where_the_weights_lay() -> None:
+    server = pytest.importorskip("elastic.server.routes.status")
+    source = WeightsSource(SharedFile("host", 1, 2, 3), 4096, (LayerPages(1, (5, 6), 8000, "layout", 7),))
+    action = server.with_kind(Fetch((1, 2), source))
+    assert action == {"kind": "fetch", "layers": [1, 2]}
+    said = document(events=[asdict(events()[0]) | {"action": action}])
+    assert "fetch layers 1-2" in drawn(frame(read_status(said), [], "x"))
+    said = document(events=[asdict(events()[0]) | {"action": server.with_kind(Drop((0, 3)))}])
+    assert "drop layers 0, 3" in drawn(frame(read_status(said), [], "x"))
 
 
 def test_what_the_server_of_this_version_says_is_read() -> None:

@@ -7,6 +7,8 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,35 @@ def test_a_fetch_waits_for_pages_that_another_model_has(wrapped: Any) -> None:
     assert (change.status, change.deferred, rt.dropped) == ("deferred", (0, 1, 2), (0, 1, 2))
     pool.discharge("another model", pool.pages_of("another model") * PAGE)
     assert rt.fetch(range(3), source).layers == (0, 1, 2)
+
+
+def test_a_forward_pass_beside_drops_and_fetches_computes_with_all_weights_or_none(wrapped: Any) -> None:
+    model = build("llama-gqa")
+    expected = model(**prompt(3)).logits
+    peer, rt = wrapped(build("llama-gqa"), COARSE).elastic, wrapped(model).elastic
+    source, stop, wrong, done = peer.weights_source(range(3)), threading.Event(), [], Counter[str]()
+
+    def call() -> None:
+        torch.set_grad_enabled(False)
+        while not stop.is_set():
+            try:
+                done["computed"] += 1
+                wrong.extend([] if torch.equal(model(**prompt(3)).logits, expected) else ["other logits"])
+            except StateError as error:
+                done["refused"] += 1
+                wrong.extend([] if "is dropped" in str(error) else [str(error)])
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        while not (done["refused"] > 5 and done["computed"] - done["refused"] > 5):
+            rt.drop({0, 2})
+            rt.fetch({0, 2}, source)
+            rt.check()
+    finally:
+        stop.set()
+        caller.join()
+    assert wrong == []
 
 
 def test_only_full_weights_at_one_place_have_a_source(wrapped: Any) -> None:
