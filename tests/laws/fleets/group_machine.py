@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from hypothesis.stateful import precondition, rule
 
 import elastic
 from elastic import CapacityError, ConfigError, Overloaded, StateError
-from laws.fleet_machine import FleetMachine
+from laws.fleets.fleet_machine import MOST, FleetMachine
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.wrapped_model import small
@@ -21,6 +22,7 @@ SOON_S = 5.0
 """How long a restore waits for requests that need the room of dropped layers; then nothing has changed."""
 REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
 LAYERS = 3
+PLACES = itertools.count()
 
 
 @cache
@@ -37,7 +39,8 @@ class GroupMachine(FleetMachine):
     lost = False
 
     def wrap(self, name: str, model: Any) -> None:
-        elastic.wrap(model, places=small(2 << 20), variants=[HALF], checkpoint=checkpoint(name).name)
+        place = small(2 << 20, f"cpu#{next(PLACES)}")  # one of its own for each rank
+        elastic.wrap(model, places=place, variants=[HALF], checkpoint=checkpoint(name).name)
 
     def teardown(self) -> None:
         super().teardown()
@@ -57,7 +60,7 @@ class GroupMachine(FleetMachine):
         for each in self.ranks:
             self.resize_to(each, None)
         self.lost = self.lost or not drain
-        with suppress(StateError):  # it computes layers of others
+        with suppress(StateError):  # it computes layers of others, or is the last one
             self.fleet.remove(rank, drain=drain)
 
     @rule(data=st.data(), pages=st.integers(0, 300))
@@ -74,6 +77,11 @@ class GroupMachine(FleetMachine):
     def restore(self, data: Any) -> None:
         with suppress(*REFUSALS):
             super().restore(data)
+
+    @rule(which=st.lists(st.integers(0, 2), min_size=4, max_size=8))
+    def burst(self, which: list[int]) -> None:
+        for prompt in which:
+            self.submit(prompt, MOST, 1)
 
     # -- groups
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from laws.fleet_machine import FleetMachine
+from laws.fleets.fleet_machine import FleetMachine
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from laws.group_machine import GroupMachine
+from laws.fleets.group_machine import GroupMachine
 
 
 @pytest.mark.slow
