@@ -2,10 +2,10 @@
 
     python benchmarks/fleet.py [--only NAME …] [--rounds 5]
 
-Each round starts fresh processes; works of one row are shuffled within a round. Ranks are pinned to a core each and
-compute with one thread; the process of the fleet is not pinned. The model is a Llama of 40M parameters with random
-weights (12 layers, d = 512, 8 heads of 64): a step of one sequence takes it about 20 ms on one core. Targets, fixed
-before the figures were taken:
+Each round starts fresh processes; works of one row are shuffled within a round. Ranks are pinned to a core each (but
+in `overhead`) and compute with one thread; the process of the fleet is not pinned. The model is a Llama of 40M
+parameters with random weights (12 layers, d = 512, 8 heads of 64): a step of one sequence takes it about 20 ms on one
+core. Targets, fixed before the figures were taken:
 
 - `two_ranks`: tokens/s of two ranks over one, mixed traffic: at least 1.5
 - `move`: a request of 1,000 tokens: its own gap at most 3 steps; others' P99 gap at most 1.1 of that at rest
@@ -21,127 +21,21 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import SEED, arguments, finish, percentiles, ratio, show, table
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from common import SEED, arguments, finish, percentiles, ratio, table
+from serving import PLACE, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
+from transformers import AutoModelForCausalLM
 
 import elastic
 from elastic.assets import MODEL_DIR
-from elastic.engines.base import Engine, Output, Request
-from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.base import Engine, Request
 
-PLACE = "cpu#{}=1GiB"
-ENGINE = {"max_requests": 64, "max_batch_tokens": 256}
-
-
-@dataclass
-class Answer:
-    """What came of one request, by the clock of this process."""
-
-    sent_s: float = 0.0
-    at_s: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finish: str | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        return self.at_s[0] - self.sent_s
-
-    @property
-    def gaps_s(self) -> list[float]:
-        return [b - a for a, b in zip(self.at_s, self.at_s[1:], strict=False)]
-
-
-class Load:
-    """Requests to an engine, and their answers."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._ended = threading.Semaphore(0)
-        self.answers: dict[str, Answer] = {}
-
-    def submit(self, request: Request) -> Answer:
-        answer = self.answers[request.id] = Answer(time.perf_counter())
-
-        def listener(output: Output) -> None:
-            now = time.perf_counter()
-            answer.at_s.extend([now] * len(output.tokens))
-            answer.tokens.extend(output.tokens)
-            if output.finish:
-                answer.finish = output.finish
-                self._ended.release()
-
-        self._engine.submit(request, listener)
-        return answer
-
-    def wait(self) -> None:
-        for _ in self.answers:
-            if not self._ended.acquire(timeout=300):
-                raise TimeoutError("a request has not ended after 300 s")
-
-    def tokens_per_s(self) -> float:
-        begin = min(answer.sent_s for answer in self.answers.values())
-        end = max(answer.at_s[-1] for answer in self.answers.values())
-        return sum(len(answer.tokens) for answer in self.answers.values()) / (end - begin)
-
-
-def save_model(folder: Path) -> Path:
-    """Write the model that is served."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        dtype=torch.float32,
-        eos_token_id=None,
-    )
-    torch.manual_seed(SEED)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@contextmanager
-def fleet(path: Path, cores: Sequence[Sequence[int]], **options: Any) -> Iterator[elastic.Fleet]:
-    """Serve with a rank on each of `cores`."""
-    places = [[PLACE.format(number)] for number in range(len(cores))]
-    started = elastic.Fleet(path, ranks=places, cores=cores, engine=ENGINE, **options)
-    started.start()
-    try:
-        yield started
-    finally:
-        started.stop(drain=False)
-
-
-@contextmanager
-def in_process(path: Path) -> Iterator[ContinuousEngine]:
-    """Serve in this process, as a rank does in its own."""
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    elastic.wrap(model, places=[PLACE.format(0)])
-    engine = ContinuousEngine(model, **ENGINE)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.stop(drain=False)
-        elastic.unwrap(model)
-
-
-def prompt(length: int, choose: random.Random) -> tuple[int, ...]:
-    return tuple(choose.randrange(3, 1000) for _ in range(length))
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def mixed(count: int, new: int) -> list[Request]:
@@ -149,25 +43,6 @@ def mixed(count: int, new: int) -> list[Request]:
     choose = random.Random(SEED)
     lengths = [min(512, 16 + int(choose.expovariate(1 / 96))) for _ in range(count)]
     return [Request(prompt(length, choose), new, ignore_eos=True) for length in lengths]
-
-
-def served(engine: Engine, requests: Sequence[Request]) -> Load:
-    """Have requests computed, all at once, after a few that warm up."""
-    warm_up(engine)
-    load = Load(engine)
-    for request in requests:
-        load.submit(request)
-    load.wait()
-    return load
-
-
-def warm_up(engine: Engine) -> None:
-    """Have every rank compute a prompt and some tokens."""
-    load = Load(engine)
-    choose = random.Random(SEED + 1)
-    for _ in range(8):
-        load.submit(Request(prompt(64, choose), 8, ignore_eos=True))
-    load.wait()
 
 
 def two_ranks(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
@@ -243,10 +118,6 @@ def copy_rate(nbytes: int) -> float:
     return nbytes / (time.perf_counter() - begin)
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-
-
 def kill(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
     """Kill one of two ranks under load; every answer is held against the model's own."""
     count, new = (4, 40) if quick else (16, 96)
@@ -298,12 +169,15 @@ def start(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def overhead(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    """One rank against the engine in process: 16 and 64 requests at once for tokens/s, one at a time for TTFT."""
+    """One rank against the engine in process: 16 and 64 requests at once for tokens/s, one at a time for TTFT.
+
+    Both compute with one thread, which may run on any core: a rank that is pinned shares its core with the fleet.
+    """
     speeds: dict[str, dict[str, list[float]]] = {}
     ttft: dict[str, list[float]] = {"fleet": [], "engine": []}
     for _ in range(rounds):
         for name in random.sample(["fleet", "engine"], 2):
-            with fleet(path, [(0,)]) if name == "fleet" else in_process(path) as engine:
+            with fleet(path, [()], environment=ONE_THREAD) if name == "fleet" else in_process(path) as engine:
                 for count in (4,) if quick else (16, 64):
                     speed = served(engine, mixed(count, 48)).tokens_per_s()
                     speeds.setdefault(f"{count} requests", {"fleet": [], "engine": []})[name].append(speed)
@@ -366,16 +240,6 @@ def main() -> None:
             table([name, ""], list(flat(results[name])))
             print(flush=True)
     finish("fleet", "cpu", results)
-
-
-def flat(figures: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in figures.items():
-        if isinstance(value, dict) and "median" in value:
-            yield prefix + name, show(value)
-        elif isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}, ")
-        else:
-            yield prefix + name, f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

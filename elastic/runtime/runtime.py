@@ -127,6 +127,11 @@ class Runtime(LayerVerbs):
         """The decoder layers whose weights are nowhere in this process."""
         return self._weights.dropped
 
+    @property
+    def layer_pages(self) -> tuple[int, ...]:
+        """Pages of its place that the full weights of each decoder layer have, or had."""
+        return tuple(layer.pages for layer in self._weights.layers)
+
     def events(self) -> tuple[Event, ...]:
         """Return the last actions, oldest first; a bounded ring."""
         return self._log.last()

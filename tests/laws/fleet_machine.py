@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -46,10 +46,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(MODELS), ranks=st.integers(2, 3), policy=st.sampled_from([None, "balance"]))
     def begin(self, name: str, ranks: int, policy: Any) -> None:
-        self.launcher = WrappedLauncher(
-            lambda: exact(architectures.build(name)),
-            lambda model: elastic.wrap(model, places=small(2 << 20), variants=[HALF]),
-        )
+        self.launcher = WrappedLauncher(lambda: exact(architectures.build(name)), partial(self.wrap, name))
         self.fleet = Fleet(
             "tiny", ranks=ranks, launch=self.launcher, engine=ENGINE, policy=policy, replace=False,
             beat_timeout_s=120, hang_timeout_s=120,
@@ -60,6 +57,9 @@ class FleetMachine(RuleBasedStateMachine):
         self.asked: dict[str, tuple[int, Request]] = {}
         self.cancelled: set[str] = set()
         self.numbers = itertools.count()
+
+    def wrap(self, name: str, model: Any) -> None:
+        elastic.wrap(model, places=small(2 << 20), variants=[HALF])
 
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):

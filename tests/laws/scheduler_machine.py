@@ -14,12 +14,15 @@ from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.scheduler import Scheduler
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import SequenceState, Step
+from elastic.engines.core.step_budget import CostBudget
 from elastic.errors import CapacityError, Overloaded
 from elastic.kvcache.storage.budget import WeightsShare
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
+from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory, next_token
 
 SECTORS = 16
@@ -98,8 +101,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     layout = "full"
     share = True
 
-    @initialize(cohorts=st.integers(1, 3))
-    def begin(self, cohorts: int) -> None:
+    @initialize(cohorts=st.integers(1, 3), even=st.booleans())
+    def begin(self, cohorts: int, even: bool) -> None:
         windows, sizes = LAYOUTS[self.layout]
         self.now = 0.0
         self.blocks = BlockManager(functools.partial(self.open_memory, sizes), windows, 4, self.share)
@@ -111,6 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             cohorts=cohorts,
             clock=lambda: self.now,
         )
+        if even:  # steps of equal cost
+            self.scheduler.budget = CostBudget(ChunkCost(1.0, 1.0, 2.0, 4.0, 2.0), 3, MAX_BATCH_TOKENS)
         self.executor = SimulatedExecutor(windows, 4)
         self.names = itertools.count()
         self.states: dict[str, SequenceState] = {}  # as they came here

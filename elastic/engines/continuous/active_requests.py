@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
 from elastic.engines.base import FinishReason, Listener, Output, Request
-from elastic.engines.core.scheduler import Produced
+from elastic.engines.core.sequence import Produced
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
 from elastic.errors import ConfigError

@@ -18,29 +18,32 @@ from elastic.config import require
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.continuous.active_requests import ActiveRequests
 from elastic.engines.continuous.compatibility import kv_shape
-from elastic.engines.continuous.moves import MovingRequests, one_request
+from elastic.engines.continuous.moves import one_request
+from elastic.engines.continuous.pipelined import PipelinedEngine
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
-from elastic.engines.core.scheduler import Scheduler
+from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
+from elastic.engines.core.step_budget import StepBudget
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.runtime.runtime import Runtime, runtime
 
 logger = logging.getLogger(__name__)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
-class ContinuousEngine(MovingRequests):
+class ContinuousEngine(PipelinedEngine):
     """The embedded engine: its cache is in blocks on the pages of the wrapped model.
 
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
@@ -48,7 +51,8 @@ class ContinuousEngine(MovingRequests):
     may wait (None: any number), `max_requests` how many answers are computed at a time. `max_batch_tokens` bounds the
     tokens of one forward pass: a longer prompt is computed in parts. `block_tokens` is the size of a block,
     `block_layout` the order in it (a name of `LAYOUTS`); `share_prefixes` has requests share the blocks of a common
-    beginning; `cohorts` is how many batches may be in flight; `grammars` serves structured output. Raises `StateError`
+    beginning; `cohorts` is how many batches may be in flight; `step_budget` says how many tokens each step may have, by
+    what they cost (None: `max_batch_tokens`); `grammars` serves structured output. Raises `StateError`
     for a model that is not wrapped, `ConfigError` for one that it cannot serve.
     """
 
@@ -63,6 +67,7 @@ class ContinuousEngine(MovingRequests):
         block_layout: str = "head_centric",
         share_prefixes: bool = True,
         cohorts: int = 1,
+        step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "block_tokens": block_tokens}
@@ -76,9 +81,7 @@ class ContinuousEngine(MovingRequests):
         self._config = model.config.get_text_config(decoder=True)
         self._max_queue = max_queue
         self._grammars = grammars
-        self._lock = threading.Lock()
-        self._stack = ExitStack()
-        self._state = "new"
+        self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
         self._thread: threading.Thread | None = None
         with ExitStack() as stack:
             stack.callback(self.runtime.occupy("a continuous batching engine; stop it first"))
@@ -100,13 +103,15 @@ class ContinuousEngine(MovingRequests):
             stack.callback(memory.close)
             self._runner = ModelRunner(model, memory, groups, LAYOUTS[block_layout](shape), grammars)
             stack.callback(self._runner.close)
-            self._variants = VariantRecorder(self.runtime, lambda: self._thread)
+            stack.callback(self._open_pipeline(groups, cohorts))
+            self._variants = VariantRecorder(self.runtime, self._is_own_thread)
             stack.callback(model.register_forward_pre_hook(self._variants).remove)
             self._requests = ActiveRequests(self.counters, lambda: self._variants.current)
-            scheduler = Scheduler(
+            scheduler = RestartingScheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
             )
-            self._loop = StepLoop(scheduler, self._runner, self._requests, cohorts)
+            scheduler.budget = step_budget or scheduler.budget
+            self._loop = StepLoop(scheduler, self._home, self._requests, cohorts)
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()
@@ -224,9 +229,12 @@ class ContinuousEngine(MovingRequests):
             was, self._state = self._state, "stopped"
         if thread is not None:
             self._loop.stop(drain=drain)
+            if not drain:
+                self._home.abort()
             thread.join(timeout_s)
             if thread.is_alive():
                 self._loop.stop(drain=False)
+                self._home.abort()
                 thread.join()
         if was != "stopped":
             self._end_moves()

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
+from elastic.engines.continuous.kv_room import KVRoom, kv_room
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.block_manager import BlockManager
@@ -35,9 +36,10 @@ class MovingRequests:
     """
 
     kv_format: KVFormat
-    on_step: Callable[[KVReport], None] | None = None
+    on_step: Callable[[KVReport | None], None] | None = None
     """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
-    came free has another owner; on the engine's thread, which waits for it."""
+    came free has another owner; on the engine's thread, which waits for it. None while layers are elsewhere: then
+    nobody can go on from what is here."""
 
     _blocks: BlockManager
     _memory: BlockMemory
@@ -62,17 +64,22 @@ class MovingRequests:
         if not memory.lock.acquire(blocking=False):
             return replace(self._load, steps=steps)
         try:
-            total = memory.kv.limits.open // memory.sector_pages * memory.blocks_per_sector(0)
+            total = memory.capacity * memory.blocks_per_sector(0)
             blocks = self._blocks
             self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps)
             return self._load
         finally:
             memory.lock.release()
 
+    def kv_room(self) -> KVRoom:
+        """Return what the memory of the KV cache could hold."""
+        return kv_room(self._memory)
+
     def locate(self, request: str) -> tuple[SequenceKV, ...]:
         """Say where the KV of a request's answers lies, between two steps; none: it is unknown, or has not begun."""
 
         def look() -> tuple[SequenceKV, ...]:
+            self._received.require_allowed()
             scheduler = self._loop.scheduler
             found = (
                 scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
@@ -136,6 +143,7 @@ class MovingRequests:
         def leave() -> tuple[tuple[SequenceState, ...], tuple[SequenceKV, ...]] | None:
             if self._loop.ended:  # what was held is given back as it ends: nobody could copy it
                 raise StateError("the engine has stopped; make a new one")
+            self._received.require_allowed()
             if request not in self._held:
                 self._loop.settle(self._requests.sequences(request))
                 held = self._loop.scheduler.hold(self._requests.sequences(request))

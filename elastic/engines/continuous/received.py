@@ -64,6 +64,23 @@ class ReceivedRequests:
         self._lock = threading.Lock()  # of the two below
         self._requests: dict[str, _Reservation] = {}
         self._closed = False
+        self._refusal = ""
+
+    def refuse(self, why: str) -> None:
+        """Receive nothing more until `allow`. Raises `StateError` while something is received."""
+        with self._lock:
+            if self._requests:
+                raise StateError(f"requests {sorted(self._requests)} are being received; try again when they are here")
+            self._refusal = why
+
+    def allow(self) -> None:
+        """Undo `refuse`."""
+        self._refusal = ""
+
+    def require_allowed(self) -> None:
+        """Raise `StateError` where requests cannot move with their keys and values."""
+        if self._refusal:
+            raise StateError(f"no request can be moved with its keys and values: {self._refusal}")
 
     def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource) -> int:
         """Copy what is not here yet; return bytes. Whatever it raises, nothing of the request is kept."""
@@ -73,6 +90,7 @@ class ReceivedRequests:
         with self._lock:
             if self._closed:
                 raise StateError("the engine has stopped; make a new one")
+            self.require_allowed()
             reservation = self._requests.setdefault(request, _Reservation())
         with reservation.lock:
             try:

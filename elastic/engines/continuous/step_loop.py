@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
-from elastic.engines.core.scheduler import Produced, Scheduler
-from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.restart import RestartingScheduler
+from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
-from elastic.errors import StateError
+from elastic.errors import RankLost, StateError
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -41,8 +41,15 @@ class LoopListener(Protocol):
 class StepLoop:
     """Runs on one thread; `post`, `wake` and `stop` may be called from any."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, listener: LoopListener, cohorts: int = 1) -> None:
+    def __init__(
+        self, scheduler: RestartingScheduler, executor: Executor, listener: LoopListener, cohorts: int = 1
+    ) -> None:
         self.scheduler = scheduler
+        self.lost: RankLost | None = None
+        """Why a step was lost on its way; no further one is begun until `go_on`."""
+        self.on_step: Callable[[], object] | None = None
+        """While there is no journal: told after each step, and when sequences ended otherwise, if somebody listens."""
+        self._to_tell = False
         self._executor = executor
         self._listener = listener
         self._cohorts = cohorts
@@ -82,7 +89,7 @@ class StepLoop:
                 self._news.clear()  # before looking: what comes later is seen the next time
                 self._run_commands()
                 self._tell(always=False)
-                if self._halting or (self._draining and not self.scheduler.has_work):
+                if self._halting or (self._draining and (self.lost is not None or not self.scheduler.has_work)):
                     break
                 if not self.advance():
                     self._news.wait(POLL_S if self.scheduler.has_work else None)
@@ -101,7 +108,7 @@ class StepLoop:
 
     def advance(self) -> bool:
         """Begin what steps can be, and finish the oldest; return whether there was one."""
-        while len(self._in_flight) < self._cohorts:
+        while self.lost is None and len(self._in_flight) < self._cohorts:
             step = self.scheduler.schedule()
             if self.scheduler.stalled:
                 self._listener.stalled(self.scheduler.stalled)
@@ -121,6 +128,32 @@ class StepLoop:
         found = self.scheduler.cancel(sequence)
         if found is not None:
             self._listener.cancelled(found)
+            self._to_tell = True
+
+    def fail(self, sequence: str, error: Exception) -> None:
+        """End a sequence that cannot go on; unknown: nothing happens. On the loop's thread."""
+        found = self.scheduler.cancel(sequence)
+        if found is not None:
+            self._listener.failed(found, error)
+            self._to_tell = True
+
+    def lose(self, error: RankLost) -> None:
+        """Begin no further step until `go_on`. On the loop's thread."""
+        self.lost = self.lost or error
+
+    def go_on(self) -> None:
+        """Begin steps again. On the loop's thread."""
+        self.lost = None
+
+    def set_cohorts(self, cohorts: int) -> None:
+        """Have so many steps be in flight from now on; no step is. On the loop's thread."""
+        self.scheduler.set_cohorts(cohorts)
+        self._cohorts = cohorts
+
+    def settle_all(self) -> None:
+        """Finish all steps that are in flight. On the loop's thread."""
+        while self._in_flight:
+            self._finish_step()
 
     def settle(self, sequences: Iterable[str]) -> None:
         """Finish steps until none of these sequences is in one. On the loop's thread."""
@@ -132,6 +165,10 @@ class StepLoop:
         step, future = self._in_flight.popleft()
         try:
             result = future.result()
+        except RankLost as error:
+            logger.warning("step %d was lost on its way: %s", step.number, error)
+            self.scheduler.void(step)
+            self.lose(error)
         except Exception as error:  # whatever the model raises ends its batch, and each sequence in it; others go on
             logger.exception("a forward pass of continuous batching failed; the requests in it end")
             for sequence in self.scheduler.fail(step):
@@ -143,6 +180,12 @@ class StepLoop:
     def _tell(self, *, always: bool) -> None:
         if self.scheduler.journal is not None:
             self.scheduler.journal.tell(always=always)
+        elif self.on_step is not None and (always or self._to_tell):
+            try:
+                self.on_step()
+            except Exception:  # whoever hears it may be gone: its engine goes on
+                logger.exception("the listener of an engine's steps failed")
+        self._to_tell = False
 
     def _run_commands(self) -> None:
         while self._commands:

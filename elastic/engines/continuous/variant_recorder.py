@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,15 @@ from elastic.runtime.runtime import Runtime
 class VariantRecorder(Hook):
     """A pre-hook of the model, behind those of `wrap`: notes the variants of the layers at each forward pass."""
 
-    def __init__(self, runtime: Runtime, thread: Callable[[], threading.Thread | None]) -> None:
-        """`thread` returns the one whose forward passes count."""
+    def __init__(self, runtime: Runtime, counts: Callable[[], bool]) -> None:
+        """`counts` says whether forward passes of the present thread are the engine's."""
         self.forms: dict[tuple[str, ...], int] = {}
         """The layers' variants -> a number, in the order in which they came."""
         self.current = 0
         self._runtime = runtime
-        self._thread = thread
+        self._counts = counts
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         # the pass is behind the gate: no layer changes until it has ended
-        if threading.current_thread() is self._thread():
+        if self._counts():
             self.current = self.forms.setdefault(self._runtime.form(), len(self.forms))

@@ -89,14 +89,22 @@ class BlockManager:
         Raises `CapacityError` where one never fits, `Overloaded` where it does not while the limit is as it is.
         """
         with self.memory.lock:
-            new = [sequence for sequence in sequences if sequence not in self._tables]
-            if not new:
-                return
-            self.memory.require_possible(self._sectors_for(tokens), f"a request of {tokens} tokens")
-            for sequence in new:
-                self._tables[sequence] = self._new_table(tokens)
-                self._waiting[sequence] = tokens
+            if any(sequence not in self._tables for sequence in sequences):
+                self.require_possible(tokens)
+                self.announce(sequences, tokens)
+
+    def announce(self, sequences: Sequence[str], tokens: int) -> None:
+        """Do the same for sequences that may not fit now."""
+        with self.memory.lock:
+            for sequence in sequences:
+                if sequence not in self._tables:
+                    self._tables[sequence] = self._new_table(tokens)
+                    self._waiting[sequence] = tokens
             self._promised = None
+
+    def require_possible(self, tokens: int) -> None:
+        """Raise `CapacityError` where a sequence never fits, `Overloaded` where it does not while the limit is so."""
+        self.memory.require_possible(self._sectors_for(tokens), f"a request of {tokens} tokens")
 
     def forget(self, sequence: str) -> None:
         """End a sequence: its blocks are free, or kept for reuse. Unknown: nothing happens."""
@@ -194,8 +202,7 @@ class BlockManager:
         Raises `CapacityError` where it never fits, `Overloaded` where it does not now; nothing has changed then.
         """
         with self.memory.lock:
-            what = f"a request of {most_tokens} tokens"
-            self.memory.require_possible(self._sectors_for(most_tokens), what)
+            self.require_possible(most_tokens)
             table = self._new_table(most_tokens)
             cached = self._begin(table, tokens)
             if like is not None and self.shares and alike * self.block_tokens > cached:
@@ -203,7 +210,8 @@ class BlockManager:
             if not self._extend(table, max(cached, computed), growing=False):
                 self._release(table)
                 raise Overloaded(
-                    f"there are no blocks for {computed} tokens of {what} now", retry_after_s=RETRY_AFTER_S
+                    f"there are no blocks for {computed} tokens of a request of {most_tokens} tokens now",
+                    retry_after_s=RETRY_AFTER_S,
                 )
             return table, cached
 

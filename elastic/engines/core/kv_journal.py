@@ -45,6 +45,12 @@ class KVJournal:
         self._ended.append(sequence)
         self._tables.append(table)
 
+    def stop(self, sequences: Iterable[str]) -> None:
+        """Tell that the memory of these sequences, all that live, is not to be relied on any more."""
+        self._sequences.clear()
+        self._ended.extend(sequences)
+        self.tell(always=True)
+
     def tell(self, *, always: bool) -> None:
         """Tell what has changed, if anything has, or `always`; then have what ended be free."""
         if not (always or self._sequences or self._ended):

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from itertools import chain
 
-from elastic.engines.base import FinishReason, SampledToken
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import SequenceKV
-from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
+from elastic.engines.core.step_budget import StepBudget, TokenBudget
+from elastic.planning.pipeline import chunk_cost
 
 
-class Produced(NamedTuple):
-    """A token that a step brought."""
-
-    sequence: Sequence
-    sampled: SampledToken
-    finish: FinishReason | None
-    """Why it is the last one of its sequence, which has ended then. "failed": there is no token, but an error."""
-
-
-class _Cohort:
+class Cohort:
     """Live sequences of which one step at a time is in flight."""
 
     __slots__ = ("decoding", "in_flight", "number", "prefilling", "refused")
@@ -45,8 +37,8 @@ class Scheduler:
     """A state machine without threads; its clock says seconds.
 
     Sequences that decode come first, then those whose prompt is being computed, in chunks that fill the step up to
-    `max_batch_tokens`, then new ones, while at most `max_requests` live. Where one finds no room, new ones wait: they
-    would only take the room of those that live, and of those before them.
+    its `budget`, then new ones, while at most `max_requests` live. Where one finds no room, new ones wait: they would
+    only take the room of those that live, and of those before them.
     """
 
     def __init__(
@@ -59,6 +51,8 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.blocks = blocks
+        self.budget: StepBudget = TokenBudget(max_batch_tokens)
+        """How many tokens a step may have."""
         self.sequences: dict[str, Sequence] = {}
         """All that have not ended."""
         self.held: dict[str, Sequence] = {}
@@ -70,14 +64,14 @@ class Scheduler:
         self.short_of_kv_s = 0.0
         """A clock that stands still while every sequence that could be computed has the blocks it asks for: by how
         much it went on is how long one that waited meanwhile has waited for blocks, not for its turn."""
-        self._max_requests, self._max_batch_tokens = max_requests, max_batch_tokens
+        self._max_requests = max_requests
         self._clock = clock
         self._last_s = clock()
-        self._cohorts = [_Cohort(number) for number in range(cohorts)]
+        self._cohorts = [Cohort(number) for number in range(cohorts)]
         self._waiting: deque[Sequence] = deque()  # some may have ended
         self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
         self._followers: dict[Sequence, list[Sequence]] = {}  # they wait for the prompt's blocks of the key
-        self._steps: dict[int, tuple[_Cohort, list[Sequence]]] = {}  # in flight, by number
+        self._steps: dict[int, tuple[Cohort, list[Sequence]]] = {}  # in flight, by number
         self._next_step = 0
         self._removed: list[str] = []
         self._ending: dict[str, Sequence] = {}  # those that have ended, of which a step is in flight
@@ -164,8 +158,7 @@ class Scheduler:
 
     def update(self, step: Step, result: StepResult) -> list[Produced]:
         """Note what came of a step; return its tokens, in order. Sequences that ended meanwhile bring none."""
-        cohort, sequences = self._steps.pop(step.number)
-        cohort.in_flight = False
+        cohort, sequences = self._close_step(step)
         produced: list[Produced] = []
         sampled = iter(result.sampled)
         size = self.blocks.block_tokens
@@ -205,8 +198,7 @@ class Scheduler:
 
     def fail(self, step: Step) -> list[Sequence]:
         """End the sequences of a step that failed; return those that had not ended meanwhile."""
-        cohort, sequences = self._steps.pop(step.number)
-        cohort.in_flight = False
+        _, sequences = self._close_step(step)
         failed = [sequence for sequence in sequences if not sequence.ended]
         for sequence in sequences:
             sequence.in_flight = 0
@@ -224,7 +216,13 @@ class Scheduler:
 
     # -- inside
 
-    def _step_of(self, cohort: _Cohort, now: float) -> Step | None:
+    def _close_step(self, step: Step) -> tuple[Cohort, list[Sequence]]:
+        """Have a step be in flight no more; return whose it was."""
+        cohort, sequences = self._steps.pop(step.number)
+        cohort.in_flight = False
+        return cohort, sequences
+
+    def _step_of(self, cohort: Cohort, now: float) -> Step | None:
         cohort.refused = False
         chunks: list[Chunk] = []
         sequences: list[Sequence] = []
@@ -290,12 +288,12 @@ class Scheduler:
             self.journal.note(sequence.kv())
             sequence.noted = tuple(map(len, sequence.table.blocks))
 
-    def _add_live(self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence], added: list[Sequence]) -> int:
+    def _add_live(self, cohort: Cohort, chunks: list[Chunk], sequences: list[Sequence], added: list[Sequence]) -> int:
         """Append the chunks of live sequences; return how many tokens the step has room for besides.
 
         Those that the executor does not know yet are `added`.
         """
-        budget = self._max_batch_tokens
+        budget = self.budget.tokens((sequence.computed for sequence in cohort.decoding), self._queue_of(cohort))
         no_blocks = self.blocks.no_blocks
         for sequence in (*cohort.decoding, *cohort.prefilling):
             if not budget:
@@ -320,9 +318,13 @@ class Scheduler:
             budget -= stop - start
         return budget
 
-    def _add_new(
-        self, cohort: _Cohort, chunks: list[Chunk], sequences: list[Sequence], budget: int, now: float
-    ) -> None:
+    def _queue_of(self, cohort: Cohort) -> Iterator[chunk_cost.Chunk]:
+        """Give what is left of the prompts that a cohort may compute, in order."""
+        for sequence in chain(cohort.prefilling, self._waiting):
+            if not sequence.ended:
+                yield chunk_cost.Chunk(sequence.id, sequence.computed, len(sequence.tokens) - sequence.computed)
+
+    def _add_new(self, cohort: Cohort, chunks: list[Chunk], sequences: list[Sequence], budget: int, now: float) -> None:
         """Append the first chunks of sequences that wait, in order, while there is room for the first of them."""
         live = sum(map(len, self._cohorts))
         share = -(-len(self.sequences) // len(self._cohorts))  # so that cohorts have as many sequences each

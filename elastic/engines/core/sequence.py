@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.engines.base import FinishReason, Request, TokenLogprobs
+from typing import NamedTuple
+
+from elastic.engines.base import FinishReason, Request, SampledToken, TokenLogprobs
 from elastic.engines.core.block_manager import BlockTable
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.step import SequenceState
@@ -46,6 +48,13 @@ class Sequence:
         if state.request.prompt_logprobs is not None and state.index == 0 and not state.generated:
             self.prompt_logprobs = []
 
+    def restart(self, table: BlockTable) -> None:
+        """Have nothing of it be computed, and its executor not know it."""
+        self.table, self.computed, self.in_flight = table, 0, 0
+        self.cohort, self.known, self.noted = None, False, None
+        if self.prompt_logprobs is not None and len(self.tokens) == len(self.request.prompt):
+            self.prompt_logprobs = []  # else they were told
+
     def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return why it is the last one, if it is."""
         self.tokens.append(token)
@@ -67,3 +76,12 @@ class Sequence:
         """Return where its keys and values are, as far as no step is about to write them."""
         computed = self.computed - self.in_flight
         return SequenceKV(self.id, computed, tuple(map(tuple, self.table.blocks)), computed >= len(self.tokens) - 1)
+
+
+class Produced(NamedTuple):
+    """A token that a step brought."""
+
+    sequence: Sequence
+    sampled: SampledToken
+    finish: FinishReason | None
+    """Why it is the last one of its sequence, which has ended then. "failed": there is no token, but an error."""

@@ -15,16 +15,16 @@ from elastic.engines.executor.attention_metadata import AttentionMetadata, Metad
 from elastic.engines.executor.block_layout import BlockLayout
 from elastic.engines.executor.input_batch import BatchTokens, BlockTable, Ints
 from elastic.engines.executor.layer_groups import LayerGroup
-from elastic.kvcache.storage.paged import BlockMemory
+from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.copy_engine import to_device
 
 
 class PagedCache:
-    """The address space of a model's layers. Only blocks that were allocated may be touched."""
+    """The address space of those of a model's layers whose KV is here. Only mapped blocks may be touched."""
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: SectorSpace,
         groups: Sequence[LayerGroup],
         tables: Sequence[BlockTable],
         layout: BlockLayout,
@@ -35,19 +35,27 @@ class PagedCache:
         self.builders = [MetadataBuilder(layout, table, self.device, dtype) for table in tables]
         self.layers: dict[int, tuple[int, torch.Tensor]] = {}
         """Layer -> its group, its elements."""
-        for index, (group, ranges) in enumerate(zip(groups, memory.groups, strict=True)):
-            elements = memory.sectors * memory.blocks_per_sector(index) * layout.shape.elements
-            for layer in group.layers:
-                self.layers[layer] = index, ranges.view(layer, dtype)[:elements]
-        self._groups = groups
+        assert [group.layers for group in groups] == [ranges.group.layers for ranges in memory.groups]
+        self._memory = memory
+        self._dtype = dtype
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show the layers that are here now, and no others: layers have come or gone. No step is in flight."""
+        memory, layers = self._memory, {}
+        for index, ranges in enumerate(memory.groups):
+            elements = memory.sectors * memory.blocks_per_sector(index) * self.layout.shape.elements
+            for layer in ranges.layers:
+                layers[layer] = index, ranges.view(layer, self._dtype)[:elements]
+        self.layers = layers
 
     def clear(self, group: int, blocks: Ints) -> None:
-        """Fill blocks [count] with zeros in every layer of a group.
+        """Fill blocks [count] with zeros in every layer of a group that is here.
 
         Slots that nobody wrote weigh 0, and 0 times NaN, which bytes of an earlier owner may be, is NaN.
         """
         index = torch.from_numpy(blocks).to(self.device)
-        for layer in self._groups[group].layers:
+        for layer in self._memory.groups[group].layers:
             self.layout.clear(self.layers[layer][1], index)
 
     def close(self) -> None:
@@ -76,6 +84,11 @@ class RequestSlice:
         if (start, stop) not in self._parts:
             self._parts[start, stop] = RequestSlice(self._cache, self._batch.part(start, stop))
         return self._parts[start, stop]
+
+    def prepare(self) -> None:
+        """Make what all layers need of the batch, for steps that may go on while tables change."""
+        for group in {group for group, _ in self._cache.layers.values()}:
+            self.metadata(group)
 
     def metadata(self, group: int) -> AttentionMetadata:
         """Make what the layers of a group need of the batch."""

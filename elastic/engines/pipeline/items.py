@@ -7,12 +7,28 @@ waits for another at it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import Chunk
 from elastic.engines.pipeline.path import LayerPath
+
+
+class LogConnection(Protocol):
+    """One end of a log; `cluster.control.connection.Connection` is one. Messages come whole, once and in order."""
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises `StateError` after either end was closed."""
+
+    def receive(self) -> Any:
+        """Wait for the next message. Raises `EOFError` after an end, when all that was sent before has been received.
+
+        Raises `StateError` for what is no message.
+        """
+
+    def close(self) -> None:
+        """End it for both; whoever waits in `receive` returns. Can be called twice."""
 
 
 class SectorRef(NamedTuple):
@@ -68,10 +84,18 @@ class FlipItem:
 
 @dataclass(frozen=True)
 class ForgetItem:
-    """Forget sequences, and unmap sectors, when no step may come soon."""
+    """Forget sequences, and map and unmap sectors, when no step may come soon."""
 
-    removed: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    mapped: tuple[SectorRef, ...] = ()
     unmapped: tuple[SectorRef, ...] = ()
+
+
+@dataclass(frozen=True)
+class AskItem:
+    """Say where the keys and values of layers lie, as of now: the rank answers `LayersKV`, or `Refused`."""
+
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,5 +119,21 @@ class Failed:
     error: str
 
 
-LogItem = StepItem | CopyItem | FlipItem | ForgetItem | EndItem
-LogAnswer = Copied | Failed
+@dataclass(frozen=True)
+class Refused:
+    """Rank to home: why a question has no answer."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The state of a home's memory and of its logs when layers begin to change their rank."""
+
+    mapped: tuple[SectorRef, ...] = field(repr=False)
+    positions: dict[str, int] = field(default_factory=dict, hash=False)
+    """Rank -> the items that were sent to it by then."""
+
+
+LogItem = StepItem | CopyItem | FlipItem | ForgetItem | AskItem | EndItem
+LogAnswer = Copied | Failed | LayersKV | Refused

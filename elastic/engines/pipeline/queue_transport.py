@@ -22,9 +22,13 @@ class QueueExchange:
         self.forgotten: set[tuple[str, str, int]] = set()
         """Home, receiver, step."""
         self.gone: set[str] = set()
+        self.closed: set[tuple[str, str]] = set()
+        """Home, rank: ends that were closed."""
 
     def transport(self, rank: str, home: str) -> QueueTransport:
-        """Return a rank's end for the instance of a home."""
+        """Return a rank's end for the instance of a home, a new one."""
+        with self.changed:
+            self.closed.discard((home, rank))
         return QueueTransport(self, rank, home)
 
     def lost(self, rank: str) -> None:
@@ -49,7 +53,7 @@ class QueueTransport:
         """Wait for hidden states; see `Transport`. Raises `StateError` for others than are expected."""
         exchange, box = self._exchange, (self._home, frm, self._rank, key)
         with exchange.changed:
-            exchange.changed.wait_for(lambda: box in exchange.boxes or self._closed or frm in exchange.gone)
+            exchange.changed.wait_for(lambda: box in exchange.boxes or self._closed or self._has_gone(frm))
             if self._closed or box not in exchange.boxes:
                 self._require(frm)
             hidden = exchange.boxes.pop(box)
@@ -75,7 +79,10 @@ class QueueTransport:
     def close(self) -> None:
         """End it; see `Transport`."""
         with self._exchange.changed:
+            if self._closed:
+                return
             self._closed = True
+            self._exchange.closed.add((self._home, self._rank))
             self._drop(None)
             self._exchange.changed.notify_all()
 
@@ -96,5 +103,8 @@ class QueueTransport:
     def _require(self, rank: str) -> None:
         if self._closed:
             raise RankLost(f"the transport of {self._home!r} at {self._rank!r} was closed", rank=rank)
-        if rank in self._exchange.gone:
+        if self._has_gone(rank):
             raise RankLost(f"rank {rank!r} was lost", rank=rank)
+
+    def _has_gone(self, rank: str) -> bool:
+        return rank in self._exchange.gone or (self._home, rank) in self._exchange.closed

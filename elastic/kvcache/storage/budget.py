@@ -28,7 +28,7 @@ class WeightsShare:
             if shortfall > 0 and kv.reclaimer.trim_live() < shortfall:
                 return False
             kv.limits = kv.limits.with_maximum(kv.limits.maximum - pages)
-            kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.limits.open))  # what it frees is for the weights
+            kv.reclaimer.tidy(lambda: kv.reclaimer.fit_mapped(kv.unreserved))  # what it frees is for the weights
             return True
 
     def shortfall(self, pages: int) -> int:
@@ -36,8 +36,7 @@ class WeightsShare:
         kv = self._kv
         with kv.lock:
             kv.retire_ended()
-            promised = sum(sectors.promised_pages for sectors in kv.usage.sectors)
-            return max(0, kv.usage.used + promised + pages - kv.limits.maximum)
+            return max(0, kv.usage.used + kv.usage.promised() + pages - kv.limits.maximum)
 
     def record_resident(self, pages: int) -> None:
         """Note that weights of so many pages have come to stay, or gone for good (below zero)."""
@@ -57,4 +56,4 @@ class WeightsShare:
         with kv.lock:
             shrinks = kv.limits.shrinks + (pages > kv.limits.held_back)
             kv.limits = replace(kv.limits, held_back=pages, shrinks=shrinks)
-            kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.limits.open))
+            kv.reclaimer.tidy(lambda: kv.reclaimer.fit(kv.unreserved))

@@ -1,87 +1,28 @@
-"""KV cache in blocks, for engines that batch many requests: one range of address space per layer, mapped by sectors.
-
-A block holds some tokens of one request, in each layer of a group (all layers of one kind of attention). Sectors are
-what pages come and go in: as many blocks as make whole pages in every layer. All groups have sectors of the same size,
-so a sector that one no longer needs another may have (docs/design.md).
-"""
+"""KV cache in blocks, for engines that batch many requests: the sectors of one engine, which come and go by need."""
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
-from elastic.errors import IntegrityError, Overloaded
+from elastic.errors import ConfigError, IntegrityError, Overloaded
 from elastic.kvcache.storage.pool import OWNER, KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup, Sector, SectorSpace, sector_layer_pages
 from elastic.memory.backends.streams import finish_queued_work
-from elastic.memory.virtual_range import VirtualRange, map_all, unmap_all
 
 RETRY_AFTER_S = 5.0
 """For a request that the limit has no room for: somebody lowered it, and may raise it again."""
 
 
-@dataclass(frozen=True)
-class BlockGroup:
-    """Layers whose caches grow together."""
-
-    layers: tuple[int, ...]
-    block_bytes: int
-    """Of one block in one layer: keys and values."""
-
-
-class GroupRanges:
-    """The memory of one group: in each layer the same sectors are mapped."""
-
-    def __init__(self, kv: KVPool, group: BlockGroup, sectors: int, layer_pages: int) -> None:
-        self.group = group
-        self.layer_pages = layer_pages
-        self.mapped: dict[int, None] = {}  # sector ids, as a set in order
-        readable = kv.device.type == "cpu"  # so that printing a tensor over it does not crash
-        self.ranges = [VirtualRange(kv.pool, sectors * layer_pages, readable_gaps=readable) for _ in group.layers]
-        nbytes = sectors * layer_pages * kv.pool.page_bytes
-        self._storages = [layer_range.storage(0, nbytes, lambda: None) for layer_range in self.ranges]
-
-    def view(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """View all address space of a layer as [elements] of `dtype`. Only mapped sectors may be written."""
-        return self._storages[self.group.layers.index(layer)].tensor(dtype)
-
-    def map(self, sector: int, pages: Sequence[int]) -> None:
-        """Map a sector in every layer, or in none. Raises `CapacityError`."""
-        count = self.layer_pages
-        map_all(
-            (layer_range, sector * count, pages[i * count : (i + 1) * count])
-            for i, layer_range in enumerate(self.ranges)
-        )
-        self.mapped[sector] = None
-
-    def unmap(self, sector: int) -> list[int]:
-        """Take a sector out of every layer, or of none; return its pages."""
-        pages = unmap_all((layer_range, sector * self.layer_pages, self.layer_pages) for layer_range in self.ranges)
-        del self.mapped[sector]
-        return pages
-
-    def pages_of(self, sector: int) -> tuple[int, ...]:
-        """Return the pages of a mapped sector, those of the first layer first."""
-        slots = range(sector * self.layer_pages, (sector + 1) * self.layer_pages)
-        return tuple(layer_range.slots[slot] for layer_range in self.ranges for slot in slots)
-
-    def close(self) -> None:
-        """Give everything back."""
-        for storage in self._storages:
-            storage.drop()
-        for layer_range in self.ranges:
-            layer_range.close()
-        self.mapped.clear()
-
-
-class BlockMemory:
+class BlockMemory(SectorSpace):
     """Sectors of one engine on one place. Guarded by the lock of its KV pool, `lock`.
 
     Its owner answers under the lock. `promised`: how many more sectors live requests must get, one after another, for
     all to end; `reusable`: how many allocated ones hold only blocks kept for reuse; `give_up_reusable` frees them.
+
+    It begins with all layers here. There are addresses for as many sectors as the budget has room for in a single
+    layer. Where groups have sectors of several sizes, as they can once a layer has left, counts of sectors that could
+    be had are too low rather than too high.
     """
 
     def __init__(
@@ -93,39 +34,46 @@ class BlockMemory:
         reusable: Callable[[], int] = lambda: 0,
         give_up_reusable: Callable[[int], object] = lambda sectors: None,
     ) -> None:
-        self.kv = kv
-        self.lock = kv.lock
+        super().__init__(kv, groups, kv.pool.budget_pages // min(sector_layer_pages(groups, kv.pool.page_bytes)))
         self.promised = promised
+        self.cap: int | None = None
+        """The most sectors that new requests may bring: other places that have layers keep pages for these."""
+        self._live_cap: int | None = None  # for requests that live: of before, until the present one is reached
+        self.keep_sectors = False
+        """Set while layers are copied: no sector is given back, whoever needs pages."""
         self._reusable = reusable
         self._give_up_reusable = give_up_reusable
-        page_bytes = kv.pool.page_bytes
-        # the fewest pages that hold whole blocks, and whole pages, in every layer of every group
-        group_bytes = (len(group.layers) * math.lcm(group.block_bytes, page_bytes) for group in groups)
-        self.sector_pages = math.lcm(*group_bytes) // page_bytes
-        self.sector_bytes = self.sector_pages * page_bytes
-        self.sectors = kv.pool.budget_pages // self.sector_pages
-        self.groups = [GroupRanges(kv, g, self.sectors, self.sector_pages // len(g.layers)) for g in groups]
+        for group in self.groups:
+            group.set_layers(group.group.layers)
         self._absent = list(range(self.sectors))  # heap: low ids first
         self.log: list[tuple[int, int, tuple[int, ...]]] | None = None
         """If somebody wants to know: the sectors that were mapped, as (group, sector, pages), in order."""
         self._idle: list[dict[int, None]] = [{} for _ in groups]
+        self._changes: tuple[dict[Sector, None], dict[Sector, None]] = {}, {}  # mapped and unmapped, as sets in order
         kv.join(self)
+
+    # -- what there is
+
+    @property
+    def sectors_in_use(self) -> int:
+        """Sectors that live requests need."""
+        return self.mapped_count - self._idle_sectors - self._reusable()
 
     @property
     def used_sectors(self) -> int:
-        """Sectors that live requests need."""
-        mapped = sum(len(group.mapped) for group in self.groups)
-        return mapped - self.idle_pages // self.sector_pages
+        """The same, counted in sectors of the largest size."""
+        return self.used_pages // self.sector_pages if self.sector_pages else self.sectors_in_use
 
     @property
     def used_pages(self) -> int:
         """Pages in sectors that live requests need."""
-        return self.used_sectors * self.sector_pages
+        return self.mapped_pages - self.idle_pages
 
     @property
     def idle_pages(self) -> int:
         """Pages mapped in sectors that no live request needs."""
-        return (sum(map(len, self._idle)) + self._reusable()) * self.sector_pages
+        idle = sum(len(idle) * g.sector_pages for g, idle in zip(self.groups, self._idle, strict=True))
+        return idle + self._reusable() * min(group.sector_pages for group in self.groups)
 
     @property
     def promised_pages(self) -> int:
@@ -135,24 +83,26 @@ class BlockMemory:
     @property
     def reusable_limit(self) -> int:
         """Sectors that may stay mapped for reuse alone while memory is free: those of the pool's watermark."""
-        return int(self.kv.limits.open * self.kv.reclaimer.idle_share) // self.sector_pages
+        return self._sectors_of(int(self.kv.limits.open * self.kv.reclaimer.idle_share))
 
-    def blocks_per_sector(self, group: int) -> int:
-        """Count the blocks that a sector has in each layer of a group."""
-        ranges = self.groups[group]
-        return ranges.layer_pages * self.kv.pool.page_bytes // ranges.group.block_bytes
+    @property
+    def capacity(self) -> int:
+        """Sectors that requests could have at the limit that is in force, with none there."""
+        return _least(self._sectors_of(max(0, self.kv.limits.open - self.kv.usage.of_others(self))), self.cap)
 
     def room(self, *, growing: bool) -> int:
         """Count the sectors that could be allocated now: for requests that live (`growing`), or for new ones."""
-        return self.kv.available(growing=growing) // self.sector_pages
+        free = self._sectors_of(self.kv.available(growing=growing, asker=self))
+        most = _least(self.sectors, self._live_cap if growing else self.cap)
+        return max(0, min(free, most - self.sectors_in_use))
 
     def require_possible(self, sectors: int, what: str) -> None:
-        """Raise `CapacityError` if so many are never to be had, `Overloaded` if not while the limit is as it is.
+        """Raise `CapacityError` if so many are never to be had, `Overloaded` if not while the limits are as they are.
 
         `what` needs them, for the message.
         """
         pool, limits, needed = self.kv.pool, self.kv.limits, sectors * self.sector_pages
-        if needed > limits.maximum:
+        if needed > limits.maximum or sectors > self.sectors:
             message = f"{what} never fits the KV cache on {pool.name}; shorten it, or give the place a larger budget"
             raise pool.shortage(message, needed, free=limits.maximum, total=limits.maximum)
         if needed > limits.limit:
@@ -162,14 +112,28 @@ class BlockMemory:
                 f'{limits.limit * size:,} now: raise it, kv.resize("max") to all there is, or shorten the request',
                 retry_after_s=RETRY_AFTER_S,
             )
+        if sectors > _least(sectors, self.cap):
+            raise Overloaded(
+                f"{what} needs {sectors} sectors of KV cache, and other places that compute layers of it have room for "
+                f"{self.cap}: try again once they have more, or shorten the request",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    # -- sectors
 
     def allocate(self, group: int) -> int:
         """Map a sector in all layers of a group. Raises `CapacityError`, and nothing has changed."""
         with self.lock:
+            most = _least(self.sectors, self._live_cap)
+            if not self._idle[group]:
+                self._unmap_above(most - 1)
             if self._idle[group]:
                 return self._idle[group].popitem()[0]
-            self.kv.make_way(self.sector_pages)
-            pages = self.kv.pool.allocate(OWNER, self.sector_pages)
+            size = self.groups[group].sector_pages
+            if self.mapped_count >= most:
+                raise self.kv.pool.shortage(f"all {most} sectors that there may be are in use", size, free=0)
+            self.kv.make_way(size)
+            pages = self.kv.pool.allocate(OWNER, size)
             sector = heapq.heappop(self._absent)
             try:
                 self.groups[group].map(sector, pages)
@@ -177,6 +141,7 @@ class BlockMemory:
                 heapq.heappush(self._absent, sector)
                 self.kv.pool.free(pages)
                 raise
+            self._note((group, sector), mapped=True)
             if self.log is not None:
                 self.log.append((group, sector, tuple(pages)))
             return sector
@@ -185,32 +150,110 @@ class BlockMemory:
         """Have a sector be idle: it stays mapped for the next use until its pages are needed elsewhere."""
         with self.lock:
             self._idle[group][sector] = None
+            if self.cap is not None:
+                self.kv.reclaimer.tidy(lambda: self._unmap_idle_above(_least(self.sectors, self.cap)))
 
     def trim(self, pages: int) -> int:
         """Give idle sectors back until `pages` pages came free; return how many did."""
         with self.lock:
-            self._give_up_reusable(-(-pages // self.sector_pages) - sum(map(len, self._idle)))
+            smallest = min((group.sector_pages for group in self.groups if group.sector_pages), default=0)
+            if not smallest or self.keep_sectors:
+                return 0
+            self._give_up_reusable(-(-pages // smallest) - self._idle_sectors)
             finish_queued_work(self.kv.device)  # no kernel may still read what is unmapped (law 6)
             freed = 0
-            for group, idle in zip(self.groups, self._idle, strict=True):
-                while idle and freed < pages:
-                    sector = next(iter(idle))
-                    self.kv.pool.free(group.unmap(sector))
-                    del idle[sector]
-                    heapq.heappush(self._absent, sector)
-                    freed += self.sector_pages
+            for group, idle in enumerate(self._idle):
+                while idle and freed < pages and self.groups[group].sector_pages:
+                    freed += self._unmap(group, next(iter(idle)))
             return freed
+
+    def changes(self) -> tuple[tuple[Sector, ...], tuple[Sector, ...]]:
+        """Return the sectors (group, sector) that were mapped and unmapped since this was asked before.
+
+        It is what remains: whoever unmaps the latter, then maps the former, has mapped what is mapped here. Asked for
+        the first time, it is all that is mapped.
+        """
+        with self.lock:
+            mapped, unmapped = (tuple(changed) for changed in self._changes)
+            self._changes = {}, {}
+            return mapped, unmapped
+
+    # -- the cap
+
+    def set_cap(self, sectors: int | None) -> None:
+        """Have so many sectors at the most. Idle ones above it are given back now, or when they come to be idle.
+
+        A lower one binds new requests. Those that live may get all that they were promised, up to the cap of before;
+        `reached_cap` says when none needs more than this one, and from then on there are never more sectors.
+        """
+        if sectors is not None and sectors < 0:
+            raise ConfigError(f"sectors={sectors} must be at least 0, or None for no cap")
+        with self.lock:
+            self.cap = sectors
+            if sectors is None or (self._live_cap is not None and sectors > self._live_cap):
+                self._live_cap = sectors
+            self.reached_cap()
+            self.kv.pool.notify()
+
+    def reached_cap(self) -> bool:
+        """Return whether there are no more sectors than the cap allows, nor will be for what was promised."""
+        with self.lock:
+            if self.cap is not None and self.cap != self._live_cap:
+                self._unmap_above(self.cap)
+                if max(self.mapped_count, self.sectors_in_use + self.promised()) <= self.cap:
+                    self._live_cap = self.cap
+            return self.cap == self._live_cap
+
+    # -- layers
+
+    def remove_layers(self, layers: Iterable[int]) -> int:
+        """Have the KV of layers be here no more: what is in it is lost. Return the pages that came free.
+
+        No step that computes them is in flight, and no tensor over them is used again. Raises `StateError` for one
+        that is not here.
+        """
+        with self.lock:
+            chosen = self._require(layers, here=True)
+            finish_queued_work(self.kv.device)
+            pages = self._take_out(chosen)
+            self.kv.pool.free(pages)
+            self.kv.note_free()
+            return len(pages)
+
+    def add_layers(self, layers: Iterable[int]) -> None:
+        """Have the KV of layers be here, with all sectors mapped in them; nothing is said of what is in these.
+
+        Where none is mapped they always can. Else raises `CapacityError` where there is no room for the sectors that
+        live requests have or were promised, `StateError` for a layer that is here: nothing has changed then, but for
+        idle sectors.
+        """
+        with self.lock:
+            chosen = self._require(layers, here=False)
+            self._give_idle_back_for(chosen)
+            if self.mapped_count and (lacking := self._lacking_for(chosen)) > 0:
+                raise self.kv.pool.shortage(
+                    f"the KV cache on {self.kv.pool.name} has no room for layers {sorted(chosen)}; let requests "
+                    f"end, or free {lacking} pages",
+                    self._needed_for(chosen),
+                    self._needed_for(chosen) - lacking,
+                )
+            self.kv.make_way(self._growth_with(chosen))
+            pages = self.kv.pool.allocate(OWNER, self._growth_with(chosen))
+            surplus = pages[self._growth_with(chosen) :]  # of sectors that were given back for them
+            try:
+                self._put_in(chosen, pages[: len(pages) - len(surplus)])
+            except BaseException:
+                self.kv.pool.free(pages)
+                raise
+            self.kv.pool.free(surplus)
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
+        super().check()
         mapped = [sector for group in self.groups for sector in group.mapped]
         if sorted([*mapped, *self._absent]) != list(range(self.sectors)):
             raise IntegrityError(f"sectors {sorted(mapped)} are mapped, {sorted(self._absent)} absent")
         for group, idle in zip(self.groups, self._idle, strict=True):
-            for layer_range in group.ranges:
-                shown = len(layer_range.slots)
-                if shown != len(group.mapped) * group.layer_pages:
-                    raise IntegrityError(f"a layer shows {shown} pages of {len(group.mapped)} sectors")
             if not idle.keys() <= group.mapped.keys():
                 raise IntegrityError(f"sectors {sorted(idle)} are idle, {sorted(group.mapped)} mapped")
 
@@ -218,7 +261,72 @@ class BlockMemory:
         """Give everything back; what is in it is lost. Can be called twice."""
         with self.lock:
             finish_queued_work(self.kv.device)
-            for group, idle in zip(self.groups, self._idle, strict=True):
-                group.close()
+            self._close_groups()
+            for idle in self._idle:
                 idle.clear()
             self.kv.leave(self)
+
+    # -- inside, under the lock
+
+    @property
+    def _idle_sectors(self) -> int:
+        return sum(map(len, self._idle))
+
+    def _sectors_of(self, pages: int) -> int:
+        """Count the sectors that pages are enough for, of whichever group."""
+        return min(self.sectors, pages // self.sector_pages) if self.sector_pages else self.sectors
+
+    def _unmap_above(self, most: int) -> None:
+        """Give sectors back until no more than `most` are mapped, as far as no live request needs them."""
+        excess = self.mapped_count - most
+        if excess > 0:
+            self._give_up_reusable(excess - self._idle_sectors)
+            self._unmap_idle_above(most)
+
+    def _unmap_idle_above(self, most: int) -> None:
+        """Give idle sectors back until no more than `most` are mapped, as far as there are some."""
+        excess = self.mapped_count - most
+        if excess > 0 and self._idle_sectors and not self.keep_sectors:
+            finish_queued_work(self.kv.device)
+            idle = [(group, sector) for group, idle in enumerate(self._idle) for sector in idle]
+            for group, sector in idle[:excess]:
+                self._unmap(group, sector)
+
+    def _unmap(self, group: int, sector: int) -> int:
+        """Give an idle sector back; return its pages."""
+        pages = self.groups[group].unmap(sector)
+        self.kv.pool.free(pages)
+        del self._idle[group][sector]
+        heapq.heappush(self._absent, sector)
+        self._note((group, sector), mapped=False)
+        return len(pages)
+
+    def _note(self, sector: Sector, *, mapped: bool) -> None:
+        """Note a change, unless it undoes one that nobody has asked for yet."""
+        same, opposite = self._changes if mapped else reversed(self._changes)
+        if sector in opposite:
+            del opposite[sector]
+        else:
+            same[sector] = None
+
+    def _give_idle_back_for(self, layers: frozenset[int]) -> None:
+        """Give idle sectors back as far as they stand in the way of layers that come, then those of others."""
+        before = -1
+        while (lacking := self._lacking_for(layers)) > 0 and self.mapped_count != before:
+            before = self.mapped_count
+            self._unmap_above(before - -(-lacking // self._size_with(layers)))
+        self.kv.reclaimer.unmap_idle(lacking)
+
+    def _needed_for(self, layers: frozenset[int]) -> int:
+        """Count the pages that mapped sectors need in layers that come, and those promised in all."""
+        return self._growth_with(layers) + self.promised() * self._size_with(layers)
+
+    def _lacking_for(self, layers: frozenset[int]) -> int:
+        """Count the pages of these that are not to be had (below zero: so many more are)."""
+        kv = self.kv
+        unpromised = kv.limits.maximum - kv.usage.used - kv.usage.idle - kv.usage.promised(but=self)
+        return self._needed_for(layers) - min(unpromised, kv.pool.free_pages)
+
+
+def _least(sectors: int, cap: int | None) -> int:
+    return sectors if cap is None else min(sectors, cap)

@@ -60,11 +60,18 @@ class KVPool:
         """Called with a deferred shrink that is over. Under the lock: it may take none."""
         self.engine_usage: Callable[[], tuple[int, int]] | None = None
         """Bytes used and bytes of capacity, where an engine's scheduler in another process hands out what is mapped."""
+        self.reserved = 0
+        """Pages that nobody else gets, for sectors that another instance may map here (`Reservation`)."""
         self.closed = False
         self._deferred_limit: int | None = None  # at which a deferred shrink is over
         self.ended: deque[tuple[LayerStore, int]] = deque()
         """(store, the lease that ended; 0: its last view went): for `retire_ended`, and appended to without a lock."""
         pool.reclaimers.append(self.reclaim)
+
+    @property
+    def unreserved(self) -> int:
+        """The limit for new caches, less what is reserved: so much may be mapped besides."""
+        return max(0, self.limits.open - self.reserved)
 
     # -- what caches and engines do
 
@@ -79,7 +86,7 @@ class KVPool:
             self.retire_ended()
             if self.closed:
                 raise StateError("the model was unwrapped; build a new cache")
-            store = self.usage.adopt((keys, values), self.limits.open - self.usage.used)
+            store = self.usage.adopt((keys, values), self.unreserved - self.usage.used)
             if store is None:
                 new: LayerStore = LayerStore(self.pool, (keys, values), lambda: self._note_last_view(new))
                 self.usage.stores.append(new)
@@ -94,6 +101,7 @@ class KVPool:
         self.retire_ended()
         missing, used = sum(buffer.missing(start, stop) for buffer in store.buffers), self.usage.used
         limit = self.limits.maximum if self.limits.shrinks > store.limit_epoch else self.limits.open
+        limit -= self.reserved
         if used + missing > limit:
             used -= self.reclaimer.trim_live(but=store)
         if used + missing > limit:
@@ -107,16 +115,27 @@ class KVPool:
         """Give idle pages back where they and `pages` more would be above the limit."""
         with self.lock:
             needed = self.usage.used + pages
-            excess = needed + self.usage.idle - max(self.limits.open, needed)
+            excess = needed + self.usage.idle - max(self.unreserved, needed)
             if excess > 0:
                 self.reclaimer.unmap_idle(excess)
 
-    def available(self, *, growing: bool) -> int:
-        """Count the pages to be had beside those in use: for requests that live (`growing`), or for new ones."""
+    def available(self, *, growing: bool, asker: SectorUsage | None = None) -> int:
+        """Count the pages to be had beside those in use: for requests that live (`growing`), or for new ones.
+
+        What was promised is not to be had, but by the `asker` what was promised to it.
+        """
         with self.lock:
             self.retire_ended()
             limit = self.limits.maximum if growing else self.limits.open
-            return max(0, min(limit - self.usage.used, self.usage.idle + self.pool.free_pages))
+            unpromised = limit - self.usage.used - self.usage.promised(but=asker)
+            return max(0, min(unpromised, self.usage.idle + self.pool.free_pages))
+
+    def require_available(self, pages: int) -> None:
+        """Raise `CapacityError` where so many more cannot be promised to somebody."""
+        with self.lock:
+            free = self.available(growing=False)
+            if pages > free:
+                raise self._over_limit("the KV cache has no room to promise", pages, free, self.limits.open)
 
     def join(self, sectors: SectorUsage) -> None:
         """Count the sectors of an engine as part of this cache."""
@@ -145,11 +164,11 @@ class KVPool:
             self.limits = self.limits.with_limit(limit, revision)
             created = self.pool.backend.created
             try:
-                self.reclaimer.fit(self.limits.open)
+                self.reclaimer.fit(self.unreserved)
             except BaseException:
                 self.limits, self._deferred_limit = before
                 raise
-            self._deferred_limit = limit if self.usage.used > limit else None
+            self._deferred_limit = limit if self.usage.used + self.reserved > limit else None
             released = max(0, created - self.pool.backend.created)
             return self._result("applied" if self._deferred_limit is None else "deferred", released)
 
@@ -162,10 +181,11 @@ class KVPool:
                 return "stale", 0, 0
             used, idle, live = self.usage.used, self.usage.idle, self.usage.stores_in(StoreState.LIVE)
             spare = sum(store.spare() for store in live if not store.is_shown_outside())
-            unmapped = max(0, min(used + idle - limit, idle + spare))
-            kept_ready = self.reclaimer.ready_pages(limit, used + idle - unmapped)
+            unreserved = max(0, limit - self.reserved)
+            unmapped = max(0, min(used + idle - unreserved, idle + spare))
+            kept_ready = self.reclaimer.ready_pages(unreserved, used + idle - unmapped)
             released = max(0, self.pool.cached_pages + unmapped - kept_ready)
-            kept = max(0, used - spare)
+            kept = max(0, used + self.reserved - spare)
             return ("applied" if kept <= limit else "deferred"), released, max(0, kept - limit)
 
     def reclaim(self, pages: int) -> int:
@@ -198,8 +218,13 @@ class KVPool:
     def settle(self) -> None:
         """Fit what is mapped under the limit and end a deferred shrink: caches or sectors were given back."""
         with self.lock:
-            self.reclaimer.tidy(lambda: self.reclaimer.fit(self.limits.open))
-            if self._deferred_limit is not None and self.usage.used <= self._deferred_limit:
+            self.reclaimer.tidy(lambda: self.reclaimer.fit(self.unreserved))
+            self.note_free()
+
+    def note_free(self) -> None:
+        """End a deferred shrink if enough came free, and tell those who wait for pages."""
+        with self.lock:
+            if self._deferred_limit is not None and self.usage.used + self.reserved <= self._deferred_limit:
                 self._deferred_limit = None
                 self.on_settled(self._result("applied"))
             self.pool.notify()
@@ -210,7 +235,7 @@ class KVPool:
             self.retire_ended()
             size = self.pool.page_bytes
             used, idle = self.usage.used, self.usage.idle
-            capacity = min(self.limits.open, used + idle + self.pool.free_pages)
+            capacity = min(self.limits.open, used + idle + self.reserved + self.pool.free_pages)
             used_bytes, capacity_bytes = self.engine_usage() if self.engine_usage else (used * size, capacity * size)
             return KVStatus(
                 place=self.pool.name,
@@ -305,7 +330,7 @@ class KVPool:
             status=status,
             limit_bytes=self.limits.limit * size,
             used_bytes=used * size,
-            overage_bytes=max(0, used - self.limits.limit) * size,
+            overage_bytes=max(0, used + self.reserved - self.limits.limit) * size,
             released_bytes=released_pages * size,
             revision=self.limits.revision,
         )

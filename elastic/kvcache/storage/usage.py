@@ -49,6 +49,15 @@ class PoolUsage:
         """Pages kept for the next cache."""
         return self.pages_in(StoreState.IDLE) + sum(sectors.idle_pages for sectors in self.sectors)
 
+    def promised(self, *, but: SectorUsage | None = None) -> int:
+        """Pages that were promised in sectors, to all engines but one."""
+        return sum(sectors.promised_pages for sectors in self.sectors if sectors is not but)
+
+    def of_others(self, own: SectorUsage) -> int:
+        """Pages that other engines have or were promised in sectors."""
+        others = [sectors for sectors in self.sectors if sectors is not own]
+        return sum(sectors.used_pages + sectors.promised_pages for sectors in others)
+
     def stores_in(self, state: StoreState) -> list[LayerStore]:
         """List the stores in a state."""
         return [store for store in self.stores if store.state is state]

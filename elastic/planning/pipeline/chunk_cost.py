@@ -57,6 +57,12 @@ class ChunkCost:
         """Return the seconds of a batch; 0.0 for none. (Equation 3)"""
         return math.fsum(map(self, chunks)) - (len(chunks) - 1) * self.shared if chunks else 0.0
 
+    def tokens_within(self, chunk: Chunk, seconds: float) -> int:
+        """Return how many of a chunk's first tokens cost so much at the most, as a batch by themselves."""
+        linear = self.prefix * chunk.start + self.own + self.token
+        found = larger_root(self.own, linear, -(seconds - self.chunk)) if seconds > self.chunk else 0.0
+        return min(chunk.tokens, max(0, math.floor(found + 1e-9)))
+
     def __add__(self, other: ChunkCost) -> ChunkCost:
         return ChunkCost(*(a + b for a, b in zip(self.coefficients, other.coefficients, strict=True)))
 
@@ -203,3 +209,13 @@ def relative_errors(cost: ChunkCost, samples: Sequence[Sample]) -> list[float]:
     """Return |predicted / measured - 1| of each sample."""
     batches = [([Chunk("", start, count) for start, count in s.chunks], s.seconds) for s in samples]
     return [abs(cost.batch(chunks) / seconds - 1) for chunks, seconds in batches]
+
+
+def larger_root(square: float, linear: float, constant: float) -> float:
+    """Return the larger root of square x² + linear x + constant, written so that a small `square` does no harm."""
+    if square <= 0 and linear <= 0:
+        return math.inf if constant < 0 else 0.0
+    below = math.sqrt(max(0.0, linear * linear - 4 * square * constant))
+    if linear >= 0:
+        return -2 * constant / (linear + below) if linear + below else math.inf
+    return (below - linear) / (2 * square)

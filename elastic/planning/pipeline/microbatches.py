@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from elastic.errors import ConfigError
-from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, larger_root
 
 Batch = tuple[Chunk, ...]
 ROUNDS = 40
@@ -116,7 +116,7 @@ def _fill(
             chunk = queue.pop()
             shared = cost.shared if batch else 0.0
             price = cost(chunk) - shared
-            count = chunk.tokens if price <= room else _tokens_within(chunk, cost, room + shared)
+            count = chunk.tokens if price <= room else cost.tokens_within(chunk, room + shared)
             part, rest = _cut(chunk, min(count, most))
             if part.tokens:
                 batch.append(part)
@@ -156,24 +156,7 @@ def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
     square = cost.prefix  # c² of own cancels; prefix (p c - (p + c) (n - c)) has prefix c²
     linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count)
     constant = -count * (cost.own * (count + 1) + cost.token + cost.prefix * start) - more
-    return min(count, max(0, round(_root(square, linear, constant))))
-
-
-def _tokens_within(chunk: Chunk, cost: ChunkCost, seconds: float) -> int:
-    """Return how many of a chunk's first tokens cost so much at the most."""
-    linear = cost.prefix * chunk.start + cost.own + cost.token
-    found = _root(cost.own, linear, -(seconds - cost.chunk)) if seconds > cost.chunk else 0.0
-    return min(chunk.tokens, max(0, math.floor(found + 1e-9)))
-
-
-def _root(square: float, linear: float, constant: float) -> float:
-    """Return the larger root of square x² + linear x + constant, written so that a small `square` does no harm."""
-    if square <= 0 and linear <= 0:
-        return math.inf if constant < 0 else 0.0
-    below = math.sqrt(max(0.0, linear * linear - 4 * square * constant))
-    if linear >= 0:
-        return -2 * constant / (linear + below) if linear + below else math.inf
-    return (below - linear) / (2 * square)
+    return min(count, max(0, round(larger_root(square, linear, constant))))
 
 
 def _cut(chunk: Chunk, count: int) -> tuple[Chunk, Chunk]:

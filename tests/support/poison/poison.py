@@ -60,7 +60,7 @@ def _blocks(module: ModuleType) -> None:
             return
         ranges = memory.groups[pool._group]
         size = ranges.group.block_bytes
-        for layer in ranges.group.layers:
+        for layer in ranges.layers:
             ranges.view(layer, _torch().uint8)[block * size : (block + 1) * size] = POISON
 
     for name in ("take", "take_new", "take_reusable"):

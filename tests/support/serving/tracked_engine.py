@@ -28,6 +28,7 @@ class TrackedEngine:
         self.computed = 0
         """Tokens that went through the model."""
         self.reports: list[KVReport] = []
+        self.steps_without_report = 0
         self._left = math.inf  # steps that may begin
         self._more = threading.Condition()
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -69,12 +70,15 @@ class TrackedEngine:
             elastic.unwrap(self.model)
 
     def _count(self, module: Any, args: Any, inputs: Any) -> None:
-        if threading.current_thread() is self.engine._thread:
+        if "cache" in inputs and self.engine._is_own_thread():
             with self._more:
                 assert self._more.wait_for(lambda: self._left > 0, 60)
                 self._left -= 1
-            self.computed += inputs["input_ids"].shape[1]
+                self.computed += inputs["input_ids"].shape[1]
 
-    def _hear(self, report: KVReport) -> None:
+    def _hear(self, report: KVReport | None) -> None:
+        if report is None:
+            self.steps_without_report += 1
+            return
         self.reports.append(report)
         self.directory.apply(report)

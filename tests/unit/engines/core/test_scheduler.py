@@ -7,7 +7,8 @@ from typing import Any
 
 from elastic.engines.base import Request, SampledToken, TokenLogprobs
 from elastic.engines.core.block_manager import BlockManager
-from elastic.engines.core.scheduler import Produced, Scheduler
+from elastic.engines.core.scheduler import Scheduler
+from elastic.engines.core.sequence import Produced
 from elastic.engines.core.step import SequenceState, Step, StepResult
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory
 

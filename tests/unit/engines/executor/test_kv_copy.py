@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.engines.core.kv_state import KVFormat, KVSource, SectorPages
-from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks
+from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV, SectorPages
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.input_batch import BlockTable
+from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks, copy_layers
+from elastic.engines.executor.layer_groups import LayerGroup
+from elastic.engines.executor.paged_cache import PagedCache
 from elastic.errors import StateError
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.guest import GuestMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.backends.shared_file import open_shared
 from elastic.memory.page_pool import PagePool
@@ -87,3 +94,119 @@ def test_blocks_are_copied_between_memories_of_other_pages(pages: tuple[int, int
 def blocks_of(memory: BlockMemory, group: int) -> list[int]:
     size: Any = memory.blocks_per_sector(group)
     return [sector * size + i for sector in sorted(memory.groups[group].mapped) for i in range(size)]
+
+
+FORM = KVFormat(8, "head_centric", "float32", 2, 8, (((0, 2), None), ((1,), None)))  # a block is 1 KiB
+
+
+def filled(memory: SectorSpace, seed: int) -> dict[tuple[int, int], torch.Tensor]:
+    """Fill all mapped sectors; return what is in them, by layer and sector."""
+    fill, bytes_of = torch.Generator().manual_seed(seed), {}
+    for layer in memory.layers:
+        for group, sector in memory.mapped_sectors:
+            if group == memory.group_of(layer):
+                part = sector_of(memory, layer, sector)
+                part[:] = torch.randint(256, part.shape, generator=fill, dtype=torch.uint8)
+                bytes_of[layer, sector] = part.clone()
+    return bytes_of
+
+
+def sector_of(memory: SectorSpace, layer: int, sector: int) -> torch.Tensor:
+    ranges = memory.groups[memory.group_of(layer)]
+    nbytes = ranges.layer_pages * memory.kv.pool.page_bytes
+    return ranges.view(layer, torch.uint8)[sector * nbytes : (sector + 1) * nbytes]
+
+
+def layers_kv(memory: SectorSpace, *layers: int) -> LayersKV:
+    pool = memory.kv.pool
+    shared = pool.backend.shared_file()
+    assert shared is not None
+    return LayersKV(shared, pool.page_bytes, FORM, memory.layer_pages(layers))
+
+
+def home_and_guest() -> tuple[BlockMemory, GuestMemory]:
+    """A home with two sectors of each group, and a guest with all but one of them in its layers 1 and 2."""
+    (home, _), (other, _) = memory_of(4096, FORM.block_bytes), memory_of(4096, FORM.block_bytes)
+    for group in (0, 1, 0, 1):
+        home.allocate(group)
+    guest = GuestMemory(other.kv, [ranges.group for ranges in home.groups], home.sectors)
+    guest.allot(4)
+    guest.add_layers((1, 2), [ref for ref in home.mapped_sectors if ref != (1, 3)])
+    return home, guest
+
+
+def test_layers_are_copied_whole_into_the_sectors_of_their_numbers() -> None:
+    home, guest = home_and_guest()
+    there, before = filled(home, 0), filled(guest, 1)
+    copied = copy_layers(guest, layers_kv(home, 1, 2), (2,))
+    assert copied == 2 * home.groups[0].layer_pages * 4096
+    for (layer, sector), content in before.items():
+        assert torch.equal(sector_of(guest, layer, sector), there[layer, sector] if layer == 2 else content)
+    assert copy_layers(guest, layers_kv(home, 1, 2), (1, 2)) == copied + home.groups[1].layer_pages * 4096
+    assert all(torch.equal(sector_of(guest, *key), there[key]) for key in before)
+
+
+def test_only_the_blocks_that_are_named_are_copied_and_back() -> None:
+    home, guest = home_and_guest()
+    there, before = filled(home, 0), filled(guest, 1)
+    size, nbytes = guest.blocks_per_sector(0), FORM.block_bytes
+    sectors = sorted(home.groups[0].mapped)
+    chosen = [sectors[0] * size + 1, sectors[0] * size + 2, sectors[1] * size]
+    gone = home.sectors * size - 1  # a block of a sector that was given back
+    copied = copy_layers(guest, layers_kv(home, 2), (2,), blocks=([*chosen, gone, chosen[0]], [0]))
+    assert copied == 3 * nbytes
+    for i, sector in enumerate(sectors):
+        for block in range(size):
+            here = sector_of(guest, 2, sector)[block * nbytes : (block + 1) * nbytes]
+            source = there if sector * size + block in chosen else before
+            assert torch.equal(here, source[2, sector][block * nbytes : (block + 1) * nbytes]), (i, block)
+    home.remove_layers((2,))
+    home.add_layers((2,))
+    copy_layers(home, layers_kv(guest, 2), (2,))
+    assert all(torch.equal(sector_of(home, 2, sector), sector_of(guest, 2, sector)) for sector in sectors)
+
+
+def test_a_copy_that_cannot_be_right_is_refused() -> None:
+    home, guest = home_and_guest()
+    source = layers_kv(home, 1, 2)
+    block = sorted(home.groups[1].mapped)[1] * home.blocks_per_sector(1)
+    assert (1, 3) not in guest.mapped_sectors
+    with pytest.raises(StateError, match="sector 3 of group 1 is not mapped here"):
+        copy_layers(guest, source, (1,), blocks=((), (block,)))
+    with pytest.raises(StateError, match="layer 0 is not at its source"):
+        copy_layers(guest, source, (0,))
+    with pytest.raises(StateError, match="layer 0 is not here"):
+        copy_layers(guest, layers_kv(home, 0), (0,))
+    with pytest.raises(StateError, match="given up"):
+        copy_layers(guest, source, (2,), wanted=lambda: False)
+    with pytest.raises(StateError, match="blocks there have 2048 bytes"):
+        copy_layers(guest, replace(source, format=replace(FORM, block_tokens=16)), (2,))
+    with pytest.raises(StateError, match="both sides need one page_bytes"):
+        copy_layers(guest, replace(source, page_bytes=8192), (2,))
+    assert copy_layers(guest, source, ()) == 0
+
+
+def test_a_cache_shows_the_layers_that_are_here() -> None:
+    home, guest = home_and_guest()
+    groups = [LayerGroup((0, 2), None), LayerGroup((1,), None)]
+    layout = LAYOUTS["head_centric"](BlockShape(8, 2, 8))
+    tables = [BlockTable(8, None) for _ in groups]
+    cache = PagedCache(guest, groups, tables, layout, torch.float32)
+    assert sorted(cache.layers) == [1, 2]
+    filled(guest, 0)
+    sector = sorted(guest.groups[0].mapped)[0]
+    cache.clear(0, np.array([sector * guest.blocks_per_sector(0)]))
+    content = sector_of(guest, 2, sector)
+    assert not content[: FORM.block_bytes].any()
+    assert content[FORM.block_bytes :].any()
+    guest.remove_layers((2,))
+    cache.refresh()
+    assert sorted(cache.layers) == [1]
+    cache.clear(0, np.array([0]))
+    guest.add_layers((0,))
+    cache.refresh()
+    assert {layer: group for layer, (group, _) in cache.layers.items()} == {0: 0, 1: 1}
+    assert cache.layers[0][1].shape == (home.sectors * home.blocks_per_sector(0) * layout.shape.elements,)
+    cache.close()
+    for memory in (home, guest):
+        memory.close()

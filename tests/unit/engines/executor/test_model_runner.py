@@ -13,7 +13,8 @@ from elastic.engines.core.step import Chunk, SequenceState, Step
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
+from elastic.kvcache.storage.sector_space import BlockGroup
 from support import architectures
 from support.serving.generations import SERVED, continuation, prompts, same_unless_close
 from support.wrapped_model import small

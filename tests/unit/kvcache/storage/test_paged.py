@@ -9,8 +9,9 @@ import torch
 
 from elastic import CapacityError
 from elastic.kvcache.storage.budget import WeightsShare
-from elastic.kvcache.storage.paged import BlockGroup, BlockMemory
+from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import BlockGroup
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
 from support.faulty_backend import FaultyBackend

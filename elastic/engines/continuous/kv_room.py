@@ -1,0 +1,35 @@
+"""What the KV memory of an engine's place could hold, for a fleet that shares it out among instances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.kvcache.storage.paged import BlockMemory
+
+
+@dataclass(frozen=True)
+class KVRoom:
+    """Pages and sectors, at the limit that is in force."""
+
+    pages: int
+    """For the engine, and for other instances whose layers are computed here."""
+    page_bytes: int
+    sector_pages: tuple[int, ...]
+    """Of each decoder layer, wherever it is, the pages of a sector in it."""
+    sectors: int
+    """For which there are addresses."""
+    committed: int
+    """Sectors that live requests have, and are promised."""
+
+
+def kv_room(memory: BlockMemory) -> KVRoom:
+    """Return the room of an engine's memory."""
+    with memory.lock:
+        pages = {layer: group.layer_pages for group in memory.groups for layer in group.group.layers}
+        return KVRoom(
+            pages=memory.kv.limits.open,
+            page_bytes=memory.kv.pool.page_bytes,
+            sector_pages=tuple(pages[layer] for layer in sorted(pages)),
+            sectors=memory.sectors,
+            committed=memory.sectors_in_use + memory.promised(),
+        )

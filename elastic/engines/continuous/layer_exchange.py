@@ -1,0 +1,248 @@
+"""Layers of an engine that change the rank that computes them, while it goes on.
+
+What they have of keys and values is copied beside the steps before, in rounds, and only what the last steps have
+written while none is in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+
+from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
+from elastic.engines.core.kv_journal import KVJournal
+from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.executor.kv_copy import copy_layers
+from elastic.engines.pipeline.items import Exchange, SectorRef
+from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.stage import require_known_sectors
+from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
+from elastic.errors import ConfigError, RankLost, StateError
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """What a change of the path took."""
+
+    stalled_ms: float
+    """For which no step of the instance was computed."""
+    copied_bytes: int
+    """In that time."""
+
+
+class LayerExchange(HostedStages):
+    """What a rank asks of its engine to have layers computed elsewhere. Thread-safe; not for listeners.
+
+    At the home of the layers: `begin_exchange`; at the rank that gets them `prepare_layers`, and `copy_layers` in
+    rounds, by the home's `written_blocks`; then at the home `flip` and `end_exchange`. Layers that come home are
+    prepared and copied by the home itself, which is named as `home` then.
+    """
+
+    _written: WrittenBlocks | None
+
+    def layers_kv(self, layers: Sequence[int]) -> LayersKV:
+        """Say where the keys and values of layers lie. Raises `StateError` for layers whose are not here."""
+        source = self.kv_source()
+        if source is None:
+            raise StateError(f"the KV cache on {self._memory.kv.pool.name} cannot be read by other processes")
+        return LayersKV(source.file, source.page_bytes, source.format, self._memory.layer_pages(layers))
+
+    def begin_exchange(self, layers: Sequence[int]) -> Exchange:
+        """Note from now on which blocks are written, and keep all sectors until `end_exchange`.
+
+        Raises `StateError` for an exchange that has begun, or layers that the model has not.
+        """
+
+        def begin() -> Exchange:
+            self._require_layers(layers)
+            if self._written is not None:
+                raise StateError("an exchange has begun; end it first")
+            self._require_whole_group()
+            self._memory.keep_sectors = True
+            try:
+                self._home.flush()
+            except BaseException:
+                self._memory.keep_sectors = False
+                raise
+            windows = [group.window for group in self._layer_groups]
+            self._written = WrittenBlocks(windows, self.kv_format.block_tokens)
+            self._loop.scheduler.written = self._written.note
+            mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
+            return Exchange(mapped, {rank: link.sent for rank, link in self._home.links.items()})
+
+        return self._between_steps(begin)
+
+    def written_blocks(self) -> Blocks:
+        """Return the blocks, by group, that steps which are over have written since this was asked.
+
+        Whoever asks copies them; where that fails, the exchange is given up.
+        """
+        return self._between_steps(lambda: self._exchange().take())
+
+    def flip(self, path: LayerPath, source: LayersKV | None = None, timeout_s: float = ANSWER_S) -> Flipped:
+        """Have steps go by another path, in which layers of one rank are another one's, which has prepared them.
+
+        What was written since `written_blocks` is copied while no step is in flight. `source` is where the keys and
+        values of the layers lie; None: their rank is asked. Raises `StateError` where they cannot be copied, `RankLost`
+        where a rank has gone: nothing has changed then, and what would have been copied is told again.
+        """
+        return self._between_steps(lambda: self._flip(path, source, timeout_s))
+
+    def end_exchange(self) -> None:
+        """End what `begin_exchange` began. Can be called twice."""
+
+        def end() -> None:
+            self._written = self._loop.scheduler.written = None
+            self._memory.keep_sectors = False
+
+        self._between_steps(end)
+
+    def prepare_layers(self, home: str, layers: Sequence[int], mapped: Exchange, timeout_s: float = ANSWER_S) -> None:
+        """Make room for the keys and values of layers that come here; `mapped` is what the exchange began with.
+
+        Raises `CapacityError` where there is none, and nothing has changed.
+        """
+        if home != self.rank:
+            self._stage(home).prepare(layers, mapped, timeout_s)
+            return
+
+        def prepare() -> None:
+            with self._memory.lock:
+                keeps, self._memory.keep_sectors = self._memory.keep_sectors, False  # the own ones may go for it
+                try:
+                    self._memory.add_layers(layers)
+                finally:
+                    self._memory.keep_sectors = keeps
+            self._runner.cache.refresh()
+
+        self._between_steps(prepare)
+
+    def copy_layers(self, home: str, source: LayersKV, blocks: Blocks | None = None) -> int:
+        """Copy keys and values of prepared layers, all of the source's; return bytes.
+
+        `blocks` are those to copy, by group, None: all that are in sectors which both sides have.
+
+        Raises `StateError` where blocks are in sectors that the source does not know: ask for it anew.
+        """
+        if home != self.rank:
+            return self._stage(home).copy(source, blocks)
+        return self._copy_home(source, blocks)
+
+    def give_up_layers(self, home: str, layers: Sequence[int]) -> None:
+        """Undo `prepare_layers`. Raises `StateError` for layers that steps are computed in."""
+        if home != self.rank:
+            self._stage(home).give_up(layers)
+            return
+
+        def give_up() -> None:
+            used = sorted(set(layers) & set(self.path.layers_of(self.rank)))
+            if used:
+                raise StateError(f"layers {used} of {self.rank!r} are computed here; they cannot be given up")
+            self._drop_kv(layers)
+
+        self._between_steps(give_up)
+
+    # -- inside, on the loop's thread
+
+    def _flip(self, path: LayerPath, source: LayersKV | None, timeout_s: float) -> Flipped:
+        written, home = self._exchange(), self._home
+        layers, frm, to = self._change(path)
+        self._require_whole_group()
+        if source is None and frm != self.rank:
+            home.ask_pages(frm, layers)  # it answers while the last steps end
+        self._settle()
+        start = time.perf_counter()
+        blocks = written.take()
+        try:
+            if source is None:
+                source = self.layers_kv(layers) if frm == self.rank else home.pages_of(frm, layers, timeout_s)
+            if to == self.rank:
+                copied = self._copy_home(source, blocks)
+            else:
+                copied = home.copy(to, layers, source, blocks, timeout_s)
+            home.flip(path, to)
+        except BaseException:
+            written.put_back(blocks)
+            raise
+        if frm == self.rank:
+            self._drop_kv(layers)
+        self._follow_journal()
+        return Flipped((time.perf_counter() - start) * 1e3, copied)
+
+    def _change(self, path: LayerPath) -> tuple[tuple[int, ...], str, str]:
+        """Return the layers that another path moves, whose they are, and whose they will be."""
+        before = self.path
+        if (path.home, path.epoch, len(path.ranks)) != (before.home, before.epoch + 1, len(before.ranks)):
+            raise ConfigError(f"{path} does not follow {before}")
+        pairs = list(zip(before.ranks, path.ranks, strict=True))
+        layers = tuple(layer for layer, (old, new) in enumerate(pairs) if old != new)
+        ranks = {pair for pair in pairs if pair[0] != pair[1]}
+        if len(ranks) != 1:
+            raise ConfigError(
+                f"{path} changes layers of {len(ranks)} pairs of ranks; flip those of one after the other"
+            )
+        ((frm, to),) = ranks
+        if to == self.rank and not set(layers) <= set(self._memory.layers):
+            raise StateError(f"layers {layers} were not prepared at {to!r}")
+        if to != self.rank and to not in self._home.links:
+            raise StateError(f"rank {to!r} is not attached to the engine of {self.rank!r}")
+        return layers, frm, to
+
+    def _settle(self) -> None:
+        """Finish the steps in flight. Raises `RankLost` if one was lost, or had been."""
+        self._loop.settle_all()
+        self._require_whole_group()
+
+    def _require_whole_group(self) -> None:
+        if self._loop.lost is not None:
+            raise RankLost(f"{self._loop.lost}; the engine waits to recover", rank=self._loop.lost.rank)
+
+    def _exchange(self) -> WrittenBlocks:
+        if self._written is None:
+            raise StateError("no exchange has begun; call begin_exchange first")
+        return self._written
+
+    def _copy_home(self, source: LayersKV, blocks: Blocks | None) -> int:
+        if blocks is not None:
+            require_known_sectors(source, self._memory, blocks)
+        return copy_layers(self._memory, source, source.pages, blocks)
+
+    def _drop_kv(self, layers: Sequence[int]) -> None:
+        self._memory.remove_layers(layers)
+        self._runner.cache.refresh()
+
+    def _follow_journal(self) -> None:
+        """Tell what changes of the KV cache while all of it is here, and only then."""
+        scheduler = self._loop.scheduler
+        if self.on_step is None or (scheduler.journal is not None) is not bool(self.path.guests):
+            return
+        if self.path.guests:
+            journal, scheduler.journal = scheduler.journal, None
+            assert journal is not None
+            journal.stop(scheduler.sequences)
+            self._memory.log = None
+            self._loop.on_step = partial(self.on_step, None)
+        else:
+            self._loop.on_step = None
+            self._keep_journal()
+            scheduler.journal = self._journal_anew(scheduler.journal)
+
+    def _journal_anew(self, journal: KVJournal | None) -> KVJournal | None:
+        """Have a journal tell all that is there."""
+        if journal is not None:
+            with self._memory.lock:
+                log = self._memory.log
+                assert log is not None
+                log[:] = [(g, s, self._memory.groups[g].pages_of(s)) for g, s in self._memory.mapped_sectors]
+            for sequence in self._loop.scheduler.sequences.values():
+                if sequence.computed:
+                    journal.note(sequence.kv())
+        return journal
+
+    def _require_layers(self, layers: Sequence[int]) -> None:
+        wrong = sorted(set(layers) - set(range(len(self.path.ranks))))
+        if wrong:
+            raise ConfigError(f"layers {wrong}: the model has {len(self.path.ranks)}")

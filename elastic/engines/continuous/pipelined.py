@@ -1,0 +1,215 @@
+"""An engine whose layers other ranks compute: with whom it is joined, and how it goes on when one of them is lost.
+
+It stays at its home rank, with all of its requests; what changes is the path of its steps (`pipeline.path.LayerPath`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from elastic.engines.continuous.layer_exchange import LayerExchange
+from elastic.engines.executor.layer_groups import LayerGroup
+from elastic.engines.pipeline.home import HomeExecutor
+from elastic.engines.pipeline.items import LogConnection
+from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.transport import Transport
+from elastic.engines.pipeline.turn import Turn
+from elastic.errors import CapacityError, ConfigError, Overloaded, RankLost, StateError
+
+
+class PipelinedEngine(LayerExchange):
+    """What a rank asks of its engine to compute layers with others. Thread-safe; not for listeners.
+
+    First `open_stage` at the other rank, here `attach_stage` and `use_transport`; then layers can be exchanged. The
+    last rank that is detached parts them.
+    """
+
+    # -- at home
+
+    @property
+    def lost_rank(self) -> str | None:
+        """The rank for whose loss no step is begun until `recover`; None: all is well."""
+        lost = self._loop.lost
+        return None if lost is None else lost.rank
+
+    def set_cohorts(self, cohorts: int) -> None:
+        """Have as many batches in flight; those that live are shared out anew."""
+        if cohorts < 1:
+            raise ConfigError(f"cohorts={cohorts} must be at least 1")
+
+        def share_out() -> None:
+            self._settle()
+            self._loop.set_cohorts(cohorts)
+            self._home.set_cohorts(cohorts)
+
+        self._between_steps(share_out)
+
+    def attach_stage(self, rank: str, log: LogConnection) -> None:
+        """Tell a rank of the engine's memory by a log, so that layers can go there.
+
+        From now on no request moves with its keys and values. Raises `StateError` while one does, or for a rank that
+        is attached.
+        """
+        self._require_rank()
+
+        def attach() -> None:
+            home = self._home
+            if rank in home.links or rank == self.rank:
+                raise StateError(f"rank {rank!r} is attached to the engine of {self.rank!r} already")
+            if not home.links:
+                self._received.refuse(f"layers of rank {self.rank!r} are shared with other ranks")
+                if self._held:
+                    self._received.allow()
+                    raise StateError(f"requests {sorted(self._held)} are being handed over; try again")
+            try:
+                with self._pipeline_lock:
+                    home.forward = self._stage_forward()
+            except BaseException:
+                self._received.allow()
+                raise
+            home.attach(rank, log, partial(self._note_lost, rank))
+
+        self._between_steps(attach)
+
+    def detach_stage(self, rank: str) -> None:
+        """Have a rank forget the engine; unknown: nothing happens. Raises `StateError` while it computes layers."""
+
+        def detach() -> None:
+            if rank in self.path.guests:
+                raise StateError(f"rank {rank!r} computes layers of {self.rank!r}: {self.path.layers_of(rank)}")
+            self._home.detach(rank)
+            if not self._home.links:
+                self._part(self.path)
+
+        self._between_steps(detach)
+
+    def use_transport(self, transport: Transport) -> None:
+        """Have hidden states go by this; it is closed when the last rank is detached."""
+
+        def use() -> None:
+            self._settle()
+            if self._home.transport is not None and self._home.transport is not transport:
+                self._home.transport.close()
+            self._home.transport = transport
+
+        self._between_steps(use)
+
+    def set_cap(self, sectors: int | None) -> None:
+        """Have so many sectors at the most: what other ranks have allotted. None: any number."""
+        self._memory.set_cap(sectors)
+        self._loop.wake()
+
+    def cap_reached(self) -> bool:
+        """Return whether there are no more sectors than the cap allows, nor will be; then the other ranks know it."""
+
+        def look() -> bool:
+            if not self._memory.reached_cap():
+                return False
+            self._home.flush()
+            return True
+
+        return self._between_steps(look)
+
+    def recover(self, lost: str, restore: Callable[[tuple[int, ...]], object]) -> int:
+        """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
+
+        Steps in flight are void, and the other ranks are told that it is over. `restore` is given the layers that come
+        home and returns when their weights are here; if it raises, the engine waits for another `recover`. Then all
+        that live are computed anew from their tokens. Those that do not fit here at all fail.
+        """
+        self._home.abort()
+
+        def come_home() -> int:
+            self._settle_lost(lost)
+            away = tuple(layer for layer, rank in enumerate(self.path.ranks) if rank != self.rank)
+            restarted = self._loop.scheduler.restart() if away else 0
+            self._written = self._loop.scheduler.written = None
+            self._memory.keep_sectors = False
+            if away:
+                restore(away)
+                self._come_home()
+            self._part(LayerPath(self.rank, (self.rank,) * len(self.path.ranks), self.path.epoch + 1))
+            self._memory.set_cap(None)
+            self._fail_impossible()
+            self._loop.go_on()
+            return restarted
+
+        return self._between_steps(come_home)
+
+    def sectors_alone(self) -> int:
+        """Count the sectors that the KV cache could have at the present limit with all layers here."""
+        memory = self._memory
+        with memory.lock:
+            whole = memory.groups[0]
+            return memory.kv.limits.open // (len(whole.group.layers) * whole.layer_pages)
+
+    # -- inside, on the loop's thread
+
+    def _settle_lost(self, lost: str) -> None:
+        """Finish the steps in flight, which are void or not."""
+        self._loop.settle_all()
+        self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
+
+    def _note_lost(self, rank: str) -> None:
+        """Note that the log of a rank has ended; from any thread."""
+
+        def lose() -> None:
+            if rank in self.path.guests:
+                self._loop.lose(RankLost(f"rank {rank!r} computes layers of {self.rank!r} no more", rank=rank))
+
+        with suppress(StateError):
+            self._loop.post(lose)
+
+    def _come_home(self) -> None:
+        """Have the keys and values of all layers be here; no sequence has any, and none are kept."""
+        memory = self._memory
+        with memory.lock:
+            memory.set_cap(0)
+            memory.reached_cap()  # which gives all sectors back
+            memory.add_layers(set(range(len(self.path.ranks))) - set(memory.layers))
+        self._runner.cache.refresh()
+
+    def _part(self, path: LayerPath) -> None:
+        """Have nothing to do with other ranks any more, as a home."""
+        self._home.reset(path)
+        self._home.forward = None
+        self._received.allow()
+        self._release_forward()
+        self._follow_journal()
+
+    def _fail_impossible(self) -> None:
+        """End what was taken because other ranks had room for it, and never fits here."""
+        for name, sequence in list(self._loop.scheduler.sequences.items()):
+            try:
+                self._blocks.require_possible(sequence.table.most_tokens)
+            except Overloaded:
+                pass  # it waits
+            except CapacityError as error:
+                self._loop.fail(name, error)
+
+    # -- inside, on any thread
+
+    def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int) -> Callable[[], None]:
+        """Begin as an engine that computes all of its layers alone, and no others; return what ends it."""
+        self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
+        self._stages, self._forward, self._written = {}, None, None
+        self._home = HomeExecutor(self._runner, self._memory, self._turn, sum(len(group.layers) for group in groups))
+        self._home.set_cohorts(cohorts)
+        return self._end_pipeline
+
+    def _is_own_thread(self) -> bool:
+        """Return whether the present thread computes the engine's own steps."""
+        thread = threading.current_thread()
+        return thread is self._thread or self._home.is_own_thread(thread)
+
+    def _end_pipeline(self) -> None:
+        """Have no other rank wait for this one, when the loop has ended."""
+        self._home.abort()
+        self._home.set_cohorts(1)
+        for home in list(self._stages):
+            self.close_stage(home)
+        self._home.forward = None
+        self._release_forward()

@@ -1,0 +1,84 @@
+"""How many tokens a step may have: a number of them, or as many as cost the same in every step.
+
+Steps are filled in order: sequences that decode first, then prompts. So where to cut the queue into microbatches is a
+number of tokens. In a pipeline steps that cost the same keep its stages from waiting for each other (KunServe,
+section 4.3): a chunk late in a long prompt costs more than one of the same length early in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from elastic.config import require
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
+
+MOST_CHUNKS = 64
+"""How far the queue is looked through."""
+
+
+class StepBudget(Protocol):
+    """Asked once for each step."""
+
+    def tokens(self, decoding: Iterable[int], queue: Iterable[Chunk]) -> int:
+        """Return the most tokens of a step.
+
+        `decoding` has the earlier tokens of each sequence that decodes, `queue` what is left of the prompts, in order.
+        """
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """The same number for every step, as Sarathi has it."""
+
+    most: int
+
+    def tokens(self, decoding: Iterable[int], queue: Iterable[Chunk]) -> int:
+        """Return it."""
+        return self.most
+
+
+@dataclass(frozen=True)
+class CostBudget:
+    """Steps of equal cost: that of the `least` dearest tokens which are in the queue, those at the end of a prompt.
+
+    So no step of the queue has fewer than `least` tokens while there are more, and none costs more than another; what
+    the decoding sequences of a step cost is of its share. `most` bounds the tokens of a step in any case. It is what
+    lookahead (figures 10 and 11) gives, computed step by step: a plan of the whole queue would be one of a queue that
+    has changed by the next step.
+    """
+
+    cost: ChunkCost
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        require(1 <= self.least <= self.most, "least", self.least, f"from 1 to most={self.most}")
+
+    def tokens(self, decoding: Iterable[int], queue: Iterable[Chunk]) -> int:
+        """Return the tokens that cost a step's share."""
+        ahead = list(islice(queue, MOST_CHUNKS))
+        if not ahead:
+            return self.most
+        decodes = [Chunk("", start, 1) for start in decoding]
+        share = max(self.cost(_tail(chunk, self.least)) for chunk in ahead)
+        prompts = self._within(ahead, share - self.cost.batch(decodes), self.cost.shared if decodes else 0.0)
+        return min(self.most, len(decodes) + max(self.least, prompts))
+
+    def _within(self, queue: Iterable[Chunk], seconds: float, paid: float) -> int:
+        """Count the first tokens of a queue that cost so much; of what a batch pays once so much is paid already."""
+        tokens = 0
+        for chunk in queue:
+            price = self.cost(chunk) - paid
+            if price > seconds:
+                return tokens + self.cost.tokens_within(chunk, seconds + paid)
+            tokens, seconds, paid = tokens + chunk.tokens, seconds - price, self.cost.shared
+        return tokens
+
+
+def _tail(chunk: Chunk, tokens: int) -> Chunk:
+    """Return the last tokens of a chunk."""
+    count = min(tokens, chunk.tokens)
+    return Chunk(chunk.request, chunk.start + chunk.tokens - count, count)

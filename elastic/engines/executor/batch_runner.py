@@ -1,0 +1,90 @@
+"""Steps as what a wrapped model is called with: tokens, positions, and its cache in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic.engines.core.step import Chunk
+from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.input_batch import InputBatch
+from elastic.engines.executor.layer_groups import LayerGroup
+from elastic.engines.executor.paged_cache import PagedCache, RequestSlice
+from elastic.kvcache.storage.sector_space import SectorSpace
+
+
+class BatchRunner:
+    """What any rank that computes layers of an instance keeps of its sequences. For one thread.
+
+    Logical blocks are the physical ones here: ranks of an instance have the same, each for its own layers.
+    """
+
+    def __init__(self, model: Any, memory: SectorSpace, groups: Sequence[LayerGroup], layout: BlockLayout) -> None:
+        self.batch = InputBatch([group.window for group in groups], layout.shape.tokens)
+        self.cache = PagedCache(memory, groups, self.batch.tables, layout, model.dtype)
+        self._device = model.device
+        # attention knows what each token sees: a finished mask keeps the model from building one of all against all
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+
+    def remove(self, sequences: Iterable[str]) -> None:
+        """Forget sequences; unknown ones: nothing happens."""
+        for sequence in sequences:
+            self.batch.remove(sequence)
+
+    def add(self, sequence: str, blocks: Sequence[Sequence[int]] | None = None) -> None:
+        """Know a sequence; `blocks`, by group, are such as hold what was computed of it elsewhere."""
+        self.batch.add(sequence)
+        for table, known in zip(self.batch.tables, blocks or (), strict=bool(blocks)):
+            table.extend(self.batch.rows[sequence], np.array(known, np.int64))
+
+    def sequences(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
+        """Return all known sequences and their blocks by group."""
+        tables = self.batch.tables
+        return tuple(
+            (name, tuple(tuple(table.blocks[row, : table.counts[row]].tolist()) for table in tables))
+            for name, row in self.batch.rows.items()
+        )
+
+    @torch.no_grad()
+    def inputs(self, chunks: Sequence[Chunk], *, eager: bool = False) -> dict[str, Any]:
+        """Return what the model is called with: [1, tokens] each. New blocks are added to the tables before.
+
+        `eager`: nothing of the tables is read any more when the model is called, so that the next step can be begun.
+        """
+        self._extend_tables(chunks)
+        batch, ids = self.batch.begin_step(chunks)
+        seen = RequestSlice(self.cache, batch)
+        if eager:
+            seen.prepare()
+        return {
+            "input_ids": torch.from_numpy(ids)[None].to(self._device),
+            "position_ids": torch.from_numpy(batch.positions)[None].to(self._device),
+            "attention_mask": self._mask,
+            "cache": seen,
+            "use_cache": False,
+        }
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.cache.close()
+
+    def _extend_tables(self, chunks: Sequence[Chunk]) -> None:
+        """Add the chunks' new blocks to the tables.
+
+        Of a sequence's new blocks only the last is read before it is full: it begins as zeros.
+        """
+        for group, table in enumerate(self.batch.tables):
+            cleared = []
+            for chunk in chunks:
+                new = chunk.blocks[group]
+                if new:
+                    row = self.batch.rows[chunk.sequence]
+                    table.extend(row, np.array(new, np.int64))
+                    first_slot = (int(table.counts[row]) - 1) * table.block_tokens
+                    if first_slot >= chunk.start:  # else it came with tokens in it
+                        cleared.append(new[-1])
+            if cleared:
+                self.cache.clear(group, np.array(cleared, np.int64))

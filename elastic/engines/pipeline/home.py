@@ -1,0 +1,216 @@
+"""The executor of an engine of whose layers other ranks compute some: it tells them of each step, and samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import starmap
+
+from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.core.step import Step, StepResult
+from elastic.engines.executor.model_runner import BegunStep, ModelRunner
+from elastic.engines.pipeline.forward import StageForward
+from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, SectorRef, StepItem
+from elastic.engines.pipeline.path import LayerPath, StagePlan
+from elastic.engines.pipeline.stage_link import StageLink, copied_bytes
+from elastic.engines.pipeline.step_threads import StepThreads
+from elastic.engines.pipeline.transport import Key, StepFailure, Transport
+from elastic.engines.pipeline.turn import Turn
+from elastic.engines.pipeline.written_blocks import Blocks
+from elastic.errors import ElasticError, RankLost, StateError
+from elastic.kvcache.storage.paged import BlockMemory
+
+
+class HomeExecutor:
+    """An `Executor`. Its calls come from the thread of the engine's loop, but for `abort` and what is said otherwise.
+
+    A step that is lost on its way fails with `RankLost`: nothing of it was sampled. While no other rank has a part in
+    the path it is computed as by a `ModelRunner` alone.
+    """
+
+    def __init__(self, runner: ModelRunner, memory: BlockMemory, turn: Turn, layers: int) -> None:
+        self.path = LayerPath.alone("", layers)
+        self.links: dict[str, StageLink] = {}
+        """The ranks that were told of the engine, also such as have no part in the path yet."""
+        self.transport: Transport | None = None
+        self.forward: StageForward | None = None
+        """Set while there are links."""
+        self._runner, self._memory, self._turn = runner, memory, turn
+        self._plan: StagePlan | None = None  # None: it computes all layers
+        self._cohorts = 1
+        self._threads = StepThreads()
+        self._aborted = False
+
+    # -- steps
+
+    def execute(self, step: Step) -> Future[StepResult]:
+        """Compute a step; see `Executor`. With several cohorts, and ranks that have a part in it, it is in flight."""
+        if self._plan is None:
+            if self.links:
+                self._note_changes(step.removed)
+            with self._turn:
+                return self._runner.execute(step)
+        done: Future[StepResult] = Future()
+        try:
+            self._note_changes(step.removed)
+            begun = self._runner.begin(step, eager=self._cohorts > 1)
+            self._send(step, self._plan)
+        except Exception as error:  # the sequences of the step end with it, as with an error of the model
+            done.set_exception(error)
+            return done
+        work = partial(self._compute, self._plan, step.number, begun)
+        if self._cohorts > 1:
+            return self._threads.submit(work)
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def remove(self, sequences: tuple[str, ...]) -> None:
+        """Forget sequences when no further step may come; other ranks, too, and sectors that are given back."""
+        self._runner.remove(sequences)
+        if self.links:
+            self._note_changes(sequences)
+            for rank in self.path.guests:
+                with suppress(RankLost):  # the next step says so, or nobody needs to know
+                    self.links[rank].flush()
+
+    def is_own_thread(self, thread: threading.Thread) -> bool:
+        """Return whether a thread computes steps of it beside the loop's."""
+        return thread in self._threads.threads
+
+    def set_cohorts(self, count: int) -> None:
+        """Have as many steps be in flight. None is."""
+        self._cohorts = count
+        self._threads.resize(count if count > 1 and self._plan is not None else 0)
+
+    # -- other ranks
+
+    def attach(self, rank: str, log: LogConnection, on_lost: Callable[[], object]) -> None:
+        """Have a rank that knows nothing yet be told of what changes; `on_lost` may be called from any thread."""
+        self._note_changes(())
+        self.links[rank] = StageLink(rank, log, starmap(SectorRef, self._memory.mapped_sectors), on_lost)
+
+    def detach(self, rank: str) -> None:
+        """Have a rank without a part in the path be told that it is over; unknown: nothing happens."""
+        link = self.links.pop(rank, None)
+        if link is not None:
+            link.close(end=True)
+
+    def flush(self) -> None:
+        """Tell all ranks what is to be told. Raises `RankLost`."""
+        self._note_changes(())
+        for link in self.links.values():
+            link.flush()
+
+    def abort(self) -> None:
+        """Have every step in flight and every question end with `RankLost` now, and all ranks be told that it is over.
+
+        From any thread. Afterwards only `reset` makes sense.
+        """
+        self._aborted = True
+        if self.transport is not None:
+            self.transport.close()
+        for link in list(self.links.values()):
+            link.close(end=True)
+
+    def reset(self, path: LayerPath) -> None:
+        """Compute all layers here again, without other ranks. No step is in flight."""
+        for link in self.links.values():
+            link.close(end=True)
+        if self.transport is not None:
+            self.transport.close()
+        self.links, self.transport, self._aborted = {}, None, False
+        self._go_by(path)
+
+    # -- layers that change their rank
+
+    def pages_of(self, rank: str, layers: tuple[int, ...], timeout_s: float) -> LayersKV:
+        """Ask a rank where the keys and values of layers lie, as of now. Raises `RankLost`, `StateError`."""
+        link = self.links[rank]
+        answer = link.answer(timeout_s)
+        if not isinstance(answer, LayersKV):
+            raise StateError(f"rank {rank!r} cannot say where layers {layers} are: {getattr(answer, 'error', answer)}")
+        return answer
+
+    def ask_pages(self, rank: str, layers: tuple[int, ...]) -> None:
+        """Ask what `pages_of` waits for. Raises `RankLost`."""
+        self._note_changes(())
+        link = self.links[rank]
+        link.flush()
+        link.send(AskItem(layers))
+
+    def copy(self, rank: str, layers: tuple[int, ...], source: LayersKV, blocks: Blocks, timeout_s: float) -> int:
+        """Have a rank copy blocks, and wait for it; return bytes. Raises `RankLost`, `StateError`."""
+        self._note_changes(())
+        link = self.links[rank]
+        link.send(CopyItem(layers, source, blocks, *link.take_sectors()))
+        return copied_bytes(link.answer(timeout_s), rank)
+
+    def flip(self, path: LayerPath, target: str) -> None:
+        """Have all steps from now on go by another path. No step is in flight.
+
+        Raises `RankLost` where the rank that layers go to has gone, and nothing has changed.
+        """
+        others = [rank for rank in dict.fromkeys((*self.path.guests, *path.guests)) if rank != target]
+        for rank in [target] * (target != path.home) + others:
+            joins = rank not in self.path.guests
+            try:
+                self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
+                self.links[rank].send(FlipItem(path, self._runner.sequences() if joins else ()))
+            except RankLost:
+                if rank == target:
+                    raise
+                # what it had is here or at the target, or the next step says that it is gone
+        self._go_by(path)
+
+    # -- inside
+
+    def _go_by(self, path: LayerPath) -> None:
+        self.path = path
+        self._plan = path.plan(path.home) if path.guests else None
+        self.set_cohorts(self._cohorts)
+
+    def _note_changes(self, removed: Iterable[str]) -> None:
+        """Note for every rank what it is to be told."""
+        mapped, unmapped = self._memory.changes()
+        if mapped or unmapped:
+            new, gone = (tuple(starmap(SectorRef, sectors)) for sectors in (mapped, unmapped))
+            for link in self.links.values():
+                link.note_sectors(new, gone)
+        if removed:
+            for rank in self.path.guests:
+                self.links[rank].note_removed(removed)
+
+    def _send(self, step: Step, plan: StagePlan) -> None:
+        """Tell all ranks of the path of a step; if one is lost, those that were told do not wait for it."""
+        added = tuple(state.id for state in step.added)
+        try:
+            if self._aborted:
+                raise RankLost("the other ranks of the path were given up", rank="")
+            for rank in self.path.guests:
+                link = self.links[rank]
+                item = StepItem(
+                    step.number, self.path.epoch, step.chunks, added, link.take_removed(), *link.take_sectors()
+                )
+                link.send(item)
+        except ElasticError as error:
+            self._fail(plan, step.number, error)
+            raise
+
+    def _compute(self, plan: StagePlan, number: int, begun: BegunStep) -> StepResult:
+        if self.transport is None or self.forward is None:
+            raise StateError("there is no transport to the other ranks of the path; call use_transport first")
+        output = self.forward.run(plan, self.transport, number, begun.inputs)
+        return self._runner.finish(begun, output)
+
+    def _fail(self, plan: StagePlan, number: int, error: ElasticError) -> None:
+        """Have nobody wait for hidden states of a step that is not computed."""
+        for layer, rank in plan.sends.items():
+            if self.transport is not None:
+                with suppress(ElasticError):
+                    self.transport.fail(rank, Key(number, layer + 1), StepFailure.of(error))

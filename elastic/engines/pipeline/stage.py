@@ -1,0 +1,282 @@
+"""A rank's part in the steps of another instance: it replays the log of the instance's home."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from elastic.engines.core.kv_state import KVFormat, LayersKV
+from elastic.engines.executor.batch_runner import BatchRunner
+from elastic.engines.executor.kv_copy import copy_layers
+from elastic.engines.pipeline.forward import StageForward
+from elastic.engines.pipeline.items import (
+    AskItem,
+    Copied,
+    CopyItem,
+    EndItem,
+    Exchange,
+    Failed,
+    FlipItem,
+    ForgetItem,
+    LogConnection,
+    Refused,
+    SectorRef,
+    StepItem,
+)
+from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.transport import Transport
+from elastic.engines.pipeline.written_blocks import Blocks
+from elastic.errors import ElasticError, RankLost, StateError
+from elastic.kvcache.storage.guest import GuestMemory
+from elastic.kvcache.storage.sector_space import SectorSpace
+
+logger = logging.getLogger(__name__)
+
+
+class GuestStage:
+    """Layers of another instance, its home, as they are computed here: keys and values, sequences, and a thread.
+
+    It ends when the home says so, when the log has ended, or when the log does not fit what is here; then its memory
+    is free, and its transport closed, so that nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        rank: str,
+        path: LayerPath,
+        log: LogConnection,
+        transport: Transport,
+        memory: GuestMemory,
+        runner: BatchRunner,
+        forward: StageForward,
+        format: KVFormat,
+    ) -> None:
+        self.path = path
+        self.memory = memory
+        self._rank, self._log, self._transport = rank, log, transport
+        self._runner, self._forward, self._format = runner, forward, format
+        self._layers: frozenset[int] = frozenset(path.layers_of(rank))  # those that steps are computed in
+        self._handled = 0
+        self._progress = threading.Condition()  # of `_handled` and `_ended`
+        self._ended = False
+        self._tables = threading.Lock()  # held while sectors and layers come and go, and while blocks are cleared
+        self._copying = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"elastic-stage-{path.home}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to do what the log says."""
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does nothing any more."""
+        return self._ended
+
+    # -- what the fleet asks, from any thread
+
+    def allot(self, sectors: int) -> None:
+        """Keep pages for so many sectors of the home; see `GuestMemory.allot`."""
+        self.memory.allot(sectors)
+
+    def prepare(self, layers: Sequence[int], exchange: Exchange, timeout_s: float) -> None:
+        """Have room for the keys and values of layers, in all sectors that the home has.
+
+        Waits until the log is as far as the exchange says. Raises `CapacityError`, `StateError`; nothing has changed.
+        """
+        position = exchange.positions.get(self._rank, 0)
+        with self._progress:
+            if not self._progress.wait_for(lambda: self._handled >= position or self._ended, timeout_s):
+                raise StateError(f"the log of {self.path.home!r} is not so far after {timeout_s} s; try again")
+        with self._tables:
+            self._require_running()
+            self.memory.map(exchange.mapped)
+            self.memory.add_layers(layers)
+            self._runner.cache.refresh()
+
+    def copy(self, source: LayersKV, blocks: Blocks | None) -> int:
+        """Copy keys and values of all of the source's layers, which were prepared; return bytes. See `copy_layers`."""
+        with self._copying:
+            return self._copy(source, tuple(source.pages), blocks)
+
+    def give_up(self, layers: Sequence[int]) -> None:
+        """Undo `prepare`. Raises `StateError` for layers that steps are computed in."""
+        with self._copying, self._tables:
+            self._require_running()
+            used = sorted(self._layers & set(layers))
+            if used:
+                raise StateError(f"layers {used} of {self.path.home!r} are computed here; they cannot be given up")
+            self._drop_kv(frozenset(layers))
+
+    def layers_kv(self, layers: Sequence[int]) -> LayersKV:
+        """Say where keys and values of layers lie. Raises `StateError` for a place that others cannot read."""
+        with self.memory.lock:
+            self._require_running()
+            pages = self.memory.layer_pages(layers)
+        pool = self.memory.kv.pool
+        file = pool.backend.shared_file()
+        if file is None:
+            raise StateError(f"the KV cache on {pool.name} cannot be read by other processes")
+        return LayersKV(file, pool.page_bytes, self._format, pages)
+
+    def close(self) -> None:
+        """End it; its memory is free then. Can be called twice; not from its own thread."""
+        with self._progress:
+            self._ended = True
+            self._progress.notify_all()
+        self._log.close()
+        self._transport.close()
+        if self._thread.ident is None:
+            self._end()
+        else:
+            self._thread.join()
+
+    # -- the log
+
+    def _run(self) -> None:
+        try:
+            while not self._ended and self._do(self._log.receive()):
+                with self._progress:
+                    self._handled += 1
+                    self._progress.notify_all()
+        except (EOFError, RankLost):
+            pass  # the home has closed it, or has gone
+        except Exception as error:  # whatever it is, nobody may wait for this rank any more
+            if not self._ended:
+                logger.exception("rank %s computes layers of %s no more", self._rank, self.path.home)
+                self._answer(Failed(-1, str(error)))
+        finally:
+            self._end()
+
+    def _do(self, item: Any) -> bool:
+        """Do what an item says; return whether others may follow."""
+        match item:
+            case StepItem():
+                self._step(item)
+            case ForgetItem():
+                self._change_sectors(item.mapped, item.unmapped)
+                self._runner.remove(item.removed)
+            case CopyItem():
+                self._change_sectors(item.mapped, item.unmapped)
+                self._answer(self._copied(item))
+            case AskItem():
+                self._answer(self._asked(item))
+            case FlipItem():
+                self._flip(item)
+            case EndItem():
+                return False
+            case _:
+                raise StateError(f"the log of {self.path.home!r} has {type(item).__name__}, which no rank understands")
+        return True
+
+    def _step(self, item: StepItem) -> None:
+        """Compute a step. An error of the model is the step's alone; whoever waits for it is told."""
+        if item.epoch != self.path.epoch:
+            raise StateError(
+                f"step {item.number} of {self.path.home!r} is of epoch {item.epoch}, the path here of {self.path.epoch}"
+            )
+        self._change_sectors(item.mapped, item.unmapped)
+        self._runner.remove(item.removed)
+        for sequence in item.added:
+            self._runner.add(sequence)
+        with self._tables:
+            inputs = self._runner.inputs(item.chunks)
+        try:
+            self._forward.run(self.path.plan(self._rank), self._transport, item.number, inputs)
+        except RankLost as error:  # the home says what becomes of the step
+            logger.warning("step %d of %s was lost: %s", item.number, self.path.home, error)
+        except Exception as error:  # whatever the model raises
+            logger.exception("step %d of %s failed", item.number, self.path.home)
+            self._answer(Failed(item.number, str(error)))
+
+    def _flip(self, item: FlipItem) -> None:
+        """Go by another path, and drop the keys and values of layers that are computed elsewhere by it."""
+        behind = item.path.epoch - self.path.epoch  # who has no part in the path is not told of others that change it
+        if item.path.home != self.path.home or (behind != 1 if self._layers else behind < 1):
+            raise StateError(f"{item.path} does not follow {self.path}")
+        layers = frozenset(item.path.layers_of(self._rank))
+        with self._copying, self._tables:
+            absent = sorted(layers - frozenset(self.memory.layers))
+            if absent:
+                raise StateError(f"layers {absent} of {self.path.home!r} were not prepared here")
+            self._drop_kv(self._layers - layers)
+        if not layers:
+            self._runner.remove(tuple(self._runner.batch.rows))
+        for sequence, blocks in item.sequences:
+            self._runner.add(sequence, blocks)
+        self.path, self._layers = item.path, layers
+
+    def _copied(self, item: CopyItem) -> Copied:
+        try:
+            with self._copying:
+                return Copied(self._copy(item.source, item.layers, item.blocks))
+        except ElasticError as error:
+            return Copied(0, str(error))
+
+    def _asked(self, item: AskItem) -> LayersKV | Refused:
+        try:
+            return self.layers_kv(item.layers)
+        except ElasticError as error:
+            return Refused(str(error))
+
+    # -- inside
+
+    def _copy(self, source: LayersKV, layers: Sequence[int], blocks: Blocks | None) -> int:
+        self._require_running()
+        absent = sorted(set(layers) - set(self.memory.layers))
+        if absent:
+            raise StateError(f"layers {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
+        if blocks is not None:
+            require_known_sectors(source, self.memory, blocks)
+            self.memory.map(sectors_of(self.memory, blocks))  # such as are new; the log tells of them again
+        return copy_layers(self.memory, source, layers, blocks, self._wanted)
+
+    def _wanted(self) -> bool:
+        return not self._ended
+
+    def _change_sectors(self, mapped: Sequence[SectorRef], unmapped: Sequence[SectorRef]) -> None:
+        if mapped or unmapped:
+            with self._tables:
+                self.memory.unmap(unmapped)
+                self.memory.map(mapped)
+
+    def _drop_kv(self, layers: frozenset[int]) -> None:
+        here = layers & frozenset(self.memory.layers)
+        if here:
+            self.memory.remove_layers(here)
+            self._runner.cache.refresh()
+
+    def _answer(self, answer: Any) -> None:
+        with suppress(ElasticError):  # the home has gone, or will ask nothing any more
+            self._log.send(answer)
+
+    def _require_running(self) -> None:
+        if self._ended:
+            raise StateError(f"layers of {self.path.home!r} are computed here no more")
+
+    def _end(self) -> None:
+        """Have nobody wait for it, and its memory be free."""
+        with self._progress:
+            self._ended = True
+            self._progress.notify_all()
+        self._transport.close()
+        self._log.close()
+        with self._copying, self._tables:
+            self._runner.close()
+            self.memory.close()
+
+
+def sectors_of(memory: SectorSpace, blocks: Blocks) -> list[SectorRef]:
+    """List the sectors that blocks, by group, are in."""
+    sizes = [memory.blocks_per_sector(group) for group in range(len(blocks))]
+    return list(dict.fromkeys(SectorRef(g, b // sizes[g]) for g, group in enumerate(blocks) for b in group))
+
+
+def require_known_sectors(source: LayersKV, memory: SectorSpace, blocks: Blocks) -> None:
+    """Raise `StateError` where blocks are in sectors of which a source does not say where they are."""
+    for group, sector in sectors_of(memory, blocks):
+        for layer in memory.groups[group].group.layers:
+            if layer in source.pages and sector not in source.pages[layer]:
+                raise StateError(f"the source does not know sector {sector} of layer {layer}; ask for it anew")

@@ -1,0 +1,41 @@
+"""Threads that compute the steps of several cohorts at a time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class StepThreads:
+    """Daemons, since one that waits for a rank which hangs must not keep the process from its end."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.threads: set[threading.Thread] = set()
+
+    def resize(self, count: int) -> None:
+        """Have so many threads, all of them new. Nothing is being computed."""
+        for _ in self.threads:
+            self._work.put(None)
+        self.threads = {threading.Thread(target=self._run, name="elastic-cohort", daemon=True) for _ in range(count)}
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have a thread call something."""
+        done: Future[T] = Future()
+        self._work.put((done, work))
+        return done
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            done, work = item
+            try:
+                done.set_result(work())
+            except BaseException as error:  # it is whoever waits for it that it concerns
+                done.set_exception(error)

@@ -1,0 +1,264 @@
+"""Instances drop layers that they hold twice and take them back while they serve: the plain model's tokens, each once.
+
+Ranks of this process over tiny models of several architectures, then processes that are killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import elastic
+from elastic import ConfigError, StateError
+from elastic.assets import MODEL_DIR
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Request
+from support import architectures
+from support.serving.generations import Collector, continuation, prompts, same_unless_close
+from support.wrapped_model import PAGE, small
+
+pytestmark = pytest.mark.slow
+ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
+TOKENS = 60
+
+
+class Served:
+    """Two or three ranks over models of one architecture; it counts what each layer's attention computes."""
+
+    def __init__(self, name: str, ranks: int, budget: int) -> None:
+        self._name = name
+        self.models = [architectures.build(name) for _ in range(ranks)]
+        self.computed: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        for number, model in enumerate(self.models):
+            elastic.wrap(model, places=small(budget, f"cpu#{number}"))
+            for layer, module in enumerate(model.model.layers):
+                module.self_attn.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
+        self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60)
+        self.layers = len(self.models[0].model.layers)
+        self.heard = Collector()
+        self.requests: dict[str, tuple[Request, list[int]]] = {}
+
+    def _count(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        with self._lock:
+            self.computed[layer] += hidden.shape[1]
+
+    def submit(self, lengths: list[int], tokens: int = TOKENS) -> None:
+        plain = architectures.build(self._name)
+        for prompt in prompts(lengths, architectures.VOCAB, seed=len(self.requests)):
+            request = Request(prompt, tokens)
+            self.requests[request.id] = request, continuation(plain, prompt, tokens)
+            self.fleet.submit(request, self.heard)
+
+    def begin(self, tokens: int) -> None:
+        """Wait until each request has so many tokens."""
+        for name in self.requests:
+            self.heard.wait_for_tokens(name, tokens)
+
+    def finish(self) -> None:
+        """Wait for all, and see that each has the plain model's tokens, and that nothing was computed twice."""
+        self.heard.wait(list(self.requests))
+        for name, (_, expected) in self.requests.items():
+            assert self.heard.tokens[name] == expected, self.heard.ends[name]
+        once = sum(len(request.prompt) + request.max_tokens - 1 for request, _ in self.requests.values())
+        assert dict(self.computed) == dict.fromkeys(range(self.layers), once)
+        self.fleet.check()
+
+    def halves(self) -> dict[str, range]:
+        """What each of two ranks drops so that both have half of the layers."""
+        half = self.layers // 2
+        return {"r0": range(half, self.layers), "r1": range(half)}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """serve(architecture, ranks, budget): started; stopped and unwrapped in the end."""
+    made: list[Served] = []
+
+    def start(name: str, ranks: int = 2, budget: int = 4 << 20) -> Served:
+        served = Served(name, ranks, budget)
+        made.append(served)
+        served.fleet.start()
+        return served
+
+    yield start
+    for served in made:
+        served.fleet.stop(drain=False)
+        for model in served.models:
+            if not model.elastic.dropped:
+                elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "qwen3-moe", "gemma3"])
+def test_layers_are_dropped_and_come_back_under_running_requests(serve: Callable[..., Served], name: str) -> None:
+    served = serve(name)
+    fleet, weights = served.fleet, [place_bytes(model, "layer") for model in served.models]
+    served.submit([5, 40, 70, 12], tokens=150)
+    served.begin(5)
+    dropped = fleet.drop(layers=served.halves())
+    assert dropped.status == "applied"
+    assert dropped.moved_bytes > 0
+    left = [place_bytes(model, "layer") for model in served.models]
+    assert sum(weights) - sum(left) == dropped.freed_bytes == sum(fleet.layer_bytes())
+    assert [model.elastic.dropped for model in served.models] == [tuple(d) for d in served.halves().values()]
+    fleet.check()
+    told = {request: len(served.heard.tokens[request]) for request in served.requests}
+    for request in served.requests:
+        served.heard.wait_for_tokens(request, told[request] + 5)  # tokens come while the group lives
+    served.submit([30, 9])
+    restored = fleet.restore()
+    assert (restored.status, restored.flips) == ("applied", dropped.flips)
+    assert fleet.groups() == ()
+    served.finish()
+    assert [place_bytes(model, "layer") for model in served.models] == weights
+    assert fleet.status().totals.recomputed_tokens == 0
+
+
+def place_bytes(model: Any, owner: str) -> int:
+    owners = model.elastic.status().places[0].owners
+    return sum(nbytes for name, nbytes in owners.items() if name.startswith(owner))
+
+
+def test_several_drops_and_restores_in_a_row(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3")
+    fleet, layer = served.fleet, served.fleet.layer_bytes()[0]
+    for number in range(3):
+        served.submit([20, 33, 7], tokens=100)
+        served.begin(3)
+        first = fleet.drop(layer)
+        second = fleet.drop(layer)
+        assert (first.status, second.status) == ("applied", "applied")
+        assert first.freed_bytes == second.freed_bytes == layer
+        assert fleet.restore("r0").status == "applied", number
+        assert fleet.groups() == ()
+    served.finish()
+
+
+def test_what_was_dropped_is_room_for_requests_that_wait(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3", budget=300 * PAGE)
+    fleet = served.fleet
+    before = total_blocks(fleet)
+    served.submit([60] * 12, tokens=100)
+    dropped = fleet.drop(2 * fleet.layer_bytes()[0])
+    assert dropped.status == "applied"
+    wait_until(lambda: total_blocks(fleet) > before, "no instance has more room")
+    served.finish()
+    assert fleet.restore().status == "applied"
+    wait_until(lambda: total_blocks(fleet) == before, "the room did not go back")
+
+
+def total_blocks(fleet: Fleet) -> int:
+    return sum(instance.load.total_blocks for instance in fleet.status().instances)
+
+
+def test_three_ranks_become_a_pipeline_of_three(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3", ranks=3)
+    served.submit([5, 40, 70, 12, 9, 30], tokens=120)
+    served.begin(5)
+    dropped = served.fleet.drop(2 * sum(served.fleet.layer_bytes()))
+    assert dropped.status == "applied"
+    (group,) = served.fleet.groups()
+    assert sorted(len(layers) for layers in group.keeps.values()) == [1, 1, 1]
+    served.submit([11, 22, 33])
+    assert served.fleet.restore().status == "applied"
+    served.finish()
+
+
+def test_layers_of_one_instance_go_to_another_rank_and_come_back(serve: Callable[..., Served]) -> None:
+    served = serve("llama-gqa")
+    served.submit([5, 40, 70, 12], tokens=120)
+    served.begin(5)
+    moved = served.fleet.migrate("r0", [1], "r1")
+    assert (moved.status, moved.flips) == ("applied", 1)
+    (request, *_) = (name for name in served.requests if served.fleet.instance_of(name) == "r0")
+    with pytest.raises(StateError, match="restore them first"):
+        served.fleet.move(request, "r1")
+    assert served.fleet.split("r1").status == "applied"
+    served.finish()
+
+
+def test_a_rank_that_leaves_takes_its_layers_back_first(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3")
+    served.submit([5, 40, 70, 12])
+    served.begin(5)
+    served.fleet.drop(layers=served.halves())
+    served.fleet.remove("r1")
+    assert served.fleet.groups() == ()
+    served.heard.wait(list(served.requests))
+    for name, (_, expected) in served.requests.items():
+        assert served.heard.tokens[name] == expected
+
+
+def test_ranks_with_other_forms_of_cache_make_no_group() -> None:
+    models = [architectures.build("qwen3") for _ in range(2)]
+    for number, model in enumerate(models):
+        elastic.wrap(model, places=small(4 << 20, f"cpu#{number}"))
+    fleet = Fleet.of(*models, engine=ENGINE, beat_timeout_s=60)
+    pairs = zip(fleet._specs, (8, 16), strict=True)
+    fleet._specs = [replace(spec, engine={**ENGINE, "block_tokens": tokens}) for spec, tokens in pairs]
+    with fleet:
+        with pytest.raises(ConfigError, match="other forms of KV cache"):
+            fleet.merge("r0", "r1")
+        assert fleet.groups() == ()
+    for model in models:
+        elastic.unwrap(model)
+
+
+# -- processes
+
+
+PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
+
+
+def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until_s, why
+        time.sleep(0.02)
+
+
+def test_processes_drop_take_back_and_survive_the_death_of_one() -> None:
+    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    engine = {"block_tokens": 16, "max_batch_tokens": 128}
+    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], engine=engine, replace=False) as fleet:
+        layers = len(fleet.layer_bytes())
+        halves = {"r0": range(layers // 2, layers), "r1": range(layers // 2)}
+        pids = {rank.name: rank.pid for rank in fleet.status().ranks}
+        assert len({os.getpid(), *pids.values()}) == 3
+        heard, asked = Collector(), {}
+        for prompt in PROMPTS:
+            request = Request(prompt, 150, ignore_eos=True)
+            asked[request.id] = prompt
+            fleet.submit(request, heard)
+        for name in asked:
+            heard.wait_for_tokens(name, 5)
+        assert fleet.drop(layers=halves).status == "applied"
+        assert fleet.restore().status == "applied"
+        assert fleet.drop(layers=halves).status == "applied"
+        fleet.check()
+        for prompt in PROMPTS:
+            request = Request(prompt, 100, ignore_eos=True)
+            asked[request.id] = prompt
+            fleet.submit(request, heard)
+        for name in asked:
+            heard.wait_for_tokens(name, 5)
+        os.kill(pids["r1"], signal.SIGKILL)
+        wait_until(lambda: not fleet.groups(), "the group was not repaired")
+        heard.wait(list(asked))
+        assert fleet.status().totals.recomputed_tokens > 0
+        for name, prompt in asked.items():
+            assert heard.ends[name].finish == "length", heard.ends[name]
+            assert same_unless_close(plain, prompt, heard.tokens[name])
+        fleet.check()
+        assert [event.kind for event in fleet.events()].count("recovered") == 1

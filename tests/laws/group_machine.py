@@ -1,0 +1,116 @@
+"""The fleet's machine, whose instances merge, drop layers, compute each other's, get them back and part besides."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+import elastic
+from elastic import CapacityError, ConfigError, Overloaded, StateError
+from laws.fleet_machine import FleetMachine
+from support import architectures
+from support.lossless_variant import HALF, exact
+from support.wrapped_model import small
+
+SOON_S = 5.0
+"""How long a restore waits for requests that need the room of dropped layers; then nothing has changed."""
+REFUSALS = (ConfigError, StateError, Overloaded, CapacityError)
+LAYERS = 3
+
+
+@cache
+def checkpoint(name: str) -> TemporaryDirectory[str]:
+    """A model's files: what a rank drops comes back from there when no other rank has it any more."""
+    folder: TemporaryDirectory[str] = TemporaryDirectory(prefix=f"{name}-")
+    exact(architectures.build(name)).save_pretrained(folder.name)
+    return folder
+
+
+class GroupMachine(FleetMachine):
+    """Nothing is computed twice unless a rank was lost: not by drops, restores, merges or splits."""
+
+    lost = False
+
+    def wrap(self, name: str, model: Any) -> None:
+        elastic.wrap(model, places=small(2 << 20), variants=[HALF], checkpoint=checkpoint(name).name)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "fleet") and not self.lost:
+            assert self.fleet.status().totals.recomputed_tokens == 0
+
+    @rule(data=st.data(), hangs=st.booleans())
+    def lose_a_rank(self, data: Any, hangs: bool) -> None:
+        if len(self.ranks) > 1:
+            self.lost = True
+            super().lose_a_rank(data, hangs)
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(data=st.data(), drain=st.booleans())
+    def remove(self, data: Any, drain: bool) -> None:
+        rank = data.draw(st.sampled_from(self.ranks))
+        for each in self.ranks:
+            self.resize_to(each, None)
+        self.lost = self.lost or not drain
+        with suppress(StateError):  # it computes layers of others
+            self.fleet.remove(rank, drain=drain)
+
+    @rule(data=st.data(), pages=st.integers(0, 300))
+    def resize(self, data: Any, pages: int) -> None:
+        with suppress(CapacityError, StateError):  # above the maximum; below what others were allotted there
+            self.resize_to(data.draw(st.sampled_from(self.ranks)), pages * 4096)
+
+    @rule(data=st.data(), layers=st.lists(st.integers(0, 2), min_size=1, unique=True))
+    def swap(self, data: Any, layers: list[int]) -> None:
+        with suppress(*REFUSALS):  # a layer that was dropped
+            super().swap(data, layers)
+
+    @rule(data=st.data())
+    def restore(self, data: Any) -> None:
+        with suppress(*REFUSALS):
+            super().restore(data)
+
+    # -- groups
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(share=st.floats(0.05, 1.0), whole=st.booleans())
+    def drop_as_much(self, share: float, whole: bool) -> None:
+        with suppress(*REFUSALS):
+            need = int(share * sum(self.fleet.layer_bytes()))
+            dropped = self.fleet.drop(need=need, whole=whole, timeout_s=SOON_S)
+            assert dropped.status != "applied" or dropped.freed_bytes >= need
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(data=st.data(), cut=st.integers(1, LAYERS - 1))
+    def drop_by_hand(self, data: Any, cut: int) -> None:
+        first, second = data.draw(st.permutations(self.ranks))[:2]
+        with suppress(*REFUSALS):
+            self.fleet.drop(layers={first: range(cut, LAYERS), second: range(cut)}, timeout_s=SOON_S)
+
+    @rule(data=st.data())
+    def take_back(self, data: Any) -> None:
+        with suppress(*REFUSALS):
+            self.fleet.restore(data.draw(st.sampled_from([None, *self.ranks])), timeout_s=SOON_S)
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(data=st.data())
+    def merge(self, data: Any) -> None:
+        with suppress(*REFUSALS):
+            self.fleet.merge(*data.draw(st.permutations(self.ranks))[:2])
+
+    @rule(data=st.data())
+    def split(self, data: Any) -> None:
+        with suppress(*REFUSALS):
+            self.fleet.split(data.draw(st.sampled_from(self.ranks)), timeout_s=SOON_S)
+
+    @precondition(lambda self: len(self.ranks) > 1)
+    @rule(data=st.data(), layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, unique=True))
+    def compute_elsewhere(self, data: Any, layers: list[int]) -> None:
+        home, rank = data.draw(st.permutations(self.ranks))[:2]
+        with suppress(*REFUSALS):
+            self.fleet.migrate(home, sorted(layers), rank, timeout_s=SOON_S)

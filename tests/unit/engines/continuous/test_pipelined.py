@@ -1,0 +1,443 @@
+"""Engines whose layers other ranks compute: the tokens of one alone, none computed twice, none lost."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic import CapacityError, ConfigError, StateError
+from elastic.engines.base import Request
+from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.errors import RankLost
+from elastic.memory.backends.shared_file import OpenFile, open_shared
+from support import architectures
+from support.cluster.engine_group import EngineGroup
+from support.serving.generations import Collector, continuation, prompts
+from support.wrapped_model import layers as decoder_layers
+
+PROMPTS = prompts([40, 25, 9, 33], architectures.VOCAB)
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., EngineGroup]]:
+    """group(ranks, architecture, bytes, **options); closed and checked when the test ends."""
+    made: list[EngineGroup] = []
+
+    def make(ranks: str, *args: Any, **options: Any) -> EngineGroup:
+        made.append(EngineGroup(ranks, *args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def requests(tokens: int, name: str = "r") -> list[Request]:
+    return [Request(prompt, tokens, id=f"{name}{number}") for number, prompt in enumerate(PROMPTS)]
+
+
+def test_layers_that_another_rank_computes_give_the_tokens_of_one_rank(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    expected = {f"r{i}": continuation(ranks.tracked["a"].model, prompt, 24) for i, prompt in enumerate(PROMPTS)}
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    heard = Collector()
+    for request in requests(24):
+        ranks["a"].submit(request, heard)
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    assert ranks["a"].path.ranks == ("a", "b", "b")
+    ranks.check()
+    ranks.part("a")
+    assert ranks["a"].path.ranks == ("a",) * 3
+    ranks.check()
+
+
+def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, list[int]]:
+    model = group.tracked["a"].model
+    return {f"{name}{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize("cohorts", [1, 2])
+def test_layers_go_there_and_back_while_requests_run(
+    group: Callable[..., EngineGroup], architecture: str, cohorts: int
+) -> None:
+    ranks = group("ab", architecture, nbytes=8 << 20)
+    expected = plain(ranks, 60)
+    for home, guest in ("ab", "ba"):
+        ranks.join(home, guest)
+        ranks[home].set_cohorts(cohorts)
+    heard = {home: Collector() for home in "ab"}
+    for home in "ab":
+        for request in requests(60):
+            ranks[home].submit(request, heard[home])
+    for layers in ((1, 2), (2,), (0,), (0, 1)):
+        for home, guest in ("ab", "ba"):
+            heard[home].wait_for_tokens("r0", 4)
+            ranks.move(home, layers, guest)
+        ranks.check()
+        for home in "ab":
+            ranks.move(home, layers, home)
+        ranks.check()
+    for home in "ab":
+        heard[home].wait(list(expected))
+        assert heard[home].tokens == expected
+        assert ranks.tracked[home].computed == sum(len(prompt) + 59 for prompt in PROMPTS)
+        ranks.part(home)
+
+
+def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[bytes]]:
+    """What is in the blocks of each sequence, by layer, wherever that is; nothing of the home is in flight."""
+    engine = ranks[home]
+    found: dict[tuple[str, int], list[bytes]] = {}
+    for layer, owner in enumerate(engine.path.ranks):
+        kv = engine.layers_kv([layer]) if owner == home else ranks[owner].stage_kv(home, [layer])
+        group, size = engine._memory.group_of(layer), kv.format.block_bytes
+        per_sector = engine._memory.blocks_per_sector(group)
+        with open_shared(kv.file) as file:
+            sectors = {
+                sector: b"".join(read(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
+                for sector, pages in kv.pages[layer].items()
+            }
+        for name, sequence in engine._loop.scheduler.sequences.items():
+            places = [divmod(block, per_sector) for block in sequence.table.blocks[group]]
+            found[name, layer] = [sectors[sector][i * size : (i + 1) * size] for sector, i in places]
+    return found
+
+
+def read(file: OpenFile, offset: int, nbytes: int) -> bytes:
+    buffer = ctypes.create_string_buffer(nbytes)
+    file.read_into(ctypes.addressof(buffer), offset, nbytes)
+    return buffer.raw
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_flip_changes_no_bit_of_keys_and_values(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, architecture: str, rounds: int
+) -> None:
+    ranks = group("abc", architecture)
+    engine, compared = ranks["a"], []
+    flip = engine._flip
+
+    def compare(*args: Any) -> Flipped:
+        engine._settle()
+        before = live_bytes(ranks, "a")
+        flipped = flip(*args)
+        compared.append((before, live_bytes(ranks, "a")))
+        return flipped
+
+    monkeypatch.setattr(engine, "_flip", compare)
+    for guest in "bc":
+        ranks.join("a", guest)
+    heard = Collector()
+    for request in requests(60):
+        engine.submit(request, heard)
+    heard.wait_for_tokens("r3", 2)
+    copied = 0
+    for layers, rank in (((1, 2), "b"), ((2,), "c"), ((1,), "c"), ((0,), "b"), ((1, 2), "a"), ((0,), "a")):
+        copied += ranks.move("a", layers, rank, rounds).copied_bytes
+    for before, after in compared:
+        assert before == after
+        assert any(map(any, before.values()))
+    heard.wait([f"r{i}" for i in range(len(PROMPTS))])
+    assert len(compared) == 6
+    assert copied > 0
+
+
+def test_blocks_that_cannot_be_copied_leave_everything_as_it_was(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = group("ab")
+    expected = plain(ranks, 50)
+    ranks.join("a", "b")
+    ranks.move("a", (2,), "b")
+    path = ranks["a"].path
+    heard = Collector()
+    for request in requests(50):
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r0", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenFile, "read_into", broken)
+        for layers, rank in (((1,), "b"), ((2,), "a")):
+            with pytest.raises(StateError, match="disk"):
+                ranks.move("a", layers, rank, rounds=0)
+            assert ranks["a"].path == path
+            ranks.check()
+    ranks.move("a", (1,), "b")
+    ranks.move("a", (1, 2), "a")
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks.part("a")
+
+
+def broken(*args: Any) -> None:
+    raise StateError("the disk is broken")
+
+
+def test_prepared_layers_that_are_given_up_leave_nothing(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    pages = ranks["b"].runtime.status().places[0].owners
+    began = ranks["a"].begin_exchange((1, 2))
+    ranks["b"].prepare_layers("a", (1, 2), began)
+    assert ranks["b"].runtime.status().places[0].owners != pages
+    ranks["b"].give_up_layers("a", (1, 2))
+    ranks["a"].end_exchange()
+    assert ranks["b"].runtime.status().places[0].owners == pages
+    ranks.move("a", (1, 2), "b")
+    with pytest.raises(StateError, match="are computed here"):
+        ranks["b"].give_up_layers("a", (1,))
+    ranks.part("a")
+
+
+def test_layers_with_room_for_them_nowhere_are_refused_before_anything_changes(
+    group: Callable[..., EngineGroup],
+) -> None:
+    ranks = group("ab", nbytes=1 << 20)
+    ranks.join("a", "b", sectors=4)
+    ranks["b"].runtime.kv.resize(0)
+    with pytest.raises(CapacityError):
+        ranks.move("a", (1, 2), "b")
+    assert ranks["a"].path.ranks == ("a", "a", "a")
+    ranks["b"].runtime.kv.resize("max")
+    ranks.check()
+    ranks.part("a")
+
+
+def test_a_path_that_does_not_follow_is_refused(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("abc")
+    for guest in "bc":
+        ranks.join("a", guest)
+    engine = ranks["a"]
+    with pytest.raises(StateError, match="no exchange"):
+        engine.flip(engine.path.moved((1,), "b"))
+    engine.begin_exchange((1,))
+    for path, words in (
+        (replace(engine.path, ranks=("a", "b", "b"), epoch=5), "does not follow"),
+        (replace(engine.path, ranks=("a", "b", "c"), epoch=1), "2 pairs"),
+        (replace(engine.path, ranks=("a", "a", "a"), epoch=1), "0 pairs"),
+        (replace(engine.path, ranks=("a", "x", "a"), epoch=1), "not attached"),
+        (replace(engine.path, ranks=("a", "b", "a"), epoch=1), "not prepared"),
+    ):
+        with pytest.raises((ConfigError, StateError), match=words):
+            engine.flip(path)
+        assert engine.path.epoch == 0
+    engine.end_exchange()
+    ranks.part("a")
+
+
+def test_requests_of_a_group_are_not_moved_with_their_keys_and_values(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("abc")
+    ranks.join("a", "b")
+    heard = Collector()
+    ranks["a"].submit(requests(30)[0], heard)
+    heard.wait_for_tokens("r0", 1)
+    for asked in (ranks["a"].locate, ranks["a"].hand_over):
+        with pytest.raises(StateError, match="shared with other ranks"):
+            asked("r0")
+    heard.wait(["r0"])
+    ranks.part("a")
+    assert ranks["a"].locate("r0") == ()
+
+
+def test_what_is_told_of_the_cache_ends_when_layers_leave_and_begins_anew(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    tracked, heard = ranks.tracked["a"], Collector()
+    expected = plain(ranks, 60)
+    for request in requests(60):
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r3", 2)
+    ranks.join("a", "b")
+    ranks.move("a", (1,), "b")
+    told = len(tracked.reports)
+    assert not tracked.directory._sequences
+    heard.wait_for_tokens("r3", 12)
+    assert len(tracked.reports) == told
+    assert tracked.steps_without_report > 0
+    ranks["a"].cancel("r0")
+    heard.wait(["r0"])
+    ranks.part("a")
+    states = ranks["a"]._between_steps(lambda: [s.state() for s in tracked.engine._loop.scheduler.sequences.values()])
+    assert {kv.sequence for kv in tracked.mirrored(states)} == {state.id for state in states}
+    moved = ranks["a"].locate("r1")
+    assert moved == () or tracked.sources_of(moved).sectors == ranks["a"].sectors_of(moved)
+    heard.wait(list(expected))
+    assert {name: heard.tokens[name] for name in ("r1", "r2", "r3")} == {n: expected[n] for n in ("r1", "r2", "r3")}
+
+
+# -- ranks that are lost, and steps that fail
+
+
+def test_a_lost_rank_costs_no_token_and_only_what_was_computed(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("abc")
+    expected = plain(ranks, 60)
+    for home, guest in ("ab", "ac", "ba"):
+        ranks.join(home, guest)
+    ranks.move("a", (1,), "b")
+    ranks.move("a", (2,), "c")
+    ranks.move("b", (0,), "a")
+    heard = {home: Collector() for home in "ab"}
+    for home in "ab":
+        for request in requests(60):
+            ranks[home].submit(request, heard[home])
+    heard["a"].wait_for_tokens("r3", 4)
+    ranks.lose("c")
+    wait_until(lambda: ranks["a"].lost_rank is not None)
+    restored: list[tuple[int, ...]] = []
+    again = ranks["a"].recover("c", restored.append)
+    assert restored == [(1, 2)]
+    assert ranks["a"].path.ranks == ("a", "a", "a")
+    assert ranks["a"].lost_rank is None
+    for home in "ab":
+        heard[home].wait(list(expected))
+        assert heard[home].tokens == expected
+    least = sum(len(prompt) + 59 for prompt in PROMPTS)
+    assert 0 < again < least
+    wait_until(lambda: ranks["b"]._stages["a"].ended)
+    ranks["b"].close_stage("a")
+    ranks.join("a", "b")
+    ranks.move("a", (1,), "b")
+    ranks.part("a")
+    ranks.part("b")
+
+
+def test_a_request_that_never_fits_alone_fails_when_its_group_is_lost(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab", nbytes=200 << 10)
+    engine, alone = ranks["a"], ranks["a"].sectors_alone()
+    expected = continuation(architectures.build("llama-gqa"), PROMPTS[1], 30)
+    ranks.join("a", "b", sectors=1)
+    ranks.move("a", (1, 2), "b")
+    ranks["b"].allot("a", alone + alone // 2)
+    engine.set_cap(alone + alone // 2)
+    tokens = engine._memory.blocks_per_sector(0) * engine.kv_format.block_tokens * (alone + 1)
+    long, short = Request(PROMPTS[0], tokens - len(PROMPTS[0]), id="long"), Request(PROMPTS[1], 30, id="short")
+    heard = Collector()
+    for request in (short, long):
+        engine.submit(request, heard)
+    heard.wait_for_tokens("long", 1)
+    ranks.lose("b")
+    wait_until(lambda: engine.lost_rank is not None)
+    engine.recover("b", lambda layers: None)
+    heard.wait(["short", "long"])
+    assert heard.ends["long"].finish == "failed"
+    assert heard.tokens["short"] == expected
+
+
+def test_weights_that_cannot_be_restored_leave_the_engine_waiting(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    expected = plain(ranks, 40)
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    heard = Collector()
+    for request in requests(40):
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r3", 2)
+    ranks.lose("b")
+    with pytest.raises(CapacityError):
+        ranks["a"].recover("b", no_room)
+    assert ranks["a"].lost_rank == "b"
+    with pytest.raises(RankLost):
+        ranks["a"].begin_exchange((0,))
+    ranks["a"].recover("b", lambda layers: None)
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+
+
+def no_room(layers: tuple[int, ...]) -> None:
+    raise CapacityError("no room", requested_bytes=1, free_bytes=0, total_bytes=0)
+
+
+@pytest.mark.parametrize("failing", ["a", "b", "c"])
+@pytest.mark.parametrize("cohorts", [1, 2])
+def test_an_error_of_the_model_anywhere_ends_its_step_and_no_other(
+    group: Callable[..., EngineGroup], failing: str, cohorts: int
+) -> None:
+    ranks = group("abc")
+    expected = plain(ranks, 20)
+    for guest in "bc":
+        ranks.join("a", guest)
+    for layer, rank in ((1, "b"), (2, "c")):
+        ranks.move("a", (layer,), rank)
+    ranks["a"].set_cohorts(cohorts)
+    own = {"a": 0, "b": 1, "c": 2}[failing]
+    layer = decoder_layers(ranks.tracked[failing].model)[own]
+
+    def fail(module: Any, args: Any) -> None:
+        hook.remove()
+        raise RuntimeError("out of order")
+
+    hook = next(layer.children()).register_forward_pre_hook(fail)
+    heard = Collector()
+    bad = Request(PROMPTS[1], 20, id="bad")
+    ranks["a"].submit(bad, heard)
+    heard.wait(["bad"])
+    assert heard.ends["bad"].finish == "failed"
+    assert "out of order" in (heard.ends["bad"].error or "")
+    for request in requests(20):
+        ranks["a"].submit(request, heard)
+    heard.wait(list(expected))
+    assert {name: heard.tokens[name] for name in expected} == expected
+    ranks.part("a")
+
+
+def test_a_stage_refuses_a_step_of_another_epoch(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    ranks.move("a", (2,), "b")
+    engine = ranks["a"]
+    engine._between_steps(lambda: setattr(engine._home, "path", replace(engine.path, epoch=7)))
+    heard = Collector()
+    expected = plain(ranks, 8)
+    for request in requests(8):
+        engine.submit(request, heard)
+    wait_until(lambda: engine.lost_rank == "b")
+    assert ranks["b"]._stages["a"].ended
+    assert not heard.tokens
+    engine.recover("b", lambda layers: None)
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+
+
+def test_cancelled_requests_leave_nothing_at_any_rank(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    ranks["a"].set_cohorts(2)
+    heard = Collector()
+    for request in requests(200):
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r0", 3)
+    for number in range(4):
+        ranks["a"].cancel(f"r{number}")
+    heard.wait([f"r{number}" for number in range(4)])
+    wait_until(lambda: not ranks["b"]._stages["a"]._runner.batch.rows)
+    ranks["a"].runtime.kv.resize(0)
+    assert ranks["a"].cap_reached()
+    wait_until(lambda: not ranks["b"]._stages["a"].memory.mapped_sectors)
+    ranks["a"].runtime.kv.resize("max")
+    ranks.part("a")
+
+
+def test_the_model_is_as_it_was_when_nothing_is_shared_any_more(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    before = [set(layer.__dict__) for rank in "ab" for layer in decoder_layers(ranks.tracked[rank].model)]
+    ranks.join("a", "b")
+    ranks.move("a", (1,), "b")
+    ranks.part("a")
+    assert [set(layer.__dict__) for rank in "ab" for layer in decoder_layers(ranks.tracked[rank].model)] == before
+    assert ranks["a"]._forward is None
+    assert ranks["b"]._forward is None
