@@ -125,8 +125,8 @@ def _drop(url: str, token: str, options: Namespace) -> int:
     freed_bytes = dropped.get("freed_bytes", 0)
     if options.dry_run:
         print(
-            f"planned: {freed_bytes:,} bytes of weights would leave, {dropped.get('flips', 0)} layers change their rank, "
-            f"{dropped.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "
+            f"planned: {freed_bytes:,} bytes of weights would leave, {dropped.get('flips', 0)} layers change their "
+            f"rank, {dropped.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "
             f"{(dropped.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
         )
     else:

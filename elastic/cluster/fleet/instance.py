@@ -107,12 +107,14 @@ class Instance:
         self.most_blocks = max(self.most_blocks, load.total_blocks)
 
     def join(self, group: tuple[str, ...], path: LayerPath, *, journal: bool = False) -> None:
-        """Note who computes its layers. What it told of its KV is forgotten: only part of that is in its own memory.
+        """Note who computes its layers. What it told of its KV is forgotten when some are elsewhere: so is their KV.
 
-        `journal`: it tells anew, as soon as it has all of its layers.
+        `journal`: those that are elsewhere come back, and it tells anew as soon as it has all. Where it has all, it
+        goes on telling what has changed.
         """
         self.group, self.path = group, path
-        self.directory = KVDirectory(self.memory.source) if journal and self.memory is not None else None
+        if path.guests:
+            self.directory = KVDirectory(self.memory.source) if journal and self.memory is not None else None
 
     def part(self) -> None:
         """Note that it is by itself again."""

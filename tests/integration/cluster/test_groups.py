@@ -90,6 +90,7 @@ def serve() -> Iterator[Callable[..., Served]]:
         served = Served(name, ranks, budget)
         made.append(served)
         served.fleet.start()
+        served.computed.clear()  # of what engines try at first
         return served
 
     yield start
@@ -104,7 +105,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 def test_layers_are_dropped_and_come_back_under_running_requests(serve: Callable[..., Served], name: str) -> None:
     served = serve(name)
     fleet, weights = served.fleet, [place_bytes(model, "layer") for model in served.models]
-    served.submit([5, 40, 70, 12], tokens=150)
+    served.submit([5, 40, 70, 12], tokens=200)
     served.begin(5)
     dropped = fleet.drop(layers=served.halves())
     assert dropped.status == "applied"
@@ -115,7 +116,8 @@ def test_layers_are_dropped_and_come_back_under_running_requests(serve: Callable
     fleet.check()
     told = {request: len(served.heard.tokens[request]) for request in served.requests}
     for request in served.requests:
-        served.heard.wait_for_tokens(request, told[request] + 5)  # tokens come while the group lives
+        served.heard.wait_for_tokens(request, min(told[request] + 5, 200))  # tokens come while the group lives
+    assert min(told.values()) < 195
     served.submit([30, 9])
     restored = fleet.restore()
     assert (restored.status, restored.flips) == ("applied", dropped.flips)

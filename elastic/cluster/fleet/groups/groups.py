@@ -197,8 +197,6 @@ class Groups:
         done = self._exchange(group, targets.apart(group.shape), timeout_s)
         if group.shape.apart and done.status == "applied":
             self._part(group)
-        else:
-            self._mark(group)
         kind: EventKind = "restored" if done.status == "applied" else "restore failed"
         self._changed(kind, group, done, why)
         return Restored(**vars(done), members=group.members)
