@@ -106,7 +106,7 @@ def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
     b.receive("a", LIKE, Key(2, 2))
     b.forget(2)
     b.receive("a", LIKE, Key(3, 1))
-    assert b._receiver("a")._boxes == {}
+    assert b._receiver("a").box._arrived == {}
 
 
 def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> None:
