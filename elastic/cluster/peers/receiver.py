@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import suppress
 
 from elastic.cluster.peers import frames
 from elastic.cluster.peers.mailbox import Mailbox, What
 from elastic.engines.pipeline.transport import Key
+from elastic.errors import RankLost
+
+REOPENED_S = 1.0
+"""How long the next connection of a rank that has closed its end is waited for."""
 
 
 class HiddenStatesReceiver:
     """Frames by their keys. Thread-safe.
 
     One of those that wait reads for all, so that no thread is between the stream and the forward pass. The other rank
-    connects; after an orderly end it may connect again, and a later connection takes the place of an earlier one.
+    connects. When it has closed its end it may make another: a later connection takes the place of an earlier one, and
+    is waited for a while.
     """
 
     def __init__(self, rank: str) -> None:
@@ -24,6 +30,7 @@ class HiddenStatesReceiver:
         self._stream: socket.socket | None = None
         self._connection = -1  # its number, as the other rank counts
         self._reading = False
+        self._left_s: float | None = None  # when it was seen that the other end was closed
         self._over = False
 
     def attach(self, stream: socket.socket, connection: int) -> None:
@@ -33,17 +40,19 @@ class HiddenStatesReceiver:
                 stream.close()
                 return
             self._detach()
-            self._stream, self._connection, self.box.lost = stream, connection, ""
+            self._stream, self._connection = stream, connection
+            self._left_s, self.box.lost = None, ""
             self._changed.notify_all()
 
     def receive(self, key: Key) -> What:
         """Wait for what comes for a key. Raises `RankLost`."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.box.has(key) or (self._stream is not None and not self._reading))
                 if self.box.has(key):
                     return self.box.take(key)
-                assert self._stream is not None
+                if self._stream is None or self._reading:
+                    self._changed.wait(self._patience_s())
+                    continue
                 stream, self._reading = self._stream, True
             self._read(stream)
 
@@ -53,6 +62,15 @@ class HiddenStatesReceiver:
             self._over = True
             self._detach()
         self.box.end(reason)
+
+    def _patience_s(self) -> float | None:
+        """Return how long another connection is waited for. Raises `RankLost` where it was long enough."""
+        if self._left_s is None:
+            return None
+        patience_s = self._left_s + REOPENED_S - time.monotonic()
+        if patience_s <= 0:
+            raise RankLost(f"rank {self._rank!r} has closed its transport", rank=self._rank)
+        return patience_s
 
     def _read(self, stream: socket.socket) -> None:
         """Read one frame for whoever waits for it."""
@@ -70,7 +88,9 @@ class HiddenStatesReceiver:
                     self.box.put(*frame)
                 else:
                     self._detach()
-                    if end is None or not end.orderly:
+                    if end is not None and end.orderly:
+                        self._left_s = time.monotonic()
+                    else:
                         self.box.lost = f"rank {self._rank!r} has gone: its connection has ended"
                 self._changed.notify_all()
 

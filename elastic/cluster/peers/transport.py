@@ -17,7 +17,7 @@ from elastic.errors import RankLost
 
 
 class PeerTransport:
-    """A `Transport`. Each rank and direction has a connection of its own, which is made when it is first needed."""
+    """A `Transport`. Each rank and direction has a connection of its own."""
 
     def __init__(self, home: str, connect: Callable[[str], socket.socket]) -> None:
         """`connect` makes a connection to a rank for what the instance of `home` sends there."""
@@ -56,6 +56,10 @@ class PeerTransport:
             self.lost(rank, self._closed_words)
 
     # -- for the hub
+
+    def open(self, rank: str) -> None:
+        """Connect to a rank, beside the caller."""
+        self._sender(rank).open()
 
     def attach(self, frm: str, stream: socket.socket, connection: int) -> None:
         """Receive what a rank sends on a stream, unless it has made a later connection."""

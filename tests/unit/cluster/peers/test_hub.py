@@ -162,13 +162,26 @@ def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: 
         ends[closing_end].transport("a").close()
 
 
+def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    here, there = a.transport("a"), b.transport("a")
+    there.send("a", LIKE + 1, Key(0, 1))
+    waiting = later(stack, here.receive, "b", LIKE, Key(1, 1))
+    there.close()
+    assert_lost(waiting, "b")
+    assert torch.equal(here.receive("b", LIKE, Key(0, 1)), LIKE + 1)
+    b.transport("a").send("a", LIKE + 2, Key(2, 1))
+    deadline = time.monotonic() + 10
+    while here._receiver("b")._left_s is not None and time.monotonic() < deadline:  # until it has connected again
+        time.sleep(0.001)
+    assert torch.equal(here.receive("b", LIKE, Key(2, 1)), LIKE + 2)
+
+
 def test_a_rank_that_cannot_be_reached_is_lost(stack: ExitStack) -> None:
     a, b = hubs(stack)
-    transport = a.transport("a")
     b.close()
-    waiting = later(stack, transport.receive, "b", LIKE, Key(0, 0))
-    transport.send("b", LIKE, Key(0, 0))
-    assert_lost(waiting, "b")
+    transport = a.transport("a")  # which it tries to reach
+    assert_lost(stack.enter_context(ThreadPoolExecutor(1)).submit(transport.receive, "b", LIKE, Key(0, 0)), "b")
     with pytest.raises(RankLost, match="cannot be reached"):
         transport.send("b", LIKE, Key(1, 0))
     with pytest.raises(RankLost, match="cannot be reached"):
