@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -288,6 +289,35 @@ def test_a_process_that_ends_or_stops_is_an_error(how: str, stack: ExitStack) ->
         a.lost("b")
     for call in calls:
         assert_lost(call, "b")
+
+
+def test_nothing_is_left_of_hubs_that_were_closed() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def meet_and_part(how: str) -> None:
+        with ExitStack() as stack:
+            a, b = hubs(stack)
+            for home in "ab":
+                a.transport(home).send("b", LIKE, Key(0, 0))
+                b.transport(home).receive("a", LIKE, Key(0, 0))
+                b.transport(home).send("a", LIKE, Key(0, 1))  # which nobody receives
+            a.connect_log("b", "a")
+            b.accept_log("a", 10)
+            b.connect_log("a", "b")  # which nobody accepts
+            {"lost": lambda: a.lost("b"), "close": a.transport("a").close, "none": str}[how]()
+
+    def more() -> bool:
+        return any(now > then for now, then in zip(held(), before, strict=True))
+
+    meet_and_part("none")
+    before = held()
+    for how in ("lost", "close", "none") * 5:
+        meet_and_part(how)
+    deadline = time.monotonic() + 10
+    while more() and time.monotonic() < deadline:  # threads that were connecting end by themselves
+        time.sleep(0.01)
+    assert not more()
 
 
 # -- strangers
