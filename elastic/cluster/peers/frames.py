@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from elastic.cluster.peers.mailbox import What
 from elastic.engines.pipeline.transport import Key, StepFailure
 
 _HEAD = struct.Struct("<qqq")  # step, layer, bytes; of a failure -1 - bytes
@@ -24,8 +25,7 @@ class Frame(NamedTuple):
     """What came for a key."""
 
     key: Key
-    what: torch.Tensor | StepFailure
-    """Bytes, [bytes]; or why there are none."""
+    what: What
 
 
 class Ended(Exception):
@@ -44,8 +44,18 @@ def encode(key: Key, hidden: torch.Tensor) -> list[memoryview]:
 
 def encode_failure(key: Key, failure: StepFailure) -> list[memoryview]:
     """Return the parts of the frame of a failure."""
-    text = json.dumps(asdict(failure)).encode()
+    text = failure_text(failure)
     return [memoryview(_HEAD.pack(*key, -1 - len(text))), memoryview(text)]
+
+
+def failure_text(failure: StepFailure) -> bytes:
+    """Return a failure as bytes."""
+    return json.dumps(asdict(failure)).encode()
+
+
+def failure_of(text: torch.Tensor) -> StepFailure:
+    """Return the failure whose text, [bytes], came."""
+    return StepFailure(**json.loads(text.numpy().tobytes()))
 
 
 def read(stream: socket.socket) -> Frame:
@@ -56,8 +66,7 @@ def read(stream: socket.socket) -> Frame:
     if not -MOST_BYTES <= nbytes <= MOST_BYTES:
         raise Ended(orderly=False)
     if nbytes < 0:
-        text = _read_bytes(stream, -1 - nbytes).numpy().tobytes()
-        return Frame(Key(step, layer), StepFailure(**json.loads(text)))
+        return Frame(Key(step, layer), failure_of(_read_bytes(stream, -1 - nbytes)))
     return Frame(Key(step, layer), _read_bytes(stream, nbytes))
 
 

@@ -59,16 +59,15 @@ class PeerHub:
         """Where other ranks find it."""
 
     def meet(self, addresses: Mapping[str, Address]) -> None:
-        """Know where other ranks are; before they connect. One that was lost, or has another address now, is a new one.
+        """Know where other ranks are, before they connect.
 
-        What was sent to or came from the one before is dropped.
+        One that was lost, or is at another address now, is a new one: what was sent to or came from the one before is
+        dropped.
         """
+        addresses = {rank: address for rank, address in addresses.items() if rank != self.name}
         with self._changed:
-            new = [
-                rank
-                for rank, address in addresses.items()
-                if rank in self._lost or address != self._addresses.get(rank)
-            ]
+            known = {rank: self._addresses.get(rank, address) for rank, address in addresses.items()}
+            new = [rank for rank, address in addresses.items() if rank in self._lost or address != known[rank]]
             self._addresses.update(addresses)
             for rank in new:
                 self._lost.pop(rank, None)
@@ -77,9 +76,14 @@ class PeerHub:
         for transport in transports:
             for rank in new:
                 transport.met(rank)
+            for rank in addresses:
+                transport.open(rank)
 
     def transport(self, home: str) -> PeerTransport:
-        """Return this rank's transport for the instance of a home; after `close` of one, a new one."""
+        """Return this rank's transport for the instance of a home; after `close` of one, a new one.
+
+        It connects to the ranks that were met, so that they know of a new one before anything is sent.
+        """
         with self._changed:
             self._require_open()
             transport = self._transports.get(home)
@@ -90,6 +94,8 @@ class PeerHub:
                 transport.lost(rank, reason)
             for of, rank in [key for key in self._early if key[0] == home]:
                 transport.attach(rank, *self._early.pop((of, rank)))
+            for rank in self._addresses.keys() - self._lost.keys():
+                transport.open(rank)
             return transport
 
     def connect_log(self, rank: str, home: str) -> LogConnection:

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import socket
-import threading
+import time
 from contextlib import suppress
 
-import torch
-
 from elastic.cluster.peers import frames
-from elastic.engines.pipeline.transport import Key, StepFailure
+from elastic.cluster.peers.mailbox import Mailbox, What
+from elastic.engines.pipeline.transport import Key
 from elastic.errors import RankLost
+
+REOPENED_S = 1.0
+"""How long the next connection of a rank that has closed its end is waited for."""
 
 
 class HiddenStatesReceiver:
     """Frames by their keys. Thread-safe.
 
     One of those that wait reads for all, so that no thread is between the stream and the forward pass. The other rank
-    connects; after an orderly end it may connect again, and a later connection takes the place of an earlier one.
+    connects. When it has closed its end it may make another: a later connection takes the place of an earlier one, and
+    is waited for a while.
     """
 
     def __init__(self, rank: str) -> None:
+        self.box = Mailbox(rank)
+        self._changed = self.box.changed
         self._rank = rank
-        self._changed = threading.Condition()
         self._stream: socket.socket | None = None
         self._connection = -1  # its number, as the other rank counts
         self._reading = False
-        self._boxes: dict[Key, torch.Tensor | StepFailure] = {}
-        self._forgotten: set[int] = set()
-        self._lost = ""  # why the connection that there was is no more
-        self._over = ""
+        self._left_s: float | None = None  # when it was seen that the other end was closed
+        self._over = False
 
     def attach(self, stream: socket.socket, connection: int) -> None:
         """Read from a stream from now on, unless there was a later one."""
@@ -38,44 +40,37 @@ class HiddenStatesReceiver:
                 stream.close()
                 return
             self._detach()
-            self._stream, self._connection, self._lost = stream, connection, ""
+            self._stream, self._connection = stream, connection
+            self._left_s, self.box.lost = None, ""
             self._changed.notify_all()
 
-    def receive(self, key: Key) -> torch.Tensor:
-        """Wait for the bytes of a key, [bytes]. Raises `RankLost`, and the other rank's `StepFailure` as an error."""
+    def receive(self, key: Key) -> What:
+        """Wait for what comes for a key. Raises `RankLost`."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ready(key))
-                if key in self._boxes:
-                    what = self._boxes.pop(key)
-                    break
-                if self._over or self._lost:
-                    raise RankLost(self._over or self._lost, rank=self._rank)
-                assert self._stream is not None
+                if self.box.has(key):
+                    return self.box.take(key)
+                if self._stream is None or self._reading:
+                    self._changed.wait(self._patience_s())
+                    continue
                 stream, self._reading = self._stream, True
             self._read(stream)
-        if isinstance(what, StepFailure):
-            raise what.error()
-        return what
-
-    def forget(self, step: int) -> None:
-        """Keep nothing of a step."""
-        with self._changed:
-            self._forgotten.add(step)
-            for key in [key for key in self._boxes if key.step == step]:
-                del self._boxes[key]
 
     def end(self, reason: str) -> None:
         """Receive nothing more: the rank was lost, or this end is closed. Can be called twice."""
         with self._changed:
-            self._over = self._over or reason
-            self._boxes.clear()
+            self._over = True
             self._detach()
-            self._changed.notify_all()
+        self.box.end(reason)
 
-    def _ready(self, key: Key) -> bool:
-        readable = self._stream is not None and not self._reading
-        return bool(key in self._boxes or self._over or self._lost or readable)
+    def _patience_s(self) -> float | None:
+        """Return how long another connection is waited for. Raises `RankLost` where it was long enough."""
+        if self._left_s is None:
+            return None
+        patience_s = self._left_s + REOPENED_S - time.monotonic()
+        if patience_s <= 0:
+            raise RankLost(f"rank {self._rank!r} has closed its transport", rank=self._rank)
+        return patience_s
 
     def _read(self, stream: socket.socket) -> None:
         """Read one frame for whoever waits for it."""
@@ -89,11 +84,14 @@ class HiddenStatesReceiver:
                 self._reading = False
                 if stream is not self._stream:  # another has taken its place meanwhile
                     stream.close()
-                elif frame is not None and frame.key.step not in self._forgotten:
-                    self._boxes[frame.key] = frame.what
-                elif end is not None:
+                elif frame is not None:
+                    self.box.put(*frame)
+                else:
                     self._detach()
-                    self._lost = "" if end.orderly else f"rank {self._rank!r} has gone: its connection has ended"
+                    if end is not None and end.orderly:
+                        self._left_s = time.monotonic()
+                    else:
+                        self.box.lost = f"rank {self._rank!r} has gone: its connection has ended"
                 self._changed.notify_all()
 
     def _detach(self) -> None:

@@ -26,7 +26,15 @@ class HiddenStatesSender:
         self._stream: socket.socket | None = None
         self._backlog: deque[bytes] = deque()  # the first one is being sent, from where on only its thread knows
         self._thread: threading.Thread | None = None
+        self._opening = False
         self._over = ""
+
+    def open(self) -> None:
+        """Connect, beside the caller: the other rank then knows this end for a new one."""
+        with self._changed:
+            self._reconnect_if_ended()
+            self._opening = True
+            self._wake()
 
     def send(self, parts: Sequence[memoryview]) -> None:
         """Send the parts of a frame. Raises `RankLost`."""
@@ -44,14 +52,12 @@ class HiddenStatesSender:
     def end(self, reason: str) -> None:
         """Send nothing more: the rank was lost, or this end is closed. Can be called twice; the first reason counts."""
         with self._changed:
-            orderly = self._stream is not None and not self._backlog
-            if self._stream is not None and not self._over:
-                with suppress(OSError):  # it has gone
-                    if orderly:
-                        self._stream.send(GOODBYE, socket.MSG_DONTWAIT)
-                    self._stream.shutdown(socket.SHUT_RDWR)
-                if orderly:
-                    self._close()  # else its thread does
+            if not self._over and self._stream is not None:
+                if self._backlog:
+                    with suppress(OSError):  # it has gone
+                        self._stream.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                else:
+                    self._say_goodbye()
             self._over = self._over or reason
             self._changed.notify_all()
 
@@ -73,44 +79,62 @@ class HiddenStatesSender:
             return stream.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError as error:
-            self._over = f"rank {self._rank!r} has gone: {error.strerror or error}"
+        except OSError:
             self._close()
-            raise RankLost(self._over, rank=self._rank) from error
+            return 0
 
     def _queue(self, frame: bytes) -> None:
         self._backlog.append(frame)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="elastic-peer-sender", daemon=True)
             self._thread.start()
         self._changed.notify_all()
 
     def _write(self) -> None:
-        """Send the backlog, until the end."""
+        """Connect, and send the backlog, until the end."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._backlog or self._over)
-                stream, over = self._stream, self._over
+                self._changed.wait_for(lambda: self._backlog or self._over or self._opening)
+                stream, over, self._opening = self._stream, self._over, False
                 if over:
-                    self._close()
+                    self._say_goodbye()
                     return
-                frame = self._backlog[0]
             try:
                 if stream is None:
                     stream = self._connect()
-                    with self._changed:
-                        self._stream = stream
-                        if self._over:
-                            continue
-                stream.sendall(frame)
             except (OSError, ElasticError) as error:
                 with self._changed:
                     self._over = self._over or f"rank {self._rank!r} cannot be reached: {error}"
-                    self._close()
                 self._failed(self._over)
                 return
             with self._changed:
+                self._stream = stream
+                frame = None if self._over or not self._backlog else self._backlog[0]
+            if frame is not None:
+                self._send_all(stream, frame)
+
+    def _send_all(self, stream: socket.socket, frame: bytes) -> None:
+        """Send the first frame of the backlog. If the stream ends, so did the end that the backlog was for."""
+        try:
+            stream.sendall(frame)
+        except OSError:
+            with self._changed:
+                self._backlog.clear()
+                self._close()
+                self._opening = True  # where nobody is there, it is lost
+        else:
+            with self._changed:
                 self._backlog.popleft()
+
+    def _say_goodbye(self) -> None:
+        """Close the connection between two frames."""
+        if self._stream is not None:
+            with suppress(OSError):  # it has gone, or does not read
+                self._stream.send(GOODBYE, socket.MSG_DONTWAIT)
+            self._close()
 
     def _close(self) -> None:
         if self._stream is not None:

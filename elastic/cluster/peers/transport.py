@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic.cluster.peers import frames
+from elastic.cluster.peers.mailbox import as_hidden
 from elastic.cluster.peers.receiver import HiddenStatesReceiver
 from elastic.cluster.peers.sender import HiddenStatesSender
 from elastic.engines.pipeline.transport import Key, StepFailure
-from elastic.errors import RankLost, StateError
+from elastic.errors import RankLost
 
 
 class PeerTransport:
-    """A `Transport`. Each rank and direction has a connection of its own, which is made when it is first needed."""
+    """A `Transport`. Each rank and direction has a connection of its own."""
 
     def __init__(self, home: str, connect: Callable[[str], socket.socket]) -> None:
         """`connect` makes a connection to a rank for what the instance of `home` sends there."""
@@ -25,7 +26,6 @@ class PeerTransport:
         self._lock = threading.Lock()
         self._senders: dict[str, HiddenStatesSender] = {}
         self._receivers: dict[str, HiddenStatesReceiver] = {}
-        self._forgotten: set[int] = set()
         self.closed = False
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
@@ -38,20 +38,14 @@ class PeerTransport:
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for hidden states; see `Transport`."""
-        elements = self._receiver(frm).receive(key)
-        if elements.numel() != like.nbytes:
-            raise StateError(
-                f"rank {frm!r} sent {elements.numel():,} bytes as {key}, expected were {like.nbytes:,}: {like.dtype} "
-                f"{tuple(like.shape)}; the ranks do not compute the same step"
-            )
-        return elements.view(like.dtype).view(like.shape).to(like.device)
+        return as_hidden(self._receiver(frm).receive(key), like, frm, key)
 
     def forget(self, step: int) -> None:
         """Keep nothing of a step; see `Transport`."""
         with self._lock:
             receivers = [*self._receivers.values()]
         for receiver in receivers:
-            receiver.forget(step)
+            receiver.box.forget(step)
 
     def close(self) -> None:
         """End it; see `Transport`."""
@@ -62,6 +56,10 @@ class PeerTransport:
             self.lost(rank, self._closed_words)
 
     # -- for the hub
+
+    def open(self, rank: str) -> None:
+        """Connect to a rank, beside the caller."""
+        self._sender(rank).open()
 
     def attach(self, frm: str, stream: socket.socket, connection: int) -> None:
         """Receive what a rank sends on a stream, unless it has made a later connection."""

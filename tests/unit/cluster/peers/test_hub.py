@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,7 +107,7 @@ def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
     b.receive("a", LIKE, Key(2, 2))
     b.forget(2)
     b.receive("a", LIKE, Key(3, 1))
-    assert b._receiver("a")._boxes == {}
+    assert b._receiver("a").box._arrived == {}
 
 
 def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> None:
@@ -162,13 +163,26 @@ def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: 
         ends[closing_end].transport("a").close()
 
 
+def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    here, there = a.transport("a"), b.transport("a")
+    there.send("a", LIKE + 1, Key(0, 1))
+    waiting = later(stack, here.receive, "b", LIKE, Key(1, 1))
+    there.close()
+    assert_lost(waiting, "b")
+    assert torch.equal(here.receive("b", LIKE, Key(0, 1)), LIKE + 1)
+    b.transport("a").send("a", LIKE + 2, Key(2, 1))
+    deadline = time.monotonic() + 10
+    while here._receiver("b")._left_s is not None and time.monotonic() < deadline:  # until it has connected again
+        time.sleep(0.001)
+    assert torch.equal(here.receive("b", LIKE, Key(2, 1)), LIKE + 2)
+
+
 def test_a_rank_that_cannot_be_reached_is_lost(stack: ExitStack) -> None:
     a, b = hubs(stack)
-    transport = a.transport("a")
     b.close()
-    waiting = later(stack, transport.receive, "b", LIKE, Key(0, 0))
-    transport.send("b", LIKE, Key(0, 0))
-    assert_lost(waiting, "b")
+    transport = a.transport("a")  # which it tries to reach
+    assert_lost(stack.enter_context(ThreadPoolExecutor(1)).submit(transport.receive, "b", LIKE, Key(0, 0)), "b")
     with pytest.raises(RankLost, match="cannot be reached"):
         transport.send("b", LIKE, Key(1, 0))
     with pytest.raises(RankLost, match="cannot be reached"):
@@ -275,6 +289,35 @@ def test_a_process_that_ends_or_stops_is_an_error(how: str, stack: ExitStack) ->
         a.lost("b")
     for call in calls:
         assert_lost(call, "b")
+
+
+def test_nothing_is_left_of_hubs_that_were_closed() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def meet_and_part(how: str) -> None:
+        with ExitStack() as stack:
+            a, b = hubs(stack)
+            for home in "ab":
+                a.transport(home).send("b", LIKE, Key(0, 0))
+                b.transport(home).receive("a", LIKE, Key(0, 0))
+                b.transport(home).send("a", LIKE, Key(0, 1))  # which nobody receives
+            a.connect_log("b", "a")
+            b.accept_log("a", 10)
+            b.connect_log("a", "b")  # which nobody accepts
+            {"lost": lambda: a.lost("b"), "close": a.transport("a").close, "none": str}[how]()
+
+    def more() -> bool:
+        return any(now > then for now, then in zip(held(), before, strict=True))
+
+    meet_and_part("none")
+    before = held()
+    for how in ("lost", "close", "none") * 5:
+        meet_and_part(how)
+    deadline = time.monotonic() + 10
+    while more() and time.monotonic() < deadline:  # threads that were connecting end by themselves
+        time.sleep(0.01)
+    assert not more()
 
 
 # -- strangers

@@ -1,0 +1,76 @@
+"""What has come from another rank and waits for a forward pass."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from elastic.engines.pipeline.transport import Key, StepFailure
+from elastic.errors import RankLost, StateError
+
+What = torch.Tensor | StepFailure
+"""Hidden states as bytes, [bytes]; or why there are none."""
+
+
+class Mailbox:
+    """Arrivals by their keys, until each is taken. Its condition guards what its owner keeps beside it."""
+
+    def __init__(self, rank: str) -> None:
+        self.rank = rank
+        self.changed = threading.Condition()
+        self.lost = ""
+        """Why nothing more comes."""
+        self._arrived: dict[Key, What] = {}
+        self._forgotten: set[int] = set()
+
+    # -- with `changed` held
+
+    def put(self, key: Key, what: What) -> None:
+        """Keep what came, unless its step is forgotten."""
+        if key.step not in self._forgotten:
+            self._arrived[key] = what
+            self.changed.notify_all()
+
+    def has(self, key: Key) -> bool:
+        """Return whether a wait for a key is over, well or not."""
+        return bool(key in self._arrived or self.lost)
+
+    def take(self, key: Key) -> What:
+        """Return what came for a key. Raises `RankLost` where nothing can come any more."""
+        if key in self._arrived:
+            return self._arrived.pop(key)
+        raise RankLost(self.lost, rank=self.rank)
+
+    # -- without
+
+    def forget(self, step: int) -> None:
+        """Keep nothing of a step, now or later."""
+        with self.changed:
+            self._forgotten.add(step)
+            for key in [key for key in self._arrived if key.step == step]:
+                del self._arrived[key]
+
+    def finish(self, reason: str) -> None:
+        """Nothing more comes; what has come can be taken. The first reason counts."""
+        with self.changed:
+            self.lost = self.lost or reason
+            self.changed.notify_all()
+
+    def end(self, reason: str) -> None:
+        """Nothing more comes, and what has come is dropped. The first reason counts."""
+        with self.changed:
+            self._arrived.clear()
+        self.finish(reason)
+
+
+def as_hidden(what: What, like: torch.Tensor, frm: str, key: Key) -> torch.Tensor:
+    """Return hidden states in the form of `like`. Raises `StateError` for others, and the error of a failure."""
+    if isinstance(what, StepFailure):
+        raise what.error()
+    if what.numel() != like.nbytes:
+        raise StateError(
+            f"rank {frm!r} sent {what.numel():,} bytes as {key}, expected were {like.nbytes:,}: {like.dtype} "
+            f"{tuple(like.shape)}; the ranks do not compute the same step"
+        )
+    return what.view(like.dtype).view(like.shape).to(like.device)
