@@ -65,7 +65,10 @@ class Executor(Protocol):
     """Computes steps in the order in which they are given. Its calls come from one thread."""
 
     def execute(self, step: Step) -> Future[StepResult]:
-        """Compute a step. The future fails with what the model raised; the sequences of the step are then lost."""
+        """Compute a step. The future fails with what the model raised; the sequences of the step are then lost.
+
+        With `RankLost` it is the step that was lost on its way, and its sequences go on once it has recovered.
+        """
 
     def remove(self, sequences: tuple[str, ...]) -> None:
         """Forget sequences when no further step may come."""

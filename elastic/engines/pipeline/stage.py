@@ -59,6 +59,7 @@ class GuestStage:
         self._rank, self._log, self._transport = rank, log, transport
         self._runner, self._forward, self._format = runner, forward, format
         self._layers: frozenset[int] = frozenset(path.layers_of(rank))  # those that steps are computed in
+        self._plan = path.plan(rank) if self._layers else None
         self._handled = 0
         self._progress = threading.Condition()  # of `_handled` and `_ended`
         self._ended = False
@@ -173,7 +174,7 @@ class GuestStage:
 
     def _step(self, item: StepItem) -> None:
         """Compute a step. An error of the model is the step's alone; whoever waits for it is told."""
-        if item.epoch != self.path.epoch:
+        if item.epoch != self.path.epoch or self._plan is None:
             raise StateError(
                 f"step {item.number} of {self.path.home!r} is of epoch {item.epoch}, the path here of {self.path.epoch}"
             )
@@ -184,7 +185,7 @@ class GuestStage:
         with self._tables:
             inputs = self._runner.inputs(item.chunks)
         try:
-            self._forward.run(self.path.plan(self._rank), self._transport, item.number, inputs)
+            self._forward.run(self._plan, self._transport, item.number, inputs)
         except RankLost as error:  # the home says what becomes of the step
             logger.warning("step %d of %s was lost: %s", item.number, self.path.home, error)
         except Exception as error:  # whatever the model raises
@@ -207,6 +208,7 @@ class GuestStage:
         for sequence, blocks in item.sequences:
             self._runner.add(sequence, blocks)
         self.path, self._layers = item.path, layers
+        self._plan = item.path.plan(self._rank) if layers else None
 
     def _copied(self, item: CopyItem) -> Copied:
         try:

@@ -25,7 +25,7 @@ class StageLink:
         self.rank = rank
         self.sent = 0
         """Items."""
-        self.lost = False
+        self.lost = self._closed = False
         self._log = log
         self._on_lost = on_lost
         self._mapped = dict.fromkeys(mapped)
@@ -84,6 +84,7 @@ class StageLink:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             self.close()  # an answer that came later would be taken for that of another question
+            self._on_lost()
             raise self._error(f"it did not answer for {timeout_s} s") from None
         if answer is None:
             self._answers.put(None)
@@ -95,7 +96,7 @@ class StageLink:
         if end and not self.lost:
             with suppress(RankLost):
                 self.send(EndItem())
-        self.lost = True
+        self.lost = self._closed = True
         self._log.close()
 
     def _read(self) -> None:
@@ -109,9 +110,9 @@ class StageLink:
                 logger.error("rank %s could not compute step %d: %s", self.rank, message.number, message.error)
             else:
                 self._answers.put(message)
-        was, self.lost = self.lost, True
+        self.lost = True
         self._answers.put(None)
-        if not was:
+        if not self._closed:
             self._on_lost()
 
     def _error(self, why: str) -> RankLost:

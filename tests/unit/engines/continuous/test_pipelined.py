@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.engines.base import Request
+from elastic.engines.base import Output, Request, Sampling
+from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
@@ -279,6 +282,47 @@ def test_what_is_told_of_the_cache_ends_when_layers_leave_and_begins_anew(group:
     assert {name: heard.tokens[name] for name in ("r1", "r2", "r3")} == {n: expected[n] for n in ("r1", "r2", "r3")}
 
 
+def test_everything_that_can_be_asked_for_is_what_one_rank_answers(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("abc", share_prefixes=False)
+    asked = [
+        Request(PROMPTS[0], 12, id="drawn", sampling=Sampling(temperature=0.9, top_k=20, seed=5), n=2),
+        Request(PROMPTS[1], 12, id="scored", prompt_logprobs=2, logprobs=1),
+        Request(PROMPTS[2], 12, id="stopped", stop_tokens=tuple(range(40))),
+    ]
+    for guest in "bc":
+        ranks.join("a", guest)
+    ranks.move("a", (1,), "b")
+    ranks.move("a", (2,), "c")
+    alone, piped = ([told(ranks[rank], request) for request in asked] for rank in "ba")
+    assert [{key: output[0] for key, output in each.items()} for each in piped] == [
+        {key: output[0] for key, output in each.items()} for each in alone
+    ]
+    (_, _, prompt), (_, _, same) = alone[1][0], piped[1][0]
+    assert prompt is not None
+    assert [None if each is None else round(each.logprob, 4) for each in prompt] == [
+        None if each is None else round(each.logprob, 4) for each in same
+    ]
+    ranks.part("a")
+
+
+def told(engine: ContinuousEngine, request: Request) -> dict[int, tuple[list[int], Any, Any]]:
+    """The tokens of each answer, its end, and the log-probabilities of the prompt."""
+    outputs: dict[int, list[Output]] = {}
+    done = threading.Event()
+
+    def listen(output: Output) -> None:
+        outputs.setdefault(output.index, []).append(output)
+        if len(outputs) == request.n and all(each[-1].finish for each in outputs.values()):
+            done.set()
+
+    engine.submit(request, listen)
+    assert done.wait(60)
+    return {
+        index: ([token for each in told for token in each.tokens], told[-1].finish, told[0].prompt_logprobs)
+        for index, told in outputs.items()
+    }
+
+
 # -- ranks that are lost, and steps that fail
 
 
@@ -392,6 +436,33 @@ def test_an_error_of_the_model_anywhere_ends_its_step_and_no_other(
     heard.wait(list(expected))
     assert {name: heard.tokens[name] for name in expected} == expected
     ranks.part("a")
+
+
+def test_a_rank_that_does_not_answer_counts_as_lost(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = group("ab")
+    expected = plain(ranks, 30)
+    ranks.join("a", "b")
+    ranks.move("a", (2,), "b")
+    heard = Collector()
+    for request in requests(30):
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r0", 2)
+    go_on = threading.Event()
+    copied = GuestStage._copied
+    monkeypatch.setattr(GuestStage, "_copied", lambda stage, item: (go_on.wait(60), copied(stage, item))[1])
+    began = ranks["a"].begin_exchange((1,))
+    ranks["b"].prepare_layers("a", (1,), began)
+    ranks["b"].copy_layers("a", ranks["a"].layers_kv((1,)))
+    with pytest.raises(RankLost, match="did not answer"):
+        ranks["a"].flip(ranks["a"].path.moved((1,), "b"), timeout_s=0.1)
+    wait_until(lambda: ranks["a"].lost_rank == "b")
+    assert ranks["a"].path.ranks == ("a", "a", "b")
+    go_on.set()
+    ranks["a"].recover("b", lambda layers: None)
+    heard.wait(list(expected))
+    assert heard.tokens == expected
 
 
 def test_a_stage_refuses_a_step_of_another_epoch(group: Callable[..., EngineGroup]) -> None:
