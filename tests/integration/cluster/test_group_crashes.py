@@ -1,0 +1,83 @@
+"""A process of a group that is killed, or stands still, at a random point of a drop or a restore costs no request."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from elastic.assets import MODEL_DIR
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Request
+from elastic.errors import ElasticError
+from support.serving.generations import Collector, prompts, same_unless_close
+
+pytestmark = pytest.mark.slow
+PROMPTS = prompts([5, 40, 90, 200, 33, 64], 1000)
+ENGINE = {"block_tokens": 16, "max_batch_tokens": 128}
+
+
+@cache
+def plain() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+
+
+def drop_and_restore(fleet: Fleet) -> None:
+    """Until a rank is lost."""
+    count = len(fleet.layer_bytes())
+    with suppress(ElasticError):
+        while True:
+            fleet.drop(layers={"r0": range(count // 2, count), "r1": range(count // 2)})
+            fleet.restore()
+
+
+def until(true: Any) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def survive(seed: int, how: signal.Signals) -> None:
+    chosen = random.Random(seed)
+    victim, after_s = chosen.choice(["r0", "r1"]), chosen.uniform(0, 3)
+    options: dict[str, Any] = {"places": ["cpu=48MiB"], "engine": ENGINE, "replace": False, "beat_timeout_s": 3}
+    with Fleet(str(MODEL_DIR), ranks=2, **options) as fleet:
+        pid = next(rank.pid for rank in fleet.status().ranks if rank.name == victim)
+        heard, requests = Collector(), [Request(prompt, 120, ignore_eos=True) for prompt in PROMPTS]
+        for request in requests:
+            fleet.submit(request, heard)
+        for request in requests:
+            heard.wait_for_tokens(request.id, 3)
+        threading.Timer(after_s, os.kill, (pid, how)).start()
+        drop_and_restore(fleet)
+        heard.wait([request.id for request in requests])
+        until(lambda: not fleet.groups() and fleet.status().totals.ranks_lost == 1)
+        for request in requests:
+            assert heard.ends[request.id].finish == "length", heard.ends[request.id]
+            assert same_unless_close(plain(), request.prompt, heard.tokens[request.id])
+        fleet.check()
+        assert [rank.state for rank in fleet.status().ranks].count("serving") == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_member_that_is_killed_at_any_point_costs_no_request(seed: int) -> None:
+    survive(seed, signal.SIGKILL)
+
+
+def test_a_member_that_stands_still_costs_no_request() -> None:
+    survive(7, signal.SIGSTOP)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_members_are_killed_many_times(seed: int) -> None:
+    survive(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP)
