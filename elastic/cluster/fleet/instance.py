@@ -31,6 +31,7 @@ class _Unheard:
     """All that it may need."""
     prompt_blocks: int
     """Those that are to be computed first."""
+    since_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(eq=False)
