@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -282,6 +282,10 @@ class Overload:
     """Instances that serve requests together at most."""
     scale_out: int = 0
     """Instances that may be added in all where no drop frees enough; 0: none is."""
+    exchange: Literal["live", "stall"] = "live"
+    """Whether instances go on while keys and values change their rank; or stop until all have, as the paper's do."""
+    coordinated: bool = True
+    """Whether what is copied between ranks lets pass what they compute and send meanwhile. (KunServe, section 4.2)"""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):
@@ -293,7 +297,8 @@ class Overload:
             value = getattr(self, name)
             require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
         require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
-        for name in ("partial", "best_effort"):
+        require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
+        for name in ("partial", "best_effort", "coordinated"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         high = self.kv_high - self.margin
         require(
