@@ -41,7 +41,7 @@ from unittest.mock import patch
 
 import torch
 from common import SEED, arguments, finish, paired, percentiles, ratio, table
-from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, Arrival, Rates, drawn, measured, play
+from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, Arrival, Rates, drawn, drawn_in, measured, play
 from serving import Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
 from transformers import AutoModelForCausalLM
 
@@ -55,8 +55,9 @@ HALF, OTHER_HALF = range(LAYERS // 2, LAYERS), range(LAYERS // 2)
 CORES = [(0,), (1,)]
 TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
 """Keys and values of 8 heads of 64 in float32."""
-WAVE, WAVES_APART = 2.0, 2.0
-"""Requests of a wave, of those that there is room for; the calm between waves, in times that a request lasts."""
+WAVE, WAVE_RATE, WAVES_APART = 1.7, 2.0, 2.5
+"""Requests of a wave, of those that there is room for; how many come a second, of the most that `wait` serves; the calm
+between waves, in times that a request lasts."""
 NEVER = {"dwell_s": 1e6, "idle_s": 1e6}
 OVERRATE, PATIENCE, MOST_S = 2.0, 5.0, 60.0
 
@@ -282,17 +283,20 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
     }
 
 
-def waves(rates: Rates, seed: int) -> list[tuple[str, Arrival]]:
-    """Draw two waves and the calm between them; each arrival with the name of its part."""
-    wave_s, calm_s = WAVE * rates.fit / (2 * rates.most), WAVES_APART * rates.lasts_s
-    choose, found, begin = random.Random(seed), [], 0.0
-    parts = (("wave", wave_s, 2 * rates.most), ("calm", calm_s, rates.calm), ("second", wave_s, 2 * rates.most))
-    for name, length_s, rate in parts:
-        at_s = begin + choose.expovariate(rate)
-        while at_s < begin + length_s:
-            late = name == "calm" and at_s > begin + length_s / 2  # what the wave left has gone
-            found.append(("late calm" if late else name, Arrival(at_s, name != "calm", drawn(choose))))
-            at_s += choose.expovariate(rate)
+def waves(rates: Rates, seed: int) -> list[Arrival]:
+    """Draw two waves and the calm between them."""
+    choose = random.Random(seed)
+    wave_s, calm_s = WAVE * rates.fit / (WAVE_RATE * rates.most), WAVES_APART * rates.lasts_s / 2
+    parts = (
+        ("wave", wave_s, WAVE_RATE * rates.most),
+        ("calm", calm_s, rates.calm),  # in which what the wave left ends
+        ("late calm", calm_s, rates.calm),
+        ("second", wave_s, WAVE_RATE * rates.most),
+    )
+    found: list[Arrival] = []
+    begin = 0.0
+    for part, length_s, rate in parts:
+        found += drawn_in(choose, part, begin, length_s, rate)
         begin += length_s
     return found
 
@@ -303,19 +307,21 @@ def restoration(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in policies}
     actions: dict[str, int] = {}
     for round_ in range(min(rounds, 3)):
-        parts = waves(rates, SEED + round_)
+        arrivals = waves(rates, SEED + round_)
         for name in random.sample(list(policies), len(policies)):
             with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policies[name]) as engine:
                 warm_up(engine)
-                load = play(engine, [arrival for _, arrival in parts])
+                load = play(engine, arrivals)
                 for event in engine.events():
                     actions[f"{name}: {event.kind}"] = actions.get(f"{name}: {event.kind}", 0) + 1
-            of = {part: [load.answers[a.request.id] for p, a in parts if p == part] for part, _ in parts}
-            calm = of.get("late calm") or of["wave"]
+            of: dict[str, list[Answer]] = {}
+            for arrival in arrivals:
+                of.setdefault(arrival.part, []).append(load.answers[arrival.request.id])
+            calm = of["late calm"]
             told = {
                 "p50_ttft_in_calm_s": statistics.median(answer.ttft_s for answer in calm),
                 "p50_tpot_in_calm_s": statistics.median(statistics.mean(answer.gaps_s) for answer in calm),
-                "p99_ttft_in_second_s": percentiles([[a.ttft_s for a in of.get("second") or calm]], 0.99)[0],
+                "p99_ttft_in_second_s": percentiles([[answer.ttft_s for answer in of["second"]]], 0.99)[0],
             }
             for key, value in told.items():
                 figures[name].setdefault(key, []).append(value)

@@ -11,15 +11,16 @@ share of .63. Each round plays one trace to all systems, in random order, with f
 - `pipeline`: the instances are two stages from the start, each with half of the layers
 - `drop`: they become that when they are overloaded, and part again (KunServe)
 
-All have the same engine, blocks and bounds of a step. The conditions were fixed before `drop` was looked at, and rates
+All have the same engine, blocks and bounds of a step. The conditions were fixed before `drop` was measured, and rates
 are set by `wait` alone, so that they hold on any machine. Before the rounds `wait` serves a fixed number of requests
 at a time, each followed by another: as many as need .575 of the KV cache of both instances, which gives the calm rate
 and how long a request lasts, and twice as many as the cache has room for, which gives the most that it serves. The
-need of a request is its prompt and the most that it may generate. A trace is a Poisson process: a calm as long as a
-request lasts, 2.5 times as many requests as the cache has room for at 2.5 times the most that `wait` serves, and
-another calm. Told with the results, of `wait`: need over capacity in the first calm, at the most, and the share of
-TTFT that was waiting for KV; the trace is void if it is below .6, or if the need at the most is below 1. Compute is
-saturated, and the trace void, if `wait` with memory to spare serves less a second than comes on average.
+need of a request is its prompt and the most that it may generate. A trace begins with as many requests as live in the
+calm, with a rest of their answers, which no figure counts; then come a calm, a burst of twice as many requests as the
+cache has room for at twice the most that `wait` serves, and another calm: Poisson processes, but with as many requests
+as they bring on average. Told with the results, of `wait`: need over capacity in the first calm, and at the most, and
+the share of TTFT that was waiting for KV; the trace is void if it is below .6, or if the need at the most is below 1.
+Compute is saturated, and the trace void, if `wait` with memory to spare serves less than comes.
 
 Targets: P99 TTFT of `drop` a fourth of the best other's at most, P50 TPOT at most 1.25 of it, violations of five times
 the best P50 TTFT .07 fewer. `low` is the calm without a burst, `drop` against `wait`: P99 TTFT at most 1.02, nothing
@@ -36,7 +37,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ ENGINE = {"block_tokens": BLOCK_TOKENS, "max_requests": 64, "max_batch_tokens": 
 OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
 CALM, FULL, ROOM = 0.575, 2.0, 4.0
 """Need over capacity while rates are measured; the last with memory to spare."""
-BURST, BURST_RATE = 2.5, 2.5
+BURST, BURST_RATE = 2.0, 2.0
+"""Requests of a burst, of those that there is room for; and how many come a second, of the most that `wait` serves."""
+BEFORE, AFTER = 0.7, 1.0
+"""The calms, in times that a request lasts."""
 WINDOWS = 6
 SYSTEMS = ("wait", *WAYS, "migrate", "pipeline", "drop")
 
@@ -63,7 +67,7 @@ class Arrival:
     """A request of the trace."""
 
     at_s: float
-    in_burst: bool
+    part: str
     request: Request
 
 
@@ -95,20 +99,27 @@ class Rates:
     ttft_s: float
     """P50, in the calm."""
 
-    def trace(self, seed: int, *, burst: bool = True) -> list[Arrival]:
-        """Draw arrivals."""
-        burst_s = BURST * self.fit / (BURST_RATE * self.most) if burst else 0.0
+    def trace(self, seed: int, *, burst: bool = True, share: float = 1.0) -> list[Arrival]:
+        """Draw arrivals, of a share of the times; `begun` are there from the start, with a rest of their answers."""
         choose = random.Random(seed)
         found, begin = [], 0.0
-        for number, (length_s, rate) in enumerate(
-            ((self.lasts_s, self.calm), (burst_s, BURST_RATE * self.most), (self.lasts_s, self.calm))
-        ):
-            at_s = begin + choose.expovariate(rate)
-            while at_s < begin + length_s:
-                found.append(Arrival(at_s, number == 1, drawn(choose)))
-                at_s += choose.expovariate(rate)
+        for _ in range(round(CALM * self.fit)):
+            request = drawn(choose)
+            left = replace(request, max_tokens=1 + int(choose.random() * request.max_tokens))
+            found.append(Arrival(0.0, "begun", left))
+        burst_s = BURST * self.fit / (BURST_RATE * self.most) if burst else 0.0
+        lengths = {"calm": BEFORE * self.lasts_s, "burst": burst_s, "after": AFTER * self.lasts_s}
+        for part, whole_s in lengths.items():
+            length_s = share * whole_s
+            found += drawn_in(choose, part, begin, length_s, self.calm if part != "burst" else BURST_RATE * self.most)
             begin += length_s
         return found
+
+
+def drawn_in(choose: random.Random, part: str, begin_s: float, length_s: float, rate: float) -> list[Arrival]:
+    """Draw a Poisson process that brings as many requests as it does on average."""
+    times = sorted(begin_s + choose.random() * length_s for _ in range(round(rate * length_s)))
+    return [Arrival(at_s, part, drawn(choose)) for at_s in times]
 
 
 def measured(path: Path, quick: bool) -> Rates:
@@ -194,22 +205,23 @@ class Figures:
     """What requests that had not ended needed, of the capacity: on average in the first calm, and at the most."""
 
     def add(self, load: Load, arrivals: Sequence[Arrival], rates: Rates) -> None:
-        pairs: list[tuple[Arrival, Answer]] = [(a, load.answers[a.request.id]) for a in arrivals]
+        every: list[tuple[Arrival, Answer]] = [(a, load.answers[a.request.id]) for a in arrivals]
+        pairs = [(arrival, answer) for arrival, answer in every if arrival.part != "begun"]
         self.ttft.append([answer.ttft_s for _, answer in pairs])
-        self.burst_ttft.append([answer.ttft_s for arrival, answer in pairs if arrival.in_burst] or self.ttft[-1])
+        self.burst_ttft.append([answer.ttft_s for arrival, answer in pairs if arrival.part == "burst"])
         self.tpot.append([statistics.mean(answer.gaps_s) for _, answer in pairs])
         self.tokens_per_s.append(load.tokens_per_s())
         waited = sum(answer.queued_s for _, answer in pairs)
         self.queue_share.append(waited / sum(answer.ttft_s for _, answer in pairs))
         self.windows.append(by_window(pairs))
-        self.answers.append([answer.tokens for _, answer in pairs])
-        self.needs.append(needs(pairs, rates))
+        self.answers.append([answer.tokens for _, answer in every])
+        self.needs.append(needs(every, rates))
 
     def told(self) -> dict[str, Any]:
         ttft = {f"p{1e3 * p / 10:g}_ttft_s": summary(percentiles(self.ttft, p)) for p in (0.5, 0.95, 0.99, 0.999)}
         return {
             **ttft,
-            "p99_ttft_of_burst_s": summary(percentiles(self.burst_ttft, 0.99)),
+            **({"p99_ttft_of_burst_s": summary(percentiles(self.burst_ttft, 0.99))} if self.burst_ttft[0] else {}),
             "p50_tpot_s": summary(percentiles(self.tpot, 0.5)),
             "p99_tpot_s": summary(percentiles(self.tpot, 0.99)),
             "tokens_per_s": summary(self.tokens_per_s),
@@ -234,17 +246,14 @@ def by_window(pairs: Sequence[tuple[Arrival, Answer]]) -> list[float]:
 
 
 def needs(pairs: Sequence[tuple[Arrival, Answer]], rates: Rates) -> tuple[float, float]:
-    """Return what requests in the system needed, of the capacity: on average in the first calm, and at the most.
-
-    The calm is looked at in its second half, when as many end as come.
-    """
+    """Return what requests in the system needed, of the capacity: on average in the first calm, and at the most."""
     begin = min(answer.sent_s - arrival.at_s for arrival, answer in pairs)
 
     def at(moment: float) -> float:
         live = (a.request for a, answer in pairs if a.at_s <= moment < answer.at_s[-1] - begin)
         return sum(map(need, live)) / rates.capacity
 
-    calm = statistics.mean(at(rates.lasts_s * (1 + i / 50) / 2) for i in range(50))
+    calm = statistics.mean(at(BEFORE * rates.lasts_s * i / 50) for i in range(50))
     return calm, max(at(arrival.at_s) for arrival, _ in pairs)
 
 
@@ -274,7 +283,7 @@ def compared(figures: dict[str, Figures]) -> dict[str, Any]:
 def conditions(wait: Figures, rates: Rates, arrivals: Sequence[Sequence[Arrival]]) -> dict[str, Any]:
     """Tell whether the traces were such as they should be, by what became of `wait`."""
     calm, most = (statistics.median(values) for values in zip(*wait.needs, strict=True))
-    offered = statistics.median(len(each) / each[-1].at_s for each in arrivals)
+    offered = statistics.median(sum(a.part != "begun" for a in each) / each[-1].at_s for each in arrivals)
     share = statistics.median(wait.queue_share)
     return {
         "need_in_calm": calm,
@@ -285,11 +294,14 @@ def conditions(wait: Figures, rates: Rates, arrivals: Sequence[Sequence[Arrival]
     }
 
 
-def played(path: Path, rates: Rates, systems: Sequence[str], rounds: int, *, burst: bool) -> dict[str, Any]:
+def played(
+    path: Path, rates: Rates, systems: Sequence[str], rounds: int, *, burst: bool, quick: bool
+) -> dict[str, Any]:
     """Play the traces to all systems."""
     figures = {name: Figures() for name in systems}
     events: dict[str, int] = {}
-    traces = [rates.trace(SEED + round_, burst=burst) for round_ in range(rounds)]
+    share = 0.3 if quick else 1.0
+    traces = [rates.trace(SEED + round_, burst=burst, share=share) for round_ in range(rounds)]
     for round_, arrivals in enumerate(traces):
         for name in random.sample(systems, len(systems)):
             with system(name, path) as engine:
@@ -327,7 +339,7 @@ def main() -> None:
         table(["rates", ""], list(flat(results["rates"])))
         for row in options.only:
             systems = options.systems if row == "burst" else ["wait", "drop"]
-            results[row] = played(path, rates, systems, rounds, burst=row == "burst")
+            results[row] = played(path, rates, systems, rounds, burst=row == "burst", quick=options.quick)
             table([row, ""], list(flat(results[row])))
     finish("overload", "cpu", results)
 
