@@ -20,13 +20,10 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
   how much longer `drop` lasts than `wait`, over how much more KV cache it has: at least .9
 - `kill`: SIGKILL for one of two ranks in a group under load: next tokens within 3 s, nothing lost, nothing wrong, no
   more tokens computed again than live requests had
-
-Forms of the exchange that this version of the library lacks are left out, and named.
 """
 
 from __future__ import annotations
 
-import inspect
 import mmap
 import random
 import statistics
@@ -35,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,8 +56,16 @@ TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
 WAVE, WAVE_RATE, WAVES_APART = 1.7, 2.0, 2.5
 """Requests of a wave, of those that there is room for; how many come a second, of the most that `wait` serves; the calm
 between waves, in times that a request lasts."""
+FORMS: dict[str, dict[str, Any]] = {
+    "live": {},
+    "live, not coordinated": {"coordinated": False},
+    "stall": {"exchange": "stall"},
+}
 NEVER = {"dwell_s": 1e6, "idle_s": 1e6}
 OVERRATE, PATIENCE, MOST_S = 2.0, 5.0, 60.0
+
+
+rates_of = cache(measured)
 
 
 def names(engine: elastic.Fleet) -> tuple[str, str]:
@@ -182,17 +188,6 @@ def dropped_alone(path: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def forms() -> dict[str, dict[str, Any]]:
-    """Return the options of a drop for each form of the exchange that there is."""
-    known = inspect.signature(elastic.Fleet.drop).parameters
-    found: dict[str, dict[str, Any]] = {"live": {}}
-    if "coordinated" in known:
-        found["live, not coordinated"] = {"coordinated": False}
-    if "exchange" in known:
-        found["stall"] = {"exchange": "stall"}
-    return found
-
-
 class Windows:
     """Gaps between tokens of some requests, and which of them overlap one of some stretches of time."""
 
@@ -211,17 +206,15 @@ class Windows:
 
 def exchange(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
     figures: dict[str, dict[str, list[float]]] = {}
-    ways = forms()
     for _ in range(rounds):
-        for name in random.sample(list(ways), len(ways)):
+        for name in random.sample(list(FORMS), len(FORMS)):
             figure = figures.setdefault(name, {})
             with fleet(path, CORES, engine=ENGINE, routing="round_robin") as engine:
                 warm_up(engine)
-                for key, value in exchanged(engine, ways[name], quick).items():
+                for key, value in exchanged(engine, FORMS[name], quick).items():
                     figure.setdefault(key, []).append(value)
     live = figures["live"]
     return {
-        "missing": sorted({"live, not coordinated", "stall"} - set(ways)),
         **{
             name: {
                 "seconds": summary(figure["seconds"]),
@@ -302,11 +295,11 @@ def waves(rates: Rates, seed: int) -> list[Arrival]:
 
 
 def restoration(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    rates = measured(path, quick)
+    rates = rates_of(path, quick)
     policies = {"restored": OVERLOAD, "never": elastic.Overload(**{**vars(OVERLOAD), **NEVER})}
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in policies}
     actions: dict[str, int] = {}
-    for round_ in range(min(rounds, 3)):
+    for round_ in range(rounds):
         arrivals = waves(rates, SEED + round_)
         for name in random.sample(list(policies), len(policies)):
             with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policies[name]) as engine:
@@ -333,7 +326,7 @@ def restoration(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def extreme(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    rates = measured(path, quick)
+    rates = rates_of(path, quick)
     lasted: dict[str, list[float]] = {"wait": [], "drop": []}
     held: dict[str, list[float]] = {"wait": [], "drop": []}
     for round_ in range(rounds):
