@@ -85,6 +85,7 @@ class MappedPlace:
 
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
         """Send what is in pages; they stay as they are while it is copied."""
+        finish_queued_work(self._pool.device)  # it may still be written, on other streams than this one
         for offset, count in pieces:
             shown = torch.empty(count, dtype=torch.uint8, pin_memory=self._pool.device.type == "cuda")
             first, skip = divmod(offset, self._pool.page_bytes)
