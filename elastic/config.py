@@ -306,6 +306,46 @@ class Overload:
         )
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """When instances become one, of more ranks, for requests that none can hold, and part again. (AMOEBA, section 3.3)
+
+    The degree of an instance is the number of ranks that share each of its layers.
+    """
+
+    tick_s: float = 0.1
+    """Seconds between two ticks."""
+    step: int = 2
+    """The degree grows by this factor at least; a power of two."""
+    most_ranks: int = 4
+    """Ranks of an instance at most; a power of two."""
+    free_to_shrink: float = 0.5
+    """An instance parts when this share of its KV is free, after what live requests are promised."""
+    patience_s: float = 30.0
+    """Seconds that an instance takes no new requests at most, so that it can part; then it takes some for as long."""
+    wait_s: float = 60.0
+    """Seconds that a request waits for room at instances that can hold it at all, before others become one for it."""
+    dwell_s: float = 5.0
+    """Seconds from the last request that needs an instance's degree until it parts at least; it doubles each time that
+    instances become one soon after."""
+    queue_high_s: float = 5.0
+    """An instance takes new requests again when more wait than before it took none, and one of them for so long."""
+    cooldown_s: float = 1.0
+    """Seconds until something that was asked for, and did not come, is asked for again."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "most_ranks"):
+            value = getattr(self, name)
+            require(_is_degree(value) and value >= 2, name, value, "a power of two, at least 2")
+        require(self.step <= self.most_ranks, "step", self.step, f"at most most_ranks = {self.most_ranks}")
+        free = self.free_to_shrink
+        require(_is_share(free), "free_to_shrink", free, "a share from 0 to 1")
+        for name in ("patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s"):
+            value = getattr(self, name)
+            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+
+
 MODES: dict[str, dict[str, Any]] = {
     "accuracy": {"layers_per_action": 1, "max_layers": 4, "kv_high": 0.92, "queue_high_s": 0.2},
     "balanced": {},
@@ -338,6 +378,10 @@ def _is_share(value: object) -> bool:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_degree(value: object) -> bool:
+    return isinstance(value, int) and _is_integer(value) and value > 0 and not value & (value - 1)
 
 
 def _is_names(value: object) -> bool:
