@@ -98,12 +98,14 @@ class MappedPlace:
                     raise StateError(f"the pages of bytes {offset:,} to {offset + count:,} are not in use any more")
 
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
-        """Send what is in pages."""
+        """Send what is in pages; they stay as they are while it is copied."""
+        finish_queued_work(self._pool.device)  # it may still be written, on other streams than this one
         for piece in pieces:
             stream.sendall(memoryview(self._content(*piece).numpy()))  # type: ignore[arg-type]
 
     def copy(self, address: int, pieces: Pieces) -> None:
         """Copy what is in pages to an address."""
+        finish_queued_work(self._pool.device)
         for piece in pieces:
             content = self._content(*piece)
             ctypes.memmove(address, content.data_ptr(), content.nbytes)
