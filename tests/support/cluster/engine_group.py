@@ -9,7 +9,9 @@ from typing import Any
 from elastic.cluster.control.connection import QueueConnection, queue_pair
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.core.kv_state import KVSource
 from elastic.engines.pipeline.queue_transport import QueueExchange
+from elastic.kvcache.storage.guest import GuestMemory
 from support import architectures
 from support.serving.tracked_engine import TrackedEngine
 
@@ -24,6 +26,7 @@ class EngineGroup:
     def __init__(self, ranks: str, architecture: str = "llama-gqa", nbytes: int = 4 << 20, **options: Any) -> None:
         self.tracked = {rank: TrackedEngine(architectures.build(architecture), nbytes, **options) for rank in ranks}
         self.exchange = QueueExchange()
+        self._left: list[tuple[GuestMemory, Callable[[], None]]] = []
         self.logs: dict[tuple[str, str], QueueConnection] = {}
         for rank in ranks:
             self[rank].rank = rank
@@ -97,12 +100,25 @@ class EngineGroup:
                 log.close()
                 del self.logs[home, guest]
 
+    def kill(self, rank: str) -> dict[str, KVSource]:
+        """Have a rank be gone, but what others had of keys and values there stay as it was; return its memory."""
+        for stage in self[rank]._stages.values():
+            self._left.append((stage.memory, stage.memory.close))
+            stage.memory.close = nothing  # type: ignore[method-assign]
+        self.lose(rank)
+        source = self[rank].kv_source()
+        assert source is not None
+        return {rank: source}
+
     def check(self) -> None:
         for each in self.tracked.values():
             each.engine.check()
             each.engine.runtime.check()
 
     def close(self) -> None:
+        for memory, close in self._left:
+            memory.close = close  # type: ignore[method-assign]
+            close()
         for each in self.tracked.values():
             each.go_on()
         for each in self.tracked.values():

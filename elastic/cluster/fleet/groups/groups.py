@@ -128,6 +128,8 @@ class Groups:
         self._closed = True
         for thread in self._repairs:
             thread.join()
+        for group in self._groups:
+            group.close()
 
     # -- a rank has gone
 
@@ -136,6 +138,8 @@ class Groups:
         group = self.group_of(instance.name)
         if group is None or self._closed:
             return
+        if instance.client.heard_all:
+            group.killed.add(instance.name)
         self._ranks.lose(instance.name, group.members)
         thread = threading.Thread(target=self._repair, args=(instance.name,), daemon=True)
         thread.name = f"elastic-repair-{instance.name}"
@@ -147,6 +151,7 @@ class Groups:
             group = self.group_of(rank)
             if group is None or self._closed:
                 return
+            self._mark(group, journal=True)
             recomputed = recover(self._ranks, group, rank)
             self._forget(group)
             self._log.count(recomputed_tokens=recomputed)
@@ -240,7 +245,10 @@ class Groups:
             {name: books.alone(name) for name in members},
             {name: caps.get(name) for name in members},
             {stage for each in old for stage in each.stages},
+            memories={name: memory.hold() for name in members if (memory := serving[name].memory) is not None},
         )
+        for each in old:
+            each.close()
         self._groups = (*(each for each in self._groups if each not in old), group)
         self._mark(group)
         return group
@@ -255,6 +263,7 @@ class Groups:
 
     def _forget(self, group: Group) -> None:
         self._groups = tuple(other for other in self._groups if other is not group)
+        group.close()
         with self._dispatcher.lock:
             for name in group.members:
                 instance = self._dispatcher.instances.get(name)
