@@ -14,7 +14,6 @@ import numpy as np
 from elastic.engines.continuous.layer_exchange import LayerExchange
 from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.engines.core.sequence import Sequence
-from elastic.engines.executor.kv_copy import copy_layers
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, Overloaded, RankLost, StateError
 from elastic.runtime.runtime import Runtime
@@ -50,6 +49,7 @@ class RecoveringEngine(LayerExchange):
             self._part(LayerPath(self.rank, (self.rank,) * len(self.path.ranks), self.path.epoch + 1))
             self._memory.set_cap(None)
             self._fail_impossible()
+            self._loop.paused = False
             self._loop.go_on()
             return again
 
@@ -141,7 +141,7 @@ class RecoveringEngine(LayerExchange):
     def _copy_kept(self, sources: Mapping[str, LayersKV], memories: Mapping[str, KVSource]) -> None:
         """Copy what is elsewhere. Raises `StateError` where it cannot be read, or a rank has given it up meanwhile."""
         for rank, source in sources.items():
-            copy_layers(self._memory, source, source.pages)
+            self._kv_exchange.copy(self._memory, source, source.pages, coordinated=False)
             if rank not in memories:
                 after = self._home.still_at(rank, tuple(source.pages), LAST_WORD_S)
                 if after is None or self._of_mapped(after) != self._of_mapped(source):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,12 +17,14 @@ from elastic.cluster.control.stage_questions import (
     DetachStage,
     MeasureRoom,
     OpenStage,
+    PauseSteps,
+    ResumeSteps,
     Room,
     SetCap,
     WeightDigests,
     WeightsOf,
 )
-from elastic.cluster.fleet.groups.flip import flip_layer
+from elastic.cluster.fleet.groups.flip import ExchangeForm, flip_layer
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
@@ -32,6 +34,7 @@ from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.types import Drop, Fetch, Restore
 
 logger = logging.getLogger(__name__)
+LIVE = ExchangeForm()
 POLL_S = 0.02
 SHARES = (1.0, 0.9, 0.5, 0.0)
 """How much of what there is instances are offered, one after another, until it is had: pages may be held elsewhere."""
@@ -49,8 +52,8 @@ class _Counts:
 class Exchange:
     """One transition of a group, on the calling thread; see `run`."""
 
-    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float) -> None:
-        self._ranks, self._group, self._target = ranks, group, target
+    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm = LIVE) -> None:
+        self._ranks, self.group, self._target, self._form = ranks, group, target, form
         self._deadline = Deadline(timeout_s)
         self.counts = _Counts()
 
@@ -61,7 +64,7 @@ class Exchange:
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
-        group = self._group
+        group = self.group
         rooms = measure(self._ranks, group.members)
         transition = plan_transition(group.shape, self._target, self._books(rooms), group.caps_in_force())
         try:
@@ -69,7 +72,8 @@ class Exchange:
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
             self._connect(transition, rooms)
             compare_weights(self._ranks, group)
-            self._change(transition)
+            with self._stalled(transition) if self._form.exchange == "stall" else nullcontext():
+                self._change(transition)
         except RankLost:
             raise
         except ElasticError as error:
@@ -91,30 +95,30 @@ class Exchange:
         )
 
     def _books(self, rooms: Mapping[str, Room]) -> Books:
-        return Books(rooms, self._format, self._group.shape)
+        return Books(rooms, self._format, self.group.shape)
 
     @property
     def _format(self) -> KVFormat:
-        return self._ranks.instance(self._group.members[0]).kv_format
+        return self._ranks.instance(self.group.members[0]).kv_format
 
     # -- caps
 
     def _lower(self, caps: Mapping[str, int]) -> bool:
         """Have no instance map more than its cap, and stages keep room for no more; return False if that takes long."""
-        before = dict(self._group.caps)
+        before = dict(self.group.caps)
         reached = False
         try:
             self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
             reached = self._until(self._reached) and self._until(partial(self._allot, caps))
         finally:
             if reached:
-                self._group.caps = dict(caps)
+                self.group.caps = dict(caps)
             else:
                 self._take_back(before)
         return reached
 
     def _reached(self) -> bool:
-        return all(self._ranks.ask_all(dict.fromkeys(self._group.members, CapReached())).values())
+        return all(self._ranks.ask_all(dict.fromkeys(self.group.members, CapReached())).values())
 
     def _take_back(self, caps: Mapping[str, int | None]) -> None:
         """Have the caps of before again; of who is lost others take care."""
@@ -124,7 +128,7 @@ class Exchange:
 
     def _allot(self, caps: Mapping[str, int]) -> bool:
         """Have stages keep room for caps; False: one has more mapped, or no room."""
-        for home, rank in sorted(self._group.stages):
+        for home, rank in sorted(self.group.stages):
             try:
                 if home in caps:
                     self._ranks.ask(rank, Allot(home, caps[home]))
@@ -137,7 +141,7 @@ class Exchange:
 
     def _raise_caps(self) -> None:
         """Let the instances have what there is now, as far as stages find room for it."""
-        group = self._group
+        group = self.group
         if group.shape.apart and not self._missing():
             self._ranks.ask_all({home: SetCap(None) for home in group.members})
             group.caps = dict.fromkeys(group.members)
@@ -153,8 +157,8 @@ class Exchange:
         logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
     def _missing(self) -> list[tuple[str, int]]:
-        count = len(next(iter(self._group.shape.paths.values())).ranks)
-        weights = self._group.shape.weights
+        count = len(next(iter(self.group.shape.paths.values())).ranks)
+        weights = self.group.shape.weights
         return [(rank, layer) for rank, have in weights.items() for layer in range(count) if layer not in have]
 
     def _until(self, done: Callable[[], bool]) -> bool:
@@ -167,19 +171,30 @@ class Exchange:
 
     def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
         """Open what flips need."""
-        needed = {
-            (flip.home, flip.target) for flip in transition.flips if flip.target != flip.home
-        } - self._group.stages
+        needed = {(flip.home, flip.target) for flip in transition.flips if flip.target != flip.home} - self.group.stages
         if needed:
-            self._ranks.introduce(self._group.members)
+            self._ranks.introduce(self.group.members)
         for home, rank in sorted(needed):
-            path = self._group.shape.paths[home]
+            path = self.group.shape.paths[home]
             opened = OpenStage(home, path, transition.caps[home], rooms[home].most_sectors)
             self._ranks.ask_all({rank: opened, home: AttachStage(rank)})
-            self._group.stages.add((home, rank))
+            self.group.stages.add((home, rank))
+
+    @contextmanager
+    def _stalled(self, transition: Transition) -> Iterator[None]:
+        """Have instances whose layers flip wait until all have."""
+        homes, began_s = {flip.home for flip in transition.flips}, self._deadline.seconds
+        try:
+            self._ranks.ask_all(dict.fromkeys(homes, PauseSteps()))
+            yield
+        finally:
+            for home in homes:
+                with suppress(ElasticError):  # it is lost, or recovers
+                    self._ranks.ask(home, ResumeSteps())
+            self.counts.stalled_ms = max(self.counts.stalled_ms, (self._deadline.seconds - began_s) * 1e3)
 
     def _change(self, transition: Transition) -> None:
-        for rank in self._group.members:
+        for rank in self.group.members:
             self._drop_unneeded(rank)
         for flip in transition.flips:
             self._fetch(flip.target, (flip.layer,))
@@ -189,37 +204,37 @@ class Exchange:
             self._fetch(rank, wanted)
 
     def _flip(self, flip: LayerFlip) -> None:
-        shape, counts = self._group.shape, self.counts
-        done = flip_layer(self._ranks, shape.paths[flip.home], flip)
-        self._group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
+        shape, counts = self.group.shape, self.counts
+        done = flip_layer(self._ranks, shape.paths[flip.home], flip, coordinated=self._form.coordinated)
+        self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
         counts.flips += 1
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
     def _drop_unneeded(self, rank: str) -> None:
         """Drop the weights at a rank that no instance needs there, and that are not to stay."""
-        shape = self._group.shape
+        shape = self.group.shape
         kept = shape.kept(rank, self._target.weights)
         layers = tuple(sorted(shape.weights[rank] - kept))
         if layers:
             (change,) = self._ranks.ask(rank, Apply((Drop(layers),), "by the fleet"))
-            self._group.shape = replace(shape, weights={**shape.weights, rank: kept})
+            self.group.shape = replace(shape, weights={**shape.weights, rank: kept})
             self.counts.freed_bytes += change.released_bytes
 
     def _fetch(self, rank: str, layers: Iterable[int]) -> None:
         """Have the weights of layers at a rank, from another rank that has them, or else from the checkpoint."""
-        shape = self._group.shape
+        shape = self.group.shape
         for layer in sorted(set(layers) - shape.weights[rank]):
             self.counts.fetched_bytes += self._fetch_layer(rank, layer)
-            shape = self._group.shape
+            shape = self.group.shape
             weights = {**shape.weights, rank: shape.weights[rank] | {layer}}
-            self._group.shape = replace(shape, weights=weights)
+            self.group.shape = replace(shape, weights=weights)
 
     def _fetch_layer(self, rank: str, layer: int) -> int:
         action: Fetch | Restore = Restore((layer,))
-        for other, have in self._group.shape.weights.items():
+        for other, have in self.group.shape.weights.items():
             if layer in have:
-                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))))
+                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))), self._form.coordinated)
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
         if change.deferred and not self._until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
@@ -28,8 +28,24 @@ class Verbs(Protocol):
     def changing(self) -> bool: ...
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def layer_bytes(self) -> tuple[int, ...]: ...
-    def drop(self, *, plan: DropPlan | None = None, timeout_s: float = ..., why: str = ...) -> Dropped: ...
-    def restore(self, rank: str | None = None, *, timeout_s: float = ..., why: str = ...) -> Restored: ...
+    def drop(
+        self,
+        *,
+        plan: DropPlan | None = None,
+        timeout_s: float = ...,
+        why: str = ...,
+        exchange: Literal["live", "stall"] = ...,
+        coordinated: bool = ...,
+    ) -> Dropped: ...
+    def restore(
+        self,
+        rank: str | None = None,
+        *,
+        timeout_s: float = ...,
+        why: str = ...,
+        exchange: Literal["live", "stall"] = ...,
+        coordinated: bool = ...,
+    ) -> Restored: ...
 
 
 class OverloadController:
@@ -91,12 +107,18 @@ class OverloadController:
         self.reason = f"{plan.reason}; {plan.figures}"
         waits = snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
         self._tell_shortage(plan, waits)
+        exchange, coordinated = self._settings.exchange, self._settings.coordinated
         if plan.drops:
             freed_bytes = sum(group.freed_bytes for group in plan.drops)
-            dropped = self._verbs.drop(plan=DropPlan(plan.drops, freed_bytes), timeout_s=ACT_S, why=self.reason)
+            drops = DropPlan(plan.drops, freed_bytes)
+            dropped = self._verbs.drop(
+                plan=drops, timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
+            )
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
         for members in plan.restores:
-            restored = self._verbs.restore(members[0], timeout_s=ACT_S, why=self.reason)
+            restored = self._verbs.restore(
+                members[0], timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
+            )
             logger.info("layers were restored (%s): %s; %s", restored.status, self.reason, restored.why)
         return plan
 
