@@ -26,6 +26,8 @@ class Group:
 
     compared: bool = False
     """Whether the weights of its ranks are known to be equal."""
+    staged: Mapping[str, int] = field(default_factory=dict)
+    """Home -> the cap that it has by itself, if it keeps room for layers of others then."""
     memories: dict[str, HeldMemory] = field(default_factory=dict)
     """Of its ranks, what can be read also when they have gone; given back by `close`."""
     killed: set[str] = field(default_factory=set)

@@ -20,6 +20,7 @@ from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.groups.staging import Staging
 from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -37,6 +38,7 @@ class Groups:
     def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
         self._dispatcher, self._log = dispatcher, log
         self._ranks = Ranks(dispatcher)
+        self._staging = Staging(self._ranks)
         self._verbs = threading.Lock()
         self._groups: tuple[Group, ...] = ()
         self._closed = False
@@ -128,6 +130,19 @@ class Groups:
             done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "drop failed")
             self._changed("migrated", group, done, f"layers of {home} to {rank}")
             return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
+
+    def keep_staging(self) -> None:
+        """Have ranks that are by themselves keep room for the first layer of a drop; see `Staging`. It waits for none.
+
+        Raises `RankLost`.
+        """
+        if not self._verbs.acquire(blocking=False):
+            return
+        try:
+            grouped = {name for group in self._groups for name in group.members}
+            self._staging.keep([i.name for i in self._ranks.serving() if i.name not in grouped])
+        finally:
+            self._verbs.release()
 
     def close(self) -> None:
         """Repair nothing any more: the ranks end."""
@@ -252,12 +267,13 @@ class Groups:
         rooms = measure(self._ranks, members)
         shape = self._shape_of(members, rooms)
         books = Books(rooms, serving[members[0]].kv_format, shape)
-        caps = {name: cap for group in old for name, cap in group.caps.items()}
+        caps = {**self._staging.caps, **{name: cap for group in old for name, cap in group.caps.items()}}
         group = Group(
             shape,
             {name: books.alone(name) for name in members},
             {name: caps.get(name) for name in members},
             {stage for each in old for stage in each.stages},
+            staged=self._staging.caps,
             memories={name: memory.hold() for name in members if (memory := serving[name].memory) is not None},
         )
         for each in old:

@@ -34,7 +34,7 @@ def recover(ranks: Ranks, group: Group, lost: str) -> int:
             with suppress(ElasticError):
                 result(instance, instance.client.ask(CloseStage(home)))
         with suppress(ElasticError):
-            result(instance, instance.client.ask(SetCap(None)))
+            result(instance, instance.client.ask(SetCap(group.staged.get(instance.name))))
     return recomputed
 
 
