@@ -96,9 +96,9 @@ class Stages:
                 return engine.cap_reached()
             case Allot(home, sectors):
                 return engine.allot(home, sectors)
-            case Recover(lost):
+            case Recover(lost, memories):
                 self._attached.clear()
-                return engine.recover(lost, self._restore)
+                return engine.recover(lost, self._restore, memories)
         return self._exchange(question)
 
     def _exchange(self, question: StageQuestion) -> Any:
