@@ -65,11 +65,11 @@ class EngineGroup:
                 for _ in range(rounds):
                     meanwhile()
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks)
+                    self[rank].copy_layers(home, source, blocks, coordinated=False)
                     blocks = engine.written_blocks()
                 if blocks is not None and any(blocks):
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks)
+                    self[rank].copy_layers(home, source, blocks, coordinated=False)
                 return engine.flip(path)
             except BaseException:
                 self[rank].give_up_layers(home, layers)
