@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous.layer_exchange import Flipped
 from support import architectures
@@ -221,6 +222,39 @@ def test_a_lost_rank_costs_no_token(group: Callable[..., EngineGroup]) -> None:
         heard[home].wait(list(expected))
         assert heard[home].tokens == expected
     ranks.part("b")
+
+
+def test_a_variant_that_is_swapped_in_computes_the_layers_of_other_instances_too(
+    group: Callable[..., EngineGroup],
+) -> None:
+    """Here a pruned one, while the rank computes requests of its own."""
+    alone = elastic.wrap(architectures.build("llama-gqa"), places=["cpu=64MiB"], variants=["2:4"])
+    alone.elastic.swap((0, 1, 2), "2:4")
+    pruned = {f"r{i}": continuation(alone, text, 12) for i, text in enumerate(PROMPTS)}
+    elastic.unwrap(alone)
+    expected = plain("llama-gqa", 12)
+    assert pruned != expected
+    ranks = group("ab", wrap={"variants": ["2:4"]})
+    here, there = (ranks[rank].runtime for rank in "ab")
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    beside = Collector()
+    ranks["b"].submit(Request(PROMPTS[0], 400, id="beside"), beside)
+    beside.wait_for_tokens("beside", 2)
+    for tokens in (pruned, expected):
+        if tokens is pruned:
+            there.swap((1, 2), "2:4")
+            here.swap((0,), "2:4")
+        else:
+            there.restore()
+            here.restore()
+        heard = Collector()
+        for request in requests(12):
+            ranks["a"].submit(request, heard)
+        heard.wait(list(tokens))
+        assert heard.tokens == tokens
+    ranks["b"].cancel("beside")
+    ranks.part("a")
 
 
 RANKS = """
