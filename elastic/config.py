@@ -283,9 +283,8 @@ class Overload:
     scale_out: int = 0
     """Instances that may be added in all where no drop frees enough; 0: none is."""
     exchange: Literal["live", "stall"] = "live"
-    """Whether instances go on while keys and values change their rank; or stop until all have, as the paper's do."""
     coordinated: bool = True
-    """Whether what is copied between ranks lets pass what they compute and send meanwhile. (KunServe, section 4.2)"""
+    """How keys, values and weights go from rank to rank; see `Fleet.drop`. (KunServe, section 4.2)"""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):
@@ -300,10 +299,8 @@ class Overload:
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
         for name in ("partial", "best_effort", "coordinated"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        high = self.kv_high - self.margin
-        require(
-            self.restore_below <= high, "restore_below", self.restore_below, f"at most kv_high - margin = {high:.3g}"
-        )
+        below, high = self.restore_below, self.kv_high - self.margin
+        require(below <= high, "restore_below", below, f"at most kv_high - margin = {high:.3g}")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.engines.pipeline.path import LayerPath
+
+Bulk = Literal["sockets", "nixl"]
 
 # -- connections
 
@@ -24,6 +26,8 @@ class OpenPeers:
     rank: str
     key: bytes = field(repr=False)
     """Who connects has to prove it."""
+    bulk: Bulk = "sockets"
+    """How it reads the memory of other ranks."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic.cluster.control.connection import QueueConnection, queue_pair
+from elastic.cluster.peers.hub import PeerHub
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import KVSource
@@ -21,15 +23,33 @@ def nothing() -> None:
 
 
 class EngineGroup:
-    """Ranks of equal models, by name; each is a home, and computes layers of others once they are joined."""
+    """Ranks of equal models, by name; each is a home, and computes layers of others once they are joined.
 
-    def __init__(self, ranks: str, architecture: str = "llama-gqa", nbytes: int = 4 << 20, **options: Any) -> None:
-        self.tracked = {rank: TrackedEngine(architectures.build(architecture), nbytes, **options) for rank in ranks}
+    Those on GPUs read each other's memory over the network: in no file is it.
+    """
+
+    def __init__(
+        self,
+        ranks: str,
+        architecture: str = "llama-gqa",
+        nbytes: int = 4 << 20,
+        devices: Sequence[str] = ("cpu",),
+        **options: Any,
+    ) -> None:
+        """The ranks are on these devices in turn."""
+        on = dict(zip(ranks, itertools.cycle(devices), strict=False))
+        models = {rank: architectures.build(architecture, device=on[rank]) for rank in ranks}
+        self.tracked = {rank: TrackedEngine(models[rank], nbytes, **options) for rank in ranks}
         self.exchange = QueueExchange()
         self._left: list[tuple[GuestMemory, Callable[[], None]]] = []
         self.logs: dict[tuple[str, str], QueueConnection] = {}
+        self.hubs = {rank: PeerHub(rank, b"key") for rank in ranks if on[rank] != "cpu"}
         for rank in ranks:
             self[rank].rank = rank
+        for rank, hub in self.hubs.items():
+            hub.meet({name: other.address for name, other in self.hubs.items() if name != rank})
+            hub.serve_memory(self[rank].runtime.pools)
+            self[rank].use_peers(hub)
 
     def __getitem__(self, rank: str) -> ContinuousEngine:
         return self.tracked[rank].engine
@@ -68,11 +88,11 @@ class EngineGroup:
                 for _ in range(rounds):
                     meanwhile()
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks)
+                    self[rank].copy_layers(home, source, blocks, coordinated=False)
                     blocks = engine.written_blocks()
                 if blocks is not None and any(blocks):
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks)
+                    self[rank].copy_layers(home, source, blocks, coordinated=False)
                 return engine.flip(path)
             except BaseException:
                 self[rank].give_up_layers(home, layers)
@@ -123,5 +143,7 @@ class EngineGroup:
             each.go_on()
         for each in self.tracked.values():
             each.engine.stop(drain=False)
+        for hub in self.hubs.values():
+            hub.close()
         for each in self.tracked.values():
             each.close()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.control.stage_questions import Bulk, Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 class Groups:
     """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks."""
 
-    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+    def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
-        self._ranks = Ranks(dispatcher)
+        self._ranks = Ranks(dispatcher, bulk)
         self._staging = Staging(self._ranks)
         self._verbs = threading.Lock()
         self._groups: tuple[Group, ...] = ()
