@@ -118,7 +118,7 @@ class Fleet(GroupVerbs):
         self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out
-        self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, add)
+        self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = threading.Lock()  # of the state
         self._state = "new"
         self._process = os.getpid()

@@ -13,8 +13,10 @@ from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
+from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
+from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
 from elastic.cluster.fleet.groups.exchange import Exchange, compare_weights, measure, part
-from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
@@ -23,11 +25,14 @@ from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
 
 logger = logging.getLogger(__name__)
+FOLLOW_S = 1.0
+"""How long requests may take to fit in a cap that is lowered for others; a verb waits for no more than that."""
 
 
 class Groups:
@@ -41,6 +46,7 @@ class Groups:
         self._closed = False
         self._repairs: list[threading.Thread] = []
         self._layer_bytes: tuple[int, ...] = ()
+        self._following = False  # whether it is no verb that runs, but caps that change
 
     def status(self) -> tuple[GroupStatus, ...]:
         """Return the groups there are."""
@@ -49,7 +55,7 @@ class Groups:
     @property
     def changing(self) -> bool:
         """Whether a verb is under way."""
-        return self._verbs.locked()
+        return self._verbs.locked() and not self._following
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
@@ -123,6 +129,17 @@ class Groups:
             self._changed("migrated", group, done, f"layers of {home} to {rank}")
             return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
+    def follow_needs(self) -> int:
+        """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
+        if not self._groups or not self._verbs.acquire(blocking=False):
+            return 0
+        try:
+            self._following = True
+            return sum(self._follow(group) for group in self._groups)
+        finally:
+            self._following = False
+            self._verbs.release()
+
     def close(self) -> None:
         """Repair nothing any more: the ranks end."""
         self._closed = True
@@ -191,6 +208,15 @@ class Groups:
             kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
             self._changed(kind, group, done, why)
             return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
+
+    def _follow(self, group: Group) -> bool:
+        if group.shape.apart or not is_short(self._dispatcher, group.members):
+            return False
+        rooms = measure(self._ranks, group.members)
+        books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
+        needs, memory = needs_of(self._dispatcher, rooms), shared_memory(books, group.shape)
+        caps = better_caps(memory, needs, books.caps(group.shape), now)
+        return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str) -> Restored:
         self._mark(group, journal=True)
