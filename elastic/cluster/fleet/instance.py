@@ -106,15 +106,15 @@ class Instance:
         self.load = load
         self.most_blocks = max(self.most_blocks, load.total_blocks)
 
-    def join(self, group: tuple[str, ...], path: LayerPath, *, journal: bool = False) -> None:
-        """Note who computes its layers. What it told of its KV is forgotten when some are elsewhere: so is their KV.
+    def join(self, group: tuple[str, ...], path: LayerPath, *, changing: bool = False) -> None:
+        """Note who computes its layers.
 
-        `journal`: those that are elsewhere come back, and it tells anew as soon as it has all. Where it has all, it
-        goes on telling what has changed.
+        While that are others too, it tells nothing of its KV, and what it told counts no more. As soon as it has all of
+        its layers again it tells anew; so `changing`, before layers change their rank, has somebody listen.
         """
         self.group, self.path = group, path
         if path.guests:
-            self.directory = KVDirectory(self.memory.source) if journal and self.memory is not None else None
+            self.directory = KVDirectory(self.memory.source) if changing and self.memory is not None else None
 
     def part(self) -> None:
         """Note that it is by itself again."""

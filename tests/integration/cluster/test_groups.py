@@ -183,11 +183,39 @@ def test_layers_of_one_instance_go_to_another_rank_and_come_back(serve: Callable
     served.begin(5)
     moved = served.fleet.migrate("r0", [1], "r1")
     assert (moved.status, moved.flips) == ("applied", 1)
-    (request, *_) = (name for name in served.requests if served.fleet.instance_of(name) == "r0")
+    served.submit([20], tokens=300)
+    *_, request = served.requests
+    served.heard.wait_for_tokens(request, 3)
+    (target,) = {"r0", "r1"} - {served.fleet.instance_of(request)}
     with pytest.raises(StateError, match="restore them first"):
-        served.fleet.move(request, "r1")
+        served.fleet.move(request, target)
     assert served.fleet.split("r1").status == "applied"
     served.finish()
+
+
+def test_a_request_of_instances_that_have_parted_moves_with_its_keys_and_values(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3")
+    served.submit([40, 70], tokens=100)
+    served.begin(5)
+    served.fleet.drop(layers=served.halves())
+    assert served.fleet.restore().status == "applied"
+    served.submit([50], tokens=300)
+    *_, request = served.requests
+    served.heard.wait_for_tokens(request, 40)
+    (target,) = {"r0", "r1"} - {served.fleet.instance_of(request)}
+    moved = served.fleet.move(request, target)
+    assert moved.recomputed_tokens == 0
+    assert moved.moved_bytes > 0
+    served.finish()
+
+
+def test_models_have_all_of_their_layers_when_a_fleet_ends_in_order(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3")
+    served.submit([40, 70])
+    served.fleet.drop(layers=served.halves())
+    served.fleet.stop()
+    assert all(served.heard.ends[name].finish == "length" for name in served.requests)
+    assert [model.elastic.dropped for model in served.models] == [(), ()]
 
 
 def test_a_rank_that_leaves_takes_its_layers_back_first(serve: Callable[..., Served]) -> None:

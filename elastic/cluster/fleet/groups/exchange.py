@@ -44,7 +44,7 @@ class Exchange:
     """One transition of a group, on the calling thread; see `run`."""
 
     def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float) -> None:
-        self._ranks, self._group, self._target = ranks, group, target
+        self._ranks, self.group, self._target = ranks, group, target
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
@@ -56,7 +56,7 @@ class Exchange:
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
-        group = self._group
+        group = self.group
         rooms = measure(self._ranks, group.members)
         transition = plan_transition(group.shape, self._target, self._books(rooms), group.caps_in_force())
         try:
@@ -86,17 +86,17 @@ class Exchange:
         )
 
     def _books(self, rooms: Mapping[str, Room]) -> Books:
-        return Books(rooms, self._format, self._group.shape)
+        return Books(rooms, self._format, self.group.shape)
 
     @property
     def _format(self) -> KVFormat:
-        return self._ranks.instance(self._group.members[0]).kv_format
+        return self._ranks.instance(self.group.members[0]).kv_format
 
     # -- caps
 
     def _raise_caps(self) -> None:
         """Let the instances have what there is now, as far as stages find room for it."""
-        group = self._group
+        group = self.group
         if group.shape.apart and not self._missing():
             self._ranks.ask_all({home: SetCap(None) for home in group.members})
             group.caps = dict.fromkeys(group.members)
@@ -104,27 +104,25 @@ class Exchange:
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
     def _missing(self) -> list[tuple[str, int]]:
-        count = len(next(iter(self._group.shape.paths.values())).ranks)
-        weights = self._group.shape.weights
+        count = len(next(iter(self.group.shape.paths.values())).ranks)
+        weights = self.group.shape.weights
         return [(rank, layer) for rank, have in weights.items() for layer in range(count) if layer not in have]
 
     # -- layers
 
     def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
         """Open what flips need."""
-        needed = {
-            (flip.home, flip.target) for flip in transition.flips if flip.target != flip.home
-        } - self._group.stages
+        needed = {(flip.home, flip.target) for flip in transition.flips if flip.target != flip.home} - self.group.stages
         if needed:
-            self._ranks.introduce(self._group.members)
+            self._ranks.introduce(self.group.members)
         for home, rank in sorted(needed):
-            path = self._group.shape.paths[home]
+            path = self.group.shape.paths[home]
             opened = OpenStage(home, path, transition.caps[home], rooms[home].most_sectors)
             self._ranks.ask_all({rank: opened, home: AttachStage(rank)})
-            self._group.stages.add((home, rank))
+            self.group.stages.add((home, rank))
 
     def _change(self, transition: Transition) -> None:
-        for rank in self._group.members:
+        for rank in self.group.members:
             self._drop_unneeded(rank)
         for flip in transition.flips:
             self._fetch(flip.target, (flip.layer,))
@@ -134,35 +132,35 @@ class Exchange:
             self._fetch(rank, wanted)
 
     def _flip(self, flip: LayerFlip) -> None:
-        shape, counts = self._group.shape, self.counts
+        shape, counts = self.group.shape, self.counts
         done = flip_layer(self._ranks, shape.paths[flip.home], flip)
-        self._group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
+        self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
         counts.flips += 1
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
     def _drop_unneeded(self, rank: str) -> None:
         """Drop the weights at a rank that no instance needs there, and that are not to stay."""
-        shape = self._group.shape
+        shape = self.group.shape
         kept = shape.kept(rank, self._target.weights)
         layers = tuple(sorted(shape.weights[rank] - kept))
         if layers:
             (change,) = self._ranks.ask(rank, Apply((Drop(layers),), "by the fleet"))
-            self._group.shape = replace(shape, weights={**shape.weights, rank: kept})
+            self.group.shape = replace(shape, weights={**shape.weights, rank: kept})
             self.counts.freed_bytes += change.released_bytes
 
     def _fetch(self, rank: str, layers: Iterable[int]) -> None:
         """Have the weights of layers at a rank, from another rank that has them, or else from the checkpoint."""
-        shape = self._group.shape
+        shape = self.group.shape
         for layer in sorted(set(layers) - shape.weights[rank]):
             self.counts.fetched_bytes += self._fetch_layer(rank, layer)
-            shape = self._group.shape
+            shape = self.group.shape
             weights = {**shape.weights, rank: shape.weights[rank] | {layer}}
-            self._group.shape = replace(shape, weights=weights)
+            self.group.shape = replace(shape, weights=weights)
 
     def _fetch_layer(self, rank: str, layer: int) -> int:
         action: Fetch | Restore = Restore((layer,))
-        for other, have in self._group.shape.weights.items():
+        for other, have in self.group.shape.weights.items():
             if layer in have:
                 action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))))
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))

@@ -24,7 +24,7 @@ from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus
 from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
@@ -125,7 +125,7 @@ class Groups:
         chosen = tuple(sorted(set(layers)))
         with self._verbs, self._group_for((home, rank)) as group:
             target = targets.migrated(group.shape, home, chosen, rank)
-            done = self._exchange(group, target, timeout_s)
+            done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "drop failed")
             self._changed("migrated", group, done, f"layers of {home} to {rank}")
             return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
@@ -164,6 +164,7 @@ class Groups:
             group = self.group_of(rank)
             if group is None or self._closed:
                 return
+            self._mark(group, changing=True)
             recomputed = recover(self._ranks, group, rank)
             self._forget(group)
             self._log.count(recomputed_tokens=recomputed)
@@ -203,7 +204,7 @@ class Groups:
     ) -> Dropped:
         with self._group_for(names) as group:
             exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s)
-            done = exchange.run()
+            done = self._exchange(exchange, "drop failed")
             freed_bytes = exchange.counts.freed_bytes
             kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
             self._changed(kind, group, done, why)
@@ -219,17 +220,22 @@ class Groups:
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str) -> Restored:
-        self._mark(group, journal=True)
-        done = self._exchange(group, targets.apart(group.shape), timeout_s)
+        done = self._exchange(Exchange(self._ranks, group, targets.apart(group.shape), timeout_s), "restore failed")
         if group.shape.apart and done.status == "applied":
             self._part(group)
         kind: EventKind = "restored" if done.status == "applied" else "restore failed"
         self._changed(kind, group, done, why)
         return Restored(**vars(done), members=group.members)
 
-    def _exchange(self, group: Group, target: Shape, timeout_s: float) -> Exchanged:
+    def _exchange(self, exchange: Exchange, failed: EventKind) -> Exchanged:
+        """Have layers change their rank; a rank that is lost in between is told of in an event."""
+        group = exchange.group
+        self._mark(group, changing=True)
         try:
-            return Exchange(self._ranks, group, target, timeout_s).run()
+            return exchange.run()
+        except RankLost as error:
+            self._event(failed, group, why=str(error))
+            raise
         finally:
             self._mark(group)
 
@@ -287,13 +293,13 @@ class Groups:
                 if instance is not None:
                     instance.part()
 
-    def _mark(self, group: Group, *, journal: bool = False) -> None:
+    def _mark(self, group: Group, *, changing: bool = False) -> None:
         """Note at the instances what they are part of."""
         with self._dispatcher.lock:
             for name, path in group.shape.paths.items():
                 instance = self._dispatcher.instances.get(name)
                 if instance is not None:
-                    instance.join(group.members, path, journal=journal)
+                    instance.join(group.members, path, changing=changing)
 
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why
