@@ -78,7 +78,7 @@ def test_what_an_instance_told_of_its_kv_counts_while_it_has_all_of_its_layers()
     assert instance.directory is None
     instance.join(("a", "b"), alone)
     assert instance.directory is None  # it did not listen when all was told anew
-    instance.join(("a", "b"), apart, journal=True)
+    instance.join(("a", "b"), apart, changing=True)
     anew = instance.directory
     assert anew is not None
     instance.join(("a", "b"), alone)
