@@ -282,6 +282,9 @@ class Overload:
     """Instances that serve requests together at most."""
     scale_out: int = 0
     """Instances that may be added in all where no drop frees enough; 0: none is."""
+    lookahead: bool = False
+    """Whether the steps of a pipeline cost the same instead of having as many tokens each: its stages wait less for
+    each other where prompts are long. Each rank measures its model before it serves, for about two seconds."""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):
@@ -293,7 +296,7 @@ class Overload:
             value = getattr(self, name)
             require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
         require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
-        for name in ("partial", "best_effort"):
+        for name in ("partial", "best_effort", "lookahead"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         high = self.kv_high - self.margin
         require(

@@ -102,7 +102,8 @@ class Fleet(GroupVerbs):
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        options = {"wrap": dict(wrap or {}), "engine": dict(engine or {}), "environment": dict(environment or {})}
+        options: dict[str, Any] = {"wrap": dict(wrap or {}), "engine": dict(engine or {})}
+        options |= {"environment": dict(environment or {}), "lookahead": policies.lookahead}
         self._starter = RankStarter(self._launcher, self._members, model, options)
         self._specs = self._starter.specs(ranks, places, cores)
         self._supervisor = Supervisor(

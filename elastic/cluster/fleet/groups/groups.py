@@ -17,7 +17,7 @@ from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
 from elastic.cluster.fleet.groups.exchange import Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.group import Deadline, Group
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
@@ -29,6 +29,7 @@ from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
+from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 
 logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
@@ -190,9 +191,18 @@ class Groups:
 
     def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
         changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
-        cost = predict(changes, rooms, learned_cost(self._log.events()))
+        model, running = self._running()
+        slower = slowdown(changes, model, running) if model is not None else 0.0
+        cost = predict(changes, rooms, learned_cost(self._log.events()), slower)
         moved_bytes = kv_bytes(changes, rooms)
         return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+
+    def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
+        """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""
+        with self._dispatcher.lock:
+            there = self._dispatcher.instances
+            cost = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
+            return cost, {name: instance.decoding() for name, instance in there.items()}
 
     def _drop_group(
         self,
