@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from elastic.cluster.control.stage_questions import Room
-from elastic.cluster.control.status import FleetEvent
+from elastic.cluster.control.status import EventKind, FleetEvent
 from elastic.cluster.fleet.groups.transition import Shape, flips_between
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.arbiter import CostWeights
@@ -64,12 +64,15 @@ def _hops(path: LayerPath) -> int:
     return sum(a != b for a, b in pairwise((path.home, *path.ranks, path.home)))
 
 
-def learned_cost(events: Iterable[FleetEvent]) -> ActionCost:
-    """Return the cost of a pause as drops and restores so far had it; of a byte, as moves of KV have it elsewhere."""
+EXCHANGES: tuple[EventKind, ...] = ("dropped", "restored", "migrated")
+
+
+def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EXCHANGES) -> ActionCost:
+    """Return the cost of a pause as events of these kinds had it so far, and of a byte as moves of KV elsewhere do."""
     prior = ActionCosts().of(MigrateKV)
     pause_s = prior.pause_s
     for event in events:
-        if event.kind in ("dropped", "restored", "migrated") and event.stalled_ms:
+        if event.kind in kinds and event.stalled_ms:
             pause_s = moving_average(pause_s, event.stalled_ms / 1e3, WEIGHT)
     return ActionCost(prior.byte_s, pause_s)
 
