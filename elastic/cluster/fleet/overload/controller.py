@@ -129,18 +129,22 @@ class OverloadController:
         return plan
 
     def _choose(self, snapshot: FleetSnapshot, plan: OverloadPlan) -> Choice | None:
-        """Price what could be done instead of a drop, and the drop, and choose."""
+        """Price what could be done instead of a drop, and the drop, and choose.
+
+        Where none suffices it is the drop: requests move beside it, and the policy has instances added.
+        """
         if self._added is not None and self._is_adding:
             return self._added
         planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S)
-        offers = []
+        drop, offers, lacking = drop_offer(planned), [], needed_bytes(snapshot)
         if self._moves and not self._moved_in_vain(snapshot.at_s):
             cost = learned_cost(self._log.events(), MOVED)
             offers.append(move_offer(snapshot, self._settings.kv_high, cost))
-        offers.append(drop_offer(planned))
+        offers.append(drop)
         if self._add is not None and self._addable and not self._is_adding and not plan.scale_out:
             offers.append(add_offer(snapshot, self._start_s))
-        return cheapest(offers, needed_bytes(snapshot))
+        choice = cheapest(offers, lacking)
+        return choice if choice is None or choice.suffices else cheapest([drop], lacking)
 
     def _moved_in_vain(self, now: float) -> bool:
         return self._moving_since is not None and now - self._moving_since > MOVES_S

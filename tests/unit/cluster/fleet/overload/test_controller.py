@@ -258,6 +258,16 @@ def test_layers_are_dropped_where_moves_would_not_be_enough(world: Any) -> None:
     assert "offered: move 0.001 s for 9,500 bytes, drop 0.5 s for" in w.verbs.asked[0][1]
 
 
+def test_layers_are_dropped_where_nothing_would_be_enough(world: Any) -> None:
+    w = world(moves=True)
+    Seen(w).waiting_bytes = 50_000
+    while not w.verbs.asked:
+        w.tick()
+    assert (
+        "offered: drop 0.5 s for 16,384 bytes; drop: the cheapest for its bytes; none suffices" in w.verbs.asked[0][1]
+    )
+
+
 def test_an_instance_is_added_where_a_drop_would_cost_more(world: Any) -> None:
     added: list[int] = []
     there = threading.Event()
