@@ -43,6 +43,7 @@ BENCHMARKS = (
     "predict",
     "planner",
     "drop_plan",
+    "padding",
     "chunk_cost",
     "lending",
     "server_stall",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -155,7 +155,8 @@ class Policy:
             self._check(name, "a share from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)
         self._check("ema_alpha", "above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1)
         self._check("levels", "a tuple of names of variants, each once", _is_names)
-        self._check("kv_low", f"at most kv_high - margin = {self.kv_high - self.margin:.3g}", self._below)
+        high = self.kv_high - self.margin
+        self._check("kv_low", f"at most kv_high - margin = {high:.3g}", lambda low: low <= high + 1e-9)
         self._check("queue_low_s", f"at most queue_high_s = {self.queue_high_s}", lambda v: v <= self.queue_high_s)
 
     @classmethod
@@ -188,9 +189,6 @@ class Policy:
 
     def _check(self, name: str, allowed: str, holds: Callable[[Any], bool]) -> None:
         require(holds(getattr(self, name)), name, getattr(self, name), allowed)
-
-    def _below(self, low: float) -> bool:
-        return low <= self.kv_high - self.margin + 1e-9
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,7 @@ class Scale:
     """Seconds that the others of the group have to take replicas away when they are asked to."""
 
     def __post_init__(self) -> None:
-        shares = ("t_up", "t_down", "kv_high", "margin", "least_gain")
-        for name in shares:
+        for name in ("t_up", "t_down", "kv_high", "margin", "least_gain"):
             require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
         for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
             value = getattr(self, name)
@@ -283,8 +280,11 @@ class Overload:
     scale_out: int = 0
     """Instances that may be added in all where no drop frees enough; 0: none is."""
     lookahead: bool = False
-    """Whether the steps of a pipeline cost the same instead of having as many tokens each: its stages wait less for
-    each other where prompts are long. Each rank measures its model before it serves, for about two seconds."""
+    """Whether steps of a pipeline cost the same, instead of having as many tokens; ranks measure that before."""
+    exchange: Literal["live", "stall"] = "live"
+    """Whether instances go on while keys and values change their rank; or stop until all have, as the paper's do."""
+    coordinated: bool = True
+    """Whether what is copied between ranks lets pass what they compute and send meanwhile. (KunServe, section 4.2)"""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):
@@ -296,12 +296,51 @@ class Overload:
             value = getattr(self, name)
             require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
         require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
-        for name in ("partial", "best_effort", "lookahead"):
+        require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
+        for name in ("partial", "best_effort", "lookahead", "coordinated"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        high = self.kv_high - self.margin
-        require(
-            self.restore_below <= high, "restore_below", self.restore_below, f"at most kv_high - margin = {high:.3g}"
-        )
+        below, high = self.restore_below, self.kv_high - self.margin
+        require(below <= high, "restore_below", below, f"at most kv_high - margin = {high:.3g}")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """When instances become one, of more ranks, for requests that none can hold, and part again. (AMOEBA, section 3.3)
+
+    The degree of an instance is the number of ranks that share each of its layers.
+    """
+
+    tick_s: float = 0.1
+    """Seconds between two ticks."""
+    step: int = 2
+    """The degree grows by this factor at least; a power of two."""
+    most_ranks: int = 4
+    """Ranks of an instance at most; a power of two."""
+    free_to_shrink: float = 0.5
+    """An instance parts when this share of its KV is free, after what live requests are promised."""
+    patience_s: float = 30.0
+    """Seconds that an instance takes no new requests at most, so that it can part; then it takes some for as long."""
+    wait_s: float = 60.0
+    """Seconds that a request waits for room at instances that can hold it at all, before others become one for it."""
+    dwell_s: float = 5.0
+    """Seconds from the last request that needs an instance's degree until it parts at least; it doubles each time that
+    instances become one soon after."""
+    queue_high_s: float = 5.0
+    """An instance takes new requests again when more wait than before it took none, and one of them for so long."""
+    cooldown_s: float = 1.0
+    """Seconds until something that was asked for, and did not come, is asked for again."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "most_ranks"):
+            value = getattr(self, name)
+            require(_is_degree(value) and value >= 2, name, value, "a power of two, at least 2")
+        require(self.step <= self.most_ranks, "step", self.step, f"at most most_ranks = {self.most_ranks}")
+        free = self.free_to_shrink
+        require(_is_share(free), "free_to_shrink", free, "a share from 0 to 1")
+        for name in ("patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s"):
+            value = getattr(self, name)
+            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -336,6 +375,10 @@ def _is_share(value: object) -> bool:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_degree(value: object) -> bool:
+    return isinstance(value, int) and _is_integer(value) and value > 0 and not value & (value - 1)
 
 
 def _is_names(value: object) -> bool:

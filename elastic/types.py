@@ -58,12 +58,20 @@ class SharedFile:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """The memory of one place of a rank, which serves it to the ranks that have met it, on whatever host."""
+
+    rank: str
+    place: str
+
+
+@dataclass(frozen=True)
 class LayerPages:
-    """Where the full weights of one decoder layer lie in a memory file."""
+    """Where the full weights of one decoder layer lie in the memory of a place."""
 
     layer: int
     pages: tuple[int, ...] = field(repr=False)
-    """Of the file, in order: the first begins with the first parameter."""
+    """Of the place, in order: the first begins with the first parameter."""
     nbytes: int
     """Of all its parameters, padding included: the last page may not be full."""
     layout: str
@@ -74,11 +82,14 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Full weights of decoder layers as another process of the host reads them, for as long as they stay there."""
+    """Full weights of decoder layers as another process reads them, for as long as they stay there."""
 
-    file: SharedFile
+    file: SharedFile | None
+    """Where processes of the host read them; None: nowhere."""
     page_bytes: int
     layers: tuple[LayerPages, ...]
+    memory: RankMemory | None = None
+    """Where other ranks read them; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,8 @@ class Fetch:
 
     layers: tuple[int, ...]
     source: WeightsSource = field(repr=False)
+    coordinated: bool = True
+    """Whether what computes beside it goes first, in a rank that computes layers with others."""
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.base import runs
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.rank_memory import open_memory
 from elastic.memory.checksum import digest
-from elastic.memory.copy_engine import CopyEngine
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.types import Fetch, LayerPages, WeightsSource
 from elastic.weights.layer import WeightUnit, combined
+from elastic.weights.model import ModelWeights
 
 logger = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20
@@ -31,21 +32,21 @@ def require_source(unit: WeightUnit, action: object) -> None:
         )
 
 
-def refill(unit: WeightUnit, action: object, buffer: WeightBuffer, copier: CopyEngine, pace: RateLimiter) -> None:
+def refill(weights: ModelWeights, unit: WeightUnit, action: object, buffer: WeightBuffer, rate: RateLimiter) -> None:
     """Have the full weights of a dropped unit in a buffer with pages; they have the digests that they had.
 
     Raises `StateError` where they cannot be had: nobody has them any more, or what is there are others.
     """
     if isinstance(action, Fetch):
         try:
-            _read(buffer, action.source, pages_in(action.source, unit.index), pace)
+            _read(weights, buffer, action, pages_in(action.source, unit.index), rate)
             _require_unchanged(unit, buffer)
             return
         except StateError as error:
             if not unit.recoverable:
                 raise
             logger.warning("%s is read from the checkpoint instead: %s", unit.name, str(error))
-    copier.copy(unit.sources(buffer.show(unit.layout)), pace).finish()
+    weights.streamer(unit).copier.copy(unit.sources(buffer.show(unit.layout)), rate).finish()
     _require_unchanged(unit, buffer)
 
 
@@ -69,21 +70,23 @@ def _require_same(unit: WeightUnit, pages: LayerPages) -> None:
         raise StateError(f"the source has other weights of {unit.name} than were dropped here")
 
 
-def _read(buffer: WeightBuffer, source: WeightsSource, pages: LayerPages, pace: RateLimiter) -> None:
-    if buffer.pool.device.type != "cpu":
-        raise StateError(f"the memory of {buffer.pool.name} cannot be filled from a memory file")
-    with open_shared(source.file) as file:
-        buffer.read(file, _pieces(pages, source.page_bytes), pace)
+def _read(weights: ModelWeights, buffer: WeightBuffer, action: Fetch, pages: LayerPages, rate: RateLimiter) -> None:
+    source, pace = action.source, weights.pace if action.coordinated else None
+    with closing(open_memory(source.file, source.memory, weights.peers, coordinated=action.coordinated)) as reader:
+        most = (lambda: _PIECE_BYTES) if pace is None else lambda: pace.chunk
+        buffer.read(reader, _pieces(pages, source.page_bytes, most), rate, pace)
 
 
-def _pieces(pages: LayerPages, page_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut what lies in pages into pieces of a file: (offset, bytes)."""
+def _pieces(pages: LayerPages, page_bytes: int, most: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    """Cut what lies in pages into pieces of the memory: (offset, bytes), each of as many as it may have then."""
     left = pages.nbytes
     for first, count in runs(pages.pages):
         offset, stop = first * page_bytes, first * page_bytes + min(left, count * page_bytes)
         left -= stop - offset
-        for start in range(offset, stop, _PIECE_BYTES):
-            yield start, min(_PIECE_BYTES, stop - start)
+        while offset < stop:
+            nbytes = min(most(), stop - offset)
+            yield offset, nbytes
+            offset += nbytes
 
 
 def _require_unchanged(unit: WeightUnit, buffer: WeightBuffer) -> None:

@@ -232,7 +232,7 @@ class SwapHandler(ActionHandler):
         """Copy a precision's bytes, checking meanwhile that the host has those that leave; return it as it is then."""
         copier, buffer = self._weights.streamer(unit).copier, unit.blocks[precision.key]
         if unit.absent is Absence.DROPPED and precision is unit.full:
-            refill(unit, action, buffer, copier, self._copy_rate)
+            refill(self._weights, unit, action, buffer, self._copy_rate)
             return precision
         copy = copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate)
         try:

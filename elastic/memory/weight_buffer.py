@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 
 import torch
 
 from elastic.errors import ElasticError
 from elastic.memory.backends.base import runs
-from elastic.memory.backends.shared_file import OpenFile
+from elastic.memory.backends.rank_memory import MemoryReader
 from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.background import janitor
 from elastic.memory.copy_engine import synchronize
 from elastic.memory.mapped_storage import MappedStorage
 from elastic.memory.page_pool import PagePool
-from elastic.memory.rate_limit import RateLimiter
+from elastic.memory.rate_limit import RateLimiter, YieldingPace
 from elastic.memory.virtual_range import VirtualRange
 from elastic.memory.weight_layout import LayerLayout, pages_under
 
@@ -76,16 +77,23 @@ class WeightBuffer:
         with self.pool.mapping_lock:
             return tuple(page for _, page in sorted(self._range.slots.items()))
 
-    def read(self, file: OpenFile, pieces: Iterable[tuple[int, int]], pace: RateLimiter) -> None:
-        """Copy pieces (offset, bytes) of another process's memory file side by side into its own pages, on a CPU.
+    def read(
+        self,
+        reader: MemoryReader,
+        pieces: Iterable[tuple[int, int]],
+        rate: RateLimiter,
+        pace: YieldingPace | None = None,
+    ) -> None:
+        """Copy pieces (offset, bytes) of another process's memory side by side into its own pages.
 
-        Raises `StateError` where the file cannot be read.
+        Raises `StateError` where the memory cannot be read.
         """
         address = self._range.address
         for offset, nbytes in pieces:
-            file.read_into(address, offset, nbytes)
+            with nullcontext() if pace is None else pace.copying(nbytes):
+                self._read_piece(reader, address, offset, nbytes)
             address += nbytes
-            pace.acquire(nbytes)
+            rate.acquire(nbytes)
 
     def make_reclaimable(self) -> None:
         """Free the pages when queued work on them is over: whoever needs some takes them out of this buffer."""
@@ -180,6 +188,15 @@ class WeightBuffer:
                 self._closed = True
             except ElasticError as error:
                 logger.warning("pages of %s could not be given back yet: %s", self.pool.name, str(error))
+
+    def _read_piece(self, reader: MemoryReader, address: int, offset: int, nbytes: int) -> None:
+        if self.pool.device.type != "cuda":
+            reader.read(address, [(offset, nbytes)])
+            return
+        staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        reader.read(staged.data_ptr(), [(offset, nbytes)])
+        shown = MappedStorage(address, nbytes, self.pool.device, lambda: None)
+        shown.tensor(torch.uint8).copy_(staged)
 
     def _map(self, slot: int, count: int, owner: str) -> int:
         with self.pool.mapping_lock:

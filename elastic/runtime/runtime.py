@@ -26,8 +26,11 @@ from elastic.errors import ConfigError, StateError
 from elastic.hooks.forward_state import ShardTiming
 from elastic.hooks.request_tracking import CacheRequestTracker
 from elastic.kvcache.api import KV
+from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.backends.streams import require_no_capture
 from elastic.memory.host_store import host
+from elastic.memory.page_pool import PagePool
+from elastic.memory.rate_limit import YieldingPace
 from elastic.runtime import lifecycle
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.verbs import Layers, LayerVerbs
@@ -269,15 +272,24 @@ class Runtime(LayerVerbs):
         return _awaited(self._measure(self._weights.layer_indices(layers)))
 
     def weights_source(self, layers: Layers) -> WeightsSource:
-        """Say where other processes of this host can read the full weights of decoder layers: for their `rt.fetch`.
+        """Say where other processes can read the full weights of decoder layers: for their `rt.fetch`.
 
         It holds until the layers are released, dropped, swapped or migrated; who reads later notices. Raises
         `ConfigError` for what is no layer, `StateError` for layers without full weights at one place, and for the
-        memory of a GPU.
+        memory of a GPU in a process that serves it to no others.
         """
         self._require_running()
         self._require_outside()
         return _awaited(self._executor.call(partial(self._weights.source, self._weights.layer_indices(layers))))
+
+    def exchange_with(self, peers: Peers, pace: YieldingPace) -> None:
+        """Have weights be fetched from other ranks, and read by them; `pace` is that of fetches that let steps pass."""
+        self._weights.peers, self._weights.pace = peers, pace
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pages of the places."""
+        return self._places
 
     def _measure(self, layers: Sequence[int]) -> Future[dict[int, int]]:
         return self._executor.call(partial(self._weights.digests, layers))

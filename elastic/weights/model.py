@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elastic.errors import ConfigError, StateError
-from elastic.types import DROPPED, Residency, WeightsSource
+from elastic.memory.backends.rank_memory import Peers
+from elastic.memory.rate_limit import YieldingPace
+from elastic.types import DROPPED, RankMemory, Residency, WeightsSource
 from elastic.weights.layer import Absence, WeightUnit, combined
 from elastic.weights.parameter_slot import ParameterSlot, is_under
 from elastic.weights.streaming import WeightStreamer
@@ -27,6 +29,10 @@ class ModelWeights:
         self.streamers = dict(streamers)
         self.replicas: dict[int, tuple[WeightUnit, ...]] = {}
         """Copies of layers at other places."""
+        self.peers: Peers | None = None
+        """The ranks that weights are fetched from, and that read those here; None: processes of this host alone."""
+        self.pace: YieldingPace | None = None
+        """Of fetches that let what computes go first."""
         self._elsewhere: dict[int, tuple[WeightUnit, ...]] = {}
         self._homes = [(m._parameters, name, s) for w in layers for s in w.slots.values() for m, name in s.homes]
 
@@ -88,9 +94,10 @@ class ModelWeights:
         }
 
     def source(self, layers: Sequence[int]) -> WeightsSource:
-        """Say where other processes of the host find the full weights of layers.
+        """Say where other processes find the full weights of layers.
 
-        Raises `StateError` for layers that have none at their place, or at several, and for the memory of a GPU.
+        Raises `StateError` for layers that have none at their place, or at several, and for the memory of a GPU that no
+        rank serves.
         """
         units = self.units_of(layers)
         pages = tuple(unit.pages_of_full() for unit in units)
@@ -99,9 +106,10 @@ class ModelWeights:
             raise StateError(f"layers {tuple(layers)} are at {len(pools)} places; ask for those of one place")
         pool = pools.pop()
         file = pool.backend.shared_file()
-        if file is None:
+        if file is None and self.peers is None:
             raise StateError(f"the memory of {pool.name} is in no file that another process could read")
-        return WeightsSource(file, pool.page_bytes, pages)
+        served = None if self.peers is None else RankMemory(self.peers.name, pool.name)
+        return WeightsSource(file, pool.page_bytes, pages, served)
 
     def let_go(self) -> None:
         """Hold no parameter of the model any more: it is gone."""

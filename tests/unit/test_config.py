@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic import SLO, ConfigError, Policy
-from elastic.config import MODES
+from elastic.config import MODES, Lengths
 
 
 def test_the_modes_differ_in_how_much_and_how_early() -> None:
@@ -89,3 +89,21 @@ def test_a_file_that_makes_no_sense_is_refused_in_words(
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         Policy.from_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"step": 3}, "step=3 cannot be; it must be a power of two"),
+        ({"step": 1}, "step=1"),
+        ({"most_ranks": 6}, "most_ranks=6"),
+        ({"step": 8}, "at most most_ranks = 4"),
+        ({"free_to_shrink": 1.5}, "free_to_shrink=1.5"),
+        ({"patience_s": -1}, "patience_s=-1"),
+        ({"tick_s": 0}, "tick_s=0"),
+    ],
+)
+def test_lengths_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Lengths(**options)
+    assert Lengths(step=4, most_ranks=8, patience_s=0).free_to_shrink == 0.5

@@ -31,6 +31,9 @@ Inbox = queue.SimpleQueue[bytes | None]
 class Connection(Protocol):
     """One end. Messages come whole, once and in order. Thread-safe."""
 
+    local_host: str
+    """The address of this host by which the other end reaches it; "": both are of one host."""
+
     def send(self, message: Any) -> None:
         """Send a message; it may wait for the other end to read.
 
@@ -91,6 +94,7 @@ class SocketConnection:
             stream.close()
             raise
         self._socket = stream
+        self.local_host = "" if stream.family == socket.AF_UNIX else str(stream.getsockname()[0])
         self.pipe = Pipe(descriptor)
         """The frames; for the handshake, before anything is sent or received."""
         self._sending, self._receiving = threading.Lock(), threading.Lock()
@@ -153,6 +157,8 @@ class SocketConnection:
 
 class QueueConnection:
     """One end of a pair within this process. Messages are pickled all the same: no object has two owners."""
+
+    local_host = ""
 
     def __init__(self, inbox: Inbox, outbox: Inbox, over: threading.Event) -> None:
         self._inbox, self._outbox, self._over = inbox, outbox, over

@@ -159,6 +159,18 @@ class CopyLayers:
     home: str
     source: LayersKV
     blocks: tuple[tuple[int, ...], ...] | None = None
+    coordinated: bool = True
+    """In chunks, behind what the rank computes."""
+
+
+@dataclass(frozen=True)
+class PauseSteps:
+    """Begin no step until `ResumeSteps`; answered when none is in flight. Requests wait meanwhile, new ones too."""
+
+
+@dataclass(frozen=True)
+class ResumeSteps:
+    """Begin steps again; if they were not paused, nothing happens."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +237,8 @@ StageQuestion = (
     | BeginExchange
     | PrepareLayers
     | CopyLayers
+    | PauseSteps
+    | ResumeSteps
     | WrittenBlocks
     | FlipLayers
     | EndExchange

@@ -6,7 +6,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,11 +15,16 @@ from elastic.cluster.control import handshake
 from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.peers.log import LogConnection
+from elastic.cluster.peers.memory_reader import OtherMemories, RankMemoryReader
+from elastic.cluster.peers.memory_server import Copying, MemoryServer, at_once
 from elastic.cluster.peers.transport import PeerTransport
 from elastic.errors import ElasticError, RankLost, StateError
+from elastic.memory.page_pool import PagePool
+from elastic.types import RankMemory
 
 logger = logging.getLogger(__name__)
 Address = tuple[str, int]
+Kind = Literal["hidden states", "log", "memory"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,9 @@ class PeerHello:
 
     rank: str
     """Who connects."""
-    home: str
-    """The instance."""
-    kind: Literal["hidden states", "log"]
+    of: str
+    """The instance, by its home; of memory the place."""
+    kind: Kind
     number: int
     """Counts the connections that the rank has made."""
 
@@ -38,7 +43,8 @@ class PeerHello:
 class PeerHub:
     """Where a rank meets others. Thread-safe; it listens from its making to `close`.
 
-    What the instances of other homes send never waits behind one another's: each has connections of its own.
+    What the instances of other homes send never waits behind one another's: each has connections of its own, and so has
+    whoever reads a rank's memory.
     """
 
     def __init__(self, name: str, key: bytes, address: Address = (LOOPBACK, 0)) -> None:
@@ -52,6 +58,8 @@ class PeerHub:
         self._early: dict[tuple[str, str], tuple[socket.socket, int]] = {}  # home, rank: before there is a transport
         self._arrived: dict[str, SocketConnection] = {}  # home -> its log, until it is accepted
         self._logs: set[LogConnection] = set()
+        self._memory = MemoryServer()
+        self._others = OtherMemories(self._connect_memory)
         self._numbers = itertools.count()
         self._closed = False
         self._listener = Listener(address, key, self._accept)
@@ -113,6 +121,21 @@ class PeerHub:
             raise RankLost(reason, rank=home)
         return self._keep(connection, home)
 
+    def serve_memory(self, pools: Iterable[PagePool], copying: Copying = at_once) -> None:
+        """Have other ranks read the memory of these places; see `MemoryServer.serve`."""
+        self._memory.serve(pools, copying)
+
+    def open_memory(self, memory: RankMemory, *, coordinated: bool = False) -> RankMemoryReader:
+        """Read the memory of another rank; see `Peers`. Raises `RankLost`."""
+        return self._others.open(memory, coordinated)
+
+    @property
+    def sending(self) -> bool:
+        """Whether hidden states wait to be sent: the other ranks have not taken them yet."""
+        with self._changed:
+            transports = [*self._transports.values()]
+        return any(transport.sending for transport in transports)
+
     def lost(self, rank: str) -> None:
         """Have every call for a rank raise `RankLost`, now and until it is met again."""
         reason = f"rank {rank!r} was lost"
@@ -125,6 +148,7 @@ class PeerHub:
             transport.lost(rank, reason)
         for log in logs:
             log.lost(reason)
+        self._others.lost(rank, reason)
 
     def close(self) -> None:
         """End all connections, and listen no more. Can be called twice."""
@@ -137,6 +161,8 @@ class PeerHub:
             transport.close()
         for log in logs:
             log.close()
+        self._others.close()
+        self._memory.close()
         with self._changed:
             self._drop_early(None)
 
@@ -145,7 +171,10 @@ class PeerHub:
     def _connect_hidden(self, home: str, rank: str) -> socket.socket:
         return self._connect(rank, home, "hidden states").detach()
 
-    def _connect(self, rank: str, home: str, kind: Literal["hidden states", "log"]) -> SocketConnection:
+    def _connect_memory(self, memory: RankMemory) -> socket.socket:
+        return self._connect(memory.rank, memory.place, "memory").detach()
+
+    def _connect(self, rank: str, of: str, kind: Kind) -> SocketConnection:
         """Return a connection on which the hello was said. Raises `RankLost`."""
         with self._changed:
             self._require_open()
@@ -156,7 +185,7 @@ class PeerHub:
             raise StateError(f"rank {self.name!r} has not met {rank!r}; tell it the address first")
         try:
             connection = handshake.connect(address, self._key)
-            connection.send(PeerHello(self.name, home, kind, next(self._numbers)))
+            connection.send(PeerHello(self.name, of, kind, next(self._numbers)))
         except ElasticError as error:
             raise RankLost(f"rank {rank!r} cannot be reached: {error}", rank=rank) from error
         return connection
@@ -187,7 +216,9 @@ class PeerHub:
                 connection.close()
                 return
             if hello.kind == "log":
-                self._replace_log(hello.home, connection)
+                self._replace_log(hello.of, connection)
+            elif hello.kind == "memory":
+                self._memory.attach(hello.of, connection.detach())
             else:
                 self._attach(hello, connection.detach())
             self._changed.notify_all()
@@ -200,17 +231,17 @@ class PeerHub:
 
     def _attach(self, hello: PeerHello, stream: socket.socket) -> None:
         """Give a stream to the instance's transport, or keep it until there is one."""
-        transport = self._transports.get(hello.home)
+        transport = self._transports.get(hello.of)
         if transport is not None and not transport.closed:
             transport.attach(hello.rank, stream, hello.number)
             return
-        earlier, number = self._early.get((hello.home, hello.rank), (None, -1))
+        earlier, number = self._early.get((hello.of, hello.rank), (None, -1))
         if earlier is not None and number > hello.number:
             stream.close()
             return
         if earlier is not None:
             earlier.close()
-        self._early[hello.home, hello.rank] = stream, hello.number
+        self._early[hello.of, hello.rank] = stream, hello.number
 
     def _drop_early(self, rank: str | None) -> None:
         """Close what a rank (None: any) has connected and nobody has taken."""

@@ -11,8 +11,8 @@ from elastic.cluster.peers.mailbox import Mailbox, What
 from elastic.engines.pipeline.transport import Key
 from elastic.errors import RankLost
 
-REOPENED_S = 1.0
-"""How long the next connection of a rank that has closed its end is waited for."""
+REOPENED_S = 5.0
+"""How long the next connection of a rank that has closed its end is waited for: its host may be busy."""
 
 
 class HiddenStatesReceiver:

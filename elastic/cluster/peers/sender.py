@@ -29,6 +29,11 @@ class HiddenStatesSender:
         self._opening = False
         self._over = ""
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._backlog)
+
     def open(self) -> None:
         """Connect, beside the caller: the other rank then knows this end for a new one."""
         with self._changed:

@@ -57,6 +57,12 @@ class PeerTransport:
 
     # -- for the hub
 
+    @property
+    def sending(self) -> bool:
+        """Whether something waits to be sent."""
+        with self._lock:
+            return any(sender.waiting for sender in self._senders.values())
+
     def open(self, rank: str) -> None:
         """Connect to a rank, beside the caller."""
         self._sender(rank).open()

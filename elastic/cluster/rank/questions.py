@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic.cluster.control.connection import Connection
+from elastic.cluster.control.listener import LOOPBACK
 from elastic.cluster.control.messages import (
     Answer,
     Apply,
@@ -53,7 +54,7 @@ class Questions:
     def __init__(self, engine: ContinuousEngine, connection: Connection, drain: Callable[[], None]) -> None:
         self._engine, self._connection, self._drain = engine, connection, drain
         self._lanes: dict[str, queue.SimpleQueue[Ask | None]] = {}
-        self._stages = Stages(engine)
+        self._stages = Stages(engine, connection.local_host or LOOPBACK)
 
     def put(self, ask: Ask) -> None:
         """Have a question answered. From one thread."""

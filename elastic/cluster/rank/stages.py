@@ -23,9 +23,11 @@ from elastic.cluster.control.stage_questions import (
     MeetPeers,
     OpenPeers,
     OpenStage,
+    PauseSteps,
     PeerQuestion,
     PrepareLayers,
     Recover,
+    ResumeSteps,
     SetCap,
     StageQuestion,
     WrittenBlocks,
@@ -45,8 +47,9 @@ RESTORE_S, POLL_S = 60.0, 0.05
 class Stages:
     """Answers what a fleet asks about layers of several ranks."""
 
-    def __init__(self, engine: ContinuousEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ContinuousEngine, host: str) -> None:
+        """`host` is the address at which other ranks find this one."""
+        self._engine, self._host = engine, host
         self._lock = threading.Lock()
         self._hub: PeerHub | None = None
         self._attached: set[str] = set()  # stages of the engine here; its transport is closed with the last
@@ -106,8 +109,12 @@ class Stages:
                 return engine.begin_exchange(layers)
             case PrepareLayers(home, layers, exchange):
                 return engine.prepare_layers(home, layers, exchange)
-            case CopyLayers(home, source, blocks):
-                return engine.copy_layers(home, source, blocks)
+            case CopyLayers(home, source, blocks, coordinated):
+                return engine.copy_layers(home, source, blocks, coordinated=coordinated)
+            case PauseSteps():
+                return engine.pause_steps()
+            case ResumeSteps():
+                return engine.resume_steps()
             case WrittenBlocks():
                 return engine.written_blocks()
             case FlipLayers(path):
@@ -127,7 +134,9 @@ class Stages:
     def _open(self, rank: str, key: bytes) -> tuple[str, int]:
         with self._lock:
             if self._hub is None:
-                self._hub = PeerHub(rank, key)
+                self._hub = hub = PeerHub(rank, key, (self._host, 0))
+                hub.serve_memory(self._engine.runtime.pools, self._engine.exchange_pace.copying)
+                self._engine.use_peers(hub, lambda: hub.sending)
             return self._hub.address
 
     def _attach(self, rank: str) -> None:

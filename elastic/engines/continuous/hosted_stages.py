@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from elastic.engines.continuous.moves import MovingRequests
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.pipeline.forward import StageForward
@@ -22,6 +23,9 @@ from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.storage.guest import GuestMemory
+from elastic.memory.backends.rank_memory import Peers
+from elastic.memory.rate_limit import YieldingPace
+from elastic.runtime.runtime import Runtime
 
 ANSWER_S = 30.0
 """For how long a rank is waited for that copies or is asked something."""
@@ -30,11 +34,13 @@ ANSWER_S = 30.0
 class HostedStages(MovingRequests):
     """What a rank asks of its engine for instances whose home is another rank. Thread-safe; not for listeners."""
 
+    runtime: Runtime
     _model: Any
     _layer_groups: tuple[LayerGroup, ...]
     _runner: ModelRunner
     _home: HomeExecutor
     _turn: Turn
+    _kv_exchange: KVExchange
     _pipeline_lock: threading.RLock  # of the two below, and of `_home.forward` being set
     _stages: dict[str, GuestStage]  # by home
     _forward: StageForward | None
@@ -56,6 +62,19 @@ class HostedStages(MovingRequests):
     def path(self) -> LayerPath:
         """The path of the engine's own steps that are begun now."""
         return self._home.path
+
+    def use_peers(self, peers: Peers, sending: Callable[[], bool] = lambda: False) -> None:
+        """Exchange layers with other ranks, also such as have no memory file here: they are told to ask this one.
+
+        `sending` says whether hidden states wait to be sent, which copies that are coordinated let pass.
+        """
+        self._kv_exchange.peers, self._kv_exchange.pace.sending = peers, sending
+        self.runtime.exchange_with(peers, self._kv_exchange.pace)
+
+    @property
+    def exchange_pace(self) -> YieldingPace:
+        """The pace of copies beside what this rank computes."""
+        return self._kv_exchange.pace
 
     def open_stage(
         self,
@@ -82,7 +101,7 @@ class HostedStages(MovingRequests):
             memory = self._guest_memory(sectors_cap, addresses or self.sector_addresses)
             shape = BlockShape(self.kv_format.block_tokens, self.kv_format.heads, self.kv_format.dim)
             runner = BatchRunner(self._model, memory, self._layer_groups, LAYOUTS[self.kv_format.layout](shape))
-            stage = GuestStage(self.rank, path, log, transport, memory, runner, forward, self.kv_format)
+            stage = GuestStage(self.rank, path, log, transport, memory, runner, forward, self._kv_exchange)
             self._stages[home] = stage
             stage.start()
 

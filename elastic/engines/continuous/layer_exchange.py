@@ -15,7 +15,6 @@ from itertools import starmap
 from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import LayersKV
-from elastic.engines.executor.kv_copy import copy_layers
 from elastic.engines.pipeline.items import Exchange, SectorRef
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.stage import require_known_sectors
@@ -45,10 +44,7 @@ class LayerExchange(HostedStages):
 
     def layers_kv(self, layers: Sequence[int]) -> LayersKV:
         """Say where the keys and values of layers lie. Raises `StateError` for layers whose are not here."""
-        source = self.kv_source()
-        if source is None:
-            raise StateError(f"the KV cache on {self._memory.kv.pool.name} cannot be read by other processes")
-        return LayersKV(source.file, source.page_bytes, source.format, self._memory.layer_pages(layers))
+        return self._kv_exchange.locate(self._memory, layers)
 
     def begin_exchange(self, layers: Sequence[int]) -> Exchange:
         """Note from now on which blocks are written, and keep all sectors until `end_exchange`.
@@ -100,6 +96,26 @@ class LayerExchange(HostedStages):
 
         self._between_steps(end)
 
+    def pause_steps(self) -> None:
+        """Begin no step until `resume_steps`, and finish those in flight: the stalling form of an exchange.
+
+        Raises `RankLost` where one was lost. (KunServe, section 4.2)
+        """
+
+        def pause() -> None:
+            self._settle()
+            self._loop.paused = True
+
+        self._between_steps(pause)
+
+    def resume_steps(self) -> None:
+        """Begin steps again; if they were not paused, nothing happens."""
+
+        def resume() -> None:
+            self._loop.paused = False
+
+        self._between_steps(resume)
+
     def prepare_layers(self, home: str, layers: Sequence[int], mapped: Exchange, timeout_s: float = ANSWER_S) -> None:
         """Make room for the keys and values of layers that come here; `mapped` is what the exchange began with.
 
@@ -120,16 +136,19 @@ class LayerExchange(HostedStages):
 
         self._between_steps(prepare)
 
-    def copy_layers(self, home: str, source: LayersKV, blocks: Blocks | None = None) -> int:
+    def copy_layers(
+        self, home: str, source: LayersKV, blocks: Blocks | None = None, *, coordinated: bool = True
+    ) -> int:
         """Copy keys and values of prepared layers, all of the source's; return bytes.
 
-        `blocks` are those to copy, by group, None: all that are in sectors which both sides have.
+        `blocks` are those to copy, by group, None: all that are in sectors which both sides have. `coordinated`: behind
+        what computes here, in chunks. (KunServe, section 4.2)
 
         Raises `StateError` where blocks are in sectors that the source does not know: ask for it anew.
         """
         if home != self.rank:
-            return self._stage(home).copy(source, blocks)
-        return self._copy_home(source, blocks)
+            return self._stage(home).copy(source, blocks, coordinated=coordinated)
+        return self._copy_home(source, blocks, coordinated=coordinated)
 
     def give_up_layers(self, home: str, layers: Sequence[int]) -> None:
         """Undo `prepare_layers`. Raises `StateError` for layers that steps are computed in."""
@@ -160,7 +179,7 @@ class LayerExchange(HostedStages):
             if source is None:
                 source = self.layers_kv(layers) if frm == self.rank else home.pages_of(frm, layers, timeout_s)
             if to == self.rank:
-                copied = self._copy_home(source, blocks)
+                copied = self._copy_home(source, blocks, coordinated=False)
             else:
                 copied = home.copy(to, layers, source, blocks, timeout_s)
             home.flip(path, to)
@@ -205,10 +224,10 @@ class LayerExchange(HostedStages):
             raise StateError("no exchange has begun; call begin_exchange first")
         return self._written
 
-    def _copy_home(self, source: LayersKV, blocks: Blocks | None) -> int:
+    def _copy_home(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:
             require_known_sectors(source, self._memory, blocks)
-        return copy_layers(self._memory, source, source.pages, blocks)
+        return self._kv_exchange.copy(self._memory, source, source.pages, blocks, coordinated=coordinated)
 
     def _drop_kv(self, layers: Sequence[int]) -> None:
         self._memory.remove_layers(layers)

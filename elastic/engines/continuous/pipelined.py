@@ -12,6 +12,7 @@ from functools import partial
 
 from elastic.engines.continuous.layer_exchange import LayerExchange
 from elastic.engines.core.step_budget import CostBudget, PathBudget
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
@@ -19,6 +20,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import CapacityError, ConfigError, Overloaded, RankLost, StateError
+from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 LEAST_SHARE = 4
@@ -150,6 +152,7 @@ class PipelinedEngine(LayerExchange):
             self._part(LayerPath(self.rank, (self.rank,) * len(self.path.ranks), self.path.epoch + 1))
             self._memory.set_cap(None)
             self._fail_impossible()
+            self._loop.paused = False
             self._loop.go_on()
             return restarted
 
@@ -212,6 +215,7 @@ class PipelinedEngine(LayerExchange):
         """Begin as an engine that computes all of its layers alone, and no others; return what ends it."""
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
         self._stages, self._forward, self._written = {}, None, None
+        self._kv_exchange = KVExchange(self.kv_format, YieldingPace(self._turn.wait_idle, lambda: self._turn.stage_s))
         self._home = HomeExecutor(self._runner, self._memory, self._turn, sum(len(group.layers) for group in groups))
         self._home.set_cohorts(cohorts)
         return self._end_pipeline

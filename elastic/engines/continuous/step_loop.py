@@ -47,6 +47,8 @@ class StepLoop:
         self.scheduler = scheduler
         self.lost: RankLost | None = None
         """Why a step was lost on its way; no further one is begun until `go_on`."""
+        self.paused = False
+        """Whether no step is begun, since somebody wishes so. For the loop's thread."""
         self.on_step: Callable[[], object] | None = None
         """While there is no journal: told after each step, and when sequences ended otherwise, if somebody listens."""
         self._to_tell = False
@@ -108,7 +110,7 @@ class StepLoop:
 
     def advance(self) -> bool:
         """Begin what steps can be, and finish the oldest; return whether there was one."""
-        while self.lost is None and len(self._in_flight) < self._cohorts:
+        while self.lost is None and not self.paused and len(self._in_flight) < self._cohorts:
             step = self.scheduler.schedule()
             if self.scheduler.stalled:
                 self._listener.stalled(self.scheduler.stalled)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic.memory.backends.shared_file import SharedFile
+from elastic.types import RankMemory
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -94,11 +95,14 @@ class KVSource:
 class LayersKV:
     """The keys and values of some layers of an engine as another process reads them: all sectors that are mapped."""
 
-    file: SharedFile
+    file: SharedFile | None
+    """Where processes of the host read them; None: nowhere."""
     page_bytes: int
     format: KVFormat
     pages: Mapping[int, Mapping[int, tuple[int, ...]]] = field(repr=False, hash=False)
-    """Layer -> sector -> its pages of the file, in order."""
+    """Layer -> sector -> its pages of the place, in order."""
+    memory: RankMemory | None = None
+    """Where other ranks read them; None: nowhere."""
 
 
 class KVDirectory:

@@ -1,8 +1,9 @@
-"""Blocks of another engine's memory file, copied into blocks here."""
+"""Blocks of another engine's memory, copied into blocks here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
 
 import torch
 
@@ -10,8 +11,10 @@ from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.errors import StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.sector_space import SectorSpace
-from elastic.memory.backends.shared_file import OpenFile, open_shared
+from elastic.memory.backends.rank_memory import MemoryReader, Peers, Pieces, open_memory
+from elastic.memory.backends.shared_file import OpenFile
 from elastic.memory.backends.streams import finish_queued_work
+from elastic.memory.rate_limit import YieldingPace
 
 Pairs = Sequence[tuple[int, int]]
 """Blocks there, and the ones here that get what is in them."""
@@ -57,7 +60,7 @@ class BlockCopier:
                     raise StateError("the blocks that keys and values were copied to were given up")
                 pieces = _pieces(pages[i * layer_pages : (i + 1) * layer_pages], self._source.page_bytes, start)
                 shown = ranges.view(layer, torch.uint8)[target * nbytes : (target + count) * nbytes]
-                _read(self._file, shown, pieces)
+                _read(self._file, shown, _within(pieces, shown.nbytes))
         if self._memory.kv.device.type == "cuda":
             torch.cuda.current_stream(self._memory.kv.device).synchronize()
         return len(pairs) * len(layers) * nbytes
@@ -84,24 +87,30 @@ def copy_layers(
     layers: Iterable[int],
     blocks: Sequence[Sequence[int]] | None = None,
     wanted: Callable[[], bool] = lambda: True,
+    *,
+    peers: Peers | None = None,
+    pace: YieldingPace | None = None,
 ) -> int:
-    """Copy the keys and values of layers from another memory file into the same sectors here; return bytes.
+    """Copy the keys and values of layers from the memory of another rank into the same sectors here; return bytes.
 
     `blocks`: of each group, those to copy; None: all sectors that are mapped on both sides. Sectors that are not mapped
     there, as blocks which were freed meanwhile are in, are passed over. It may run beside steps, and may be repeated:
-    a sector is copied under the lock of the memory, so that it is not unmapped meanwhile. Raises `StateError` where the
-    file cannot be read, the form is another, a layer is not on both sides, a block's sector is not mapped here, or once
-    it is not `wanted` any more.
+    what is written here is so under the lock of the memory, so that no sector is unmapped meanwhile. With a `pace` it
+    goes in chunks, behind what computes. Raises `StateError` where the memory cannot be read, the form is another, a
+    layer is not on both sides, a block's sector is not mapped here, or once it is not `wanted` any more; `RankLost`
+    where it is read over the network (`peers`), and that rank has gone.
     """
     copied = 0
-    with open_shared(source.file) as file:
+    with closing(open_memory(source.file, source.memory, peers, coordinated=pace is not None)) as reader:
         finish_queued_work(memory.kv.device)  # what was in the blocks may still be read
         for layer in layers:
             group = memory.group_of(layer)
-            for first, count in _stretches(memory, source, layer, None if blocks is None else blocks[group]):
+            stretches = _stretches(memory, source, layer, None if blocks is None else blocks[group])
+            for first, count in _chunks(stretches, source.format.block_bytes, pace):
                 if not wanted():
                     raise StateError(f"the copy of the KV of layer {layer} was given up")
-                copied += _copy_stretch(memory, source, file, layer, first, count, must_be_here=blocks is not None)
+                with nullcontext() if pace is None else pace.copying(count * source.format.block_bytes):
+                    copied += _copy_stretch(memory, source, reader, layer, first, count, blocks is not None)
     if memory.kv.device.type == "cuda":
         torch.cuda.current_stream(memory.kv.device).synchronize()
     return copied
@@ -130,36 +139,67 @@ def _stretches(
     return ((first, count) for first, _, count in _runs(pairs, size))
 
 
+def _chunks(
+    stretches: Iterable[tuple[int, int]], block_bytes: int, pace: YieldingPace | None
+) -> Iterator[tuple[int, int]]:
+    """Cut stretches of blocks (first, count) into what is copied at once."""
+    for first, count in stretches:
+        stop = first + count
+        while first < stop:
+            most = stop - first if pace is None else max(1, pace.chunk // block_bytes)
+            yield first, min(most, stop - first)
+            first += most
+
+
 def _copy_stretch(
-    memory: SectorSpace, source: LayersKV, file: OpenFile, layer: int, first: int, count: int, *, must_be_here: bool
+    memory: SectorSpace,
+    source: LayersKV,
+    reader: MemoryReader,
+    layer: int,
+    first: int,
+    count: int,
+    must_be_here: bool,
 ) -> int:
     """Copy consecutive blocks of one sector in one layer; return bytes, 0 where the sector is not mapped here."""
     group = memory.group_of(layer)
     ranges, nbytes = memory.groups[group], source.format.block_bytes
     sector, place = divmod(first, memory.blocks_per_sector(group))
+    pieces = _within(_pieces(source.pages[layer][sector], source.page_bytes, place * nbytes), count * nbytes)
+    staged: torch.Tensor | None = None
+    if reader.waits and sector in ranges.mapped:  # else it is found not to be there below
+        staged = torch.empty(count * nbytes, dtype=torch.uint8)
+        reader.read(staged.data_ptr(), pieces)
     with memory.lock:
         target = ranges.view(layer, torch.uint8)
-        if sector not in ranges.mapped:
+        if sector not in ranges.mapped or (reader.waits and staged is None):
             if must_be_here:
                 raise StateError(f"sector {sector} of group {group} is not mapped here: block {first} cannot be copied")
             return 0
-        pieces = _pieces(source.pages[layer][sector], source.page_bytes, place * nbytes)
-        _read(file, target[first * nbytes : (first + count) * nbytes], pieces)
+        shown = target[first * nbytes : (first + count) * nbytes]
+        if staged is None:
+            _read(reader, shown, pieces)
+        else:
+            shown.copy_(staged)
     return count * nbytes
 
 
-def _read(file: OpenFile, target: torch.Tensor, pieces: Iterator[tuple[int, int]]) -> None:
-    """Read pieces of a file, (offset, most bytes), one after another until the target [bytes] is full."""
+def _read(reader: MemoryReader, target: torch.Tensor, pieces: Pieces) -> None:
+    """Read pieces side by side into a target, [bytes]."""
     on_host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-    address, left = on_host.data_ptr(), target.nbytes
-    for offset, most in pieces:
-        count = min(left, most)
-        file.read_into(address, offset, count)
-        address, left = address + count, left - count
-        if not left:
-            break
+    reader.read(on_host.data_ptr(), pieces)
     if on_host is not target:
         target.copy_(on_host)
+
+
+def _within(pieces: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """Return what is first of pieces, (offset, most bytes), so many bytes in all."""
+    found = []
+    for offset, most in pieces:
+        found.append((offset, min(nbytes, most)))
+        nbytes -= found[-1][1]
+        if not nbytes:
+            break
+    return found
 
 
 def _runs(pairs: Pairs, blocks_per_sector: int) -> Iterator[tuple[int, int, int]]:

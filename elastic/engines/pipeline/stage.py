@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from elastic.engines.core.kv_state import KVFormat, LayersKV
+from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.kv_copy import copy_layers
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.items import (
     AskItem,
@@ -52,12 +52,12 @@ class GuestStage:
         memory: GuestMemory,
         runner: BatchRunner,
         forward: StageForward,
-        format: KVFormat,
+        exchange: KVExchange,
     ) -> None:
         self.path = path
         self.memory = memory
         self._rank, self._log, self._transport = rank, log, transport
-        self._runner, self._forward, self._format = runner, forward, format
+        self._runner, self._forward, self._exchange = runner, forward, exchange
         self._layers: frozenset[int] = frozenset(path.layers_of(rank))  # those that steps are computed in
         self._plan = path.plan(rank) if self._layers else None
         self._handled = 0
@@ -97,10 +97,10 @@ class GuestStage:
             self.memory.add_layers(layers)
             self._runner.cache.refresh()
 
-    def copy(self, source: LayersKV, blocks: Blocks | None) -> int:
-        """Copy keys and values of all of the source's layers, which were prepared; return bytes. See `copy_layers`."""
+    def copy(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
+        """Copy keys and values of all of the source's layers, which were prepared; return bytes. See `KVExchange`."""
         with self._copying:
-            return self._copy(source, tuple(source.pages), blocks)
+            return self._copy(source, tuple(source.pages), blocks, coordinated=coordinated)
 
     def give_up(self, layers: Sequence[int]) -> None:
         """Undo `prepare`. Raises `StateError` for layers that steps are computed in."""
@@ -115,12 +115,7 @@ class GuestStage:
         """Say where keys and values of layers lie. Raises `StateError` for a place that others cannot read."""
         with self.memory.lock:
             self._require_running()
-            pages = self.memory.layer_pages(layers)
-        pool = self.memory.kv.pool
-        file = pool.backend.shared_file()
-        if file is None:
-            raise StateError(f"the KV cache on {pool.name} cannot be read by other processes")
-        return LayersKV(file, pool.page_bytes, self._format, pages)
+            return self._exchange.locate(self.memory, layers)
 
     def close(self) -> None:
         """End it; its memory is free then. Can be called twice; not from its own thread."""
@@ -213,7 +208,7 @@ class GuestStage:
     def _copied(self, item: CopyItem) -> Copied:
         try:
             with self._copying:
-                return Copied(self._copy(item.source, item.layers, item.blocks))
+                return Copied(self._copy(item.source, item.layers, item.blocks, coordinated=False))
         except ElasticError as error:
             return Copied(0, str(error))
 
@@ -225,7 +220,7 @@ class GuestStage:
 
     # -- inside
 
-    def _copy(self, source: LayersKV, layers: Sequence[int], blocks: Blocks | None) -> int:
+    def _copy(self, source: LayersKV, layers: Sequence[int], blocks: Blocks | None, *, coordinated: bool) -> int:
         self._require_running()
         absent = sorted(set(layers) - set(self.memory.layers))
         if absent:
@@ -233,7 +228,7 @@ class GuestStage:
         if blocks is not None:
             require_known_sectors(source, self.memory, blocks)
             self.memory.map(sectors_of(self.memory, blocks))  # such as are new; the log tells of them again
-        return copy_layers(self.memory, source, layers, blocks, self._wanted)
+        return self._exchange.copy(self.memory, source, layers, blocks, self._wanted, coordinated=coordinated)
 
     def _wanted(self) -> bool:
         return not self._ended

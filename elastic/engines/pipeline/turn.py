@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 from elastic.errors import StateError
+
+_WEIGHT = 0.05  # of the last time in the mean
 
 
 class Turn:
@@ -21,6 +24,10 @@ class Turn:
         self._lock = threading.Lock()
         self._holder: int | None = None  # a thread
         self._waiting: deque[tuple[int, threading.Lock]] = deque()  # threads, and what is released when it is theirs
+        self._idle = threading.Condition(self._lock)
+        self._began_s = 0.0
+        self.stage_s = 0.0
+        """For how long it is held at a time, in the mean of the last times."""
 
     @property
     def mine(self) -> bool:
@@ -38,6 +45,11 @@ class Turn:
     ) -> None:
         self._pass_on()
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nobody has it, or wants it; return whether that was in time."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._holder is None, timeout_s)
+
     @contextmanager
     def given_up(self) -> Iterator[None]:
         """Let others compute while this thread waits; it has the turn again behind it, whatever was raised."""
@@ -52,7 +64,7 @@ class Turn:
     def _take(self) -> None:
         with self._lock:
             if self._holder is None:
-                self._holder = threading.get_ident()
+                self._holder, self._began_s = threading.get_ident(), time.perf_counter()
                 return
             handed = threading.Lock()
             handed.acquire()
@@ -70,8 +82,13 @@ class Turn:
             raise
 
     def _pass_on(self) -> None:
+        now_s = time.perf_counter()
         with self._lock:
-            self._holder = None
+            self.stage_s += (now_s - self._began_s - self.stage_s) * (_WEIGHT if self.stage_s else 1.0)
             if self._waiting:
                 self._holder, handed = self._waiting.popleft()
+                self._began_s = now_s
                 handed.release()
+            else:
+                self._holder = None
+                self._idle.notify_all()

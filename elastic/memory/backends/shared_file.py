@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -58,8 +59,10 @@ def open_shared(file: SharedFile) -> OpenFile:
 class OpenFile:
     """A memory file of another process, for reading. It is held until `close`, also when that process has ended.
 
-    Whoever wrote it goes on as it likes: what is read while it is written may be of both.
+    A `rank_memory.MemoryReader`: whoever wrote it goes on as it likes.
     """
+
+    waits = False
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -72,6 +75,12 @@ class OpenFile:
     def reshare(self) -> SharedFile:
         """Say where others find it as long as this process holds it."""
         return share(self._descriptor)
+
+    def read(self, address: int, pieces: Sequence[tuple[int, int]]) -> None:
+        """Copy pieces (offset, bytes) of the file side by side to an address; see `read_into`."""
+        for offset, nbytes in pieces:
+            self.read_into(address, offset, nbytes)
+            address += nbytes
 
     def read_into(self, address: int, offset: int, nbytes: int) -> None:
         """Copy bytes of the file to an address, without the interpreter's lock. Raises `StateError` beyond its end."""

@@ -1,4 +1,4 @@
-"""Planners of arrangements and pipelines are for simulators too: they need nothing but the standard library."""
+"""Planners of arrangements, pipelines and cuts are for simulators too: they need nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import elastic
 
 ROOT = Path(elastic.__file__).parent
-FILES = [path for room in ("arrangement", "pipeline") for path in sorted((ROOT / "planning" / room).glob("*.py"))]
+FILES = [
+    path for room in ("arrangement", "pipeline", "sharding") for path in sorted((ROOT / "planning" / room).glob("*.py"))
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ import pytest
 import torch
 
 import elastic
-from elastic import ConfigError, Fetch, StateError
+from elastic import ConfigError, Fetch, RankLost, StateError
 from elastic.memory import copy_engine
-from elastic.types import SharedFile
+from elastic.memory.backends.rank_memory import Pieces
+from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.rate_limit import YieldingPace
+from elastic.types import RankMemory, SharedFile
 from elastic.weights import layer
 from elastic.weights.layer import combined
 from support.architectures import CONFIGS, build, prompt
@@ -88,6 +92,76 @@ def test_without_the_other_process_the_checkpoint_is_read_or_nothing_changes(
     assert bare.status().places[0].owners == status.places[0].owners
     assert bare.kv.capacity_bytes == status.kv[0].capacity_bytes
     bare.fetch([0, 1], kept.weights_source([0, 1]))
+    assert_same_bits(plain, before)
+
+
+class OtherRank:
+    """`Peers` with one rank, whose answers come from its memory file until it is lost."""
+
+    name, waits = "here", True
+
+    def __init__(self, file: SharedFile) -> None:
+        self._file = file
+        self.lost = False
+        self.asked: list[bool] = []
+
+    def open_memory(self, memory: RankMemory, *, coordinated: bool) -> OtherRank:
+        assert memory == RankMemory("there", "cpu#peer")
+        self.asked.append(coordinated)
+        return self
+
+    def read(self, address: int, pieces: Pieces) -> None:
+        if self.lost:
+            raise RankLost("rank 'there' has gone", rank="there")
+        with open_shared(self._file) as file:
+            file.read(address, pieces)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("coordinated", [True, False])
+def test_layers_return_from_a_rank_of_another_host_in_chunks(wrapped: Any, coordinated: bool) -> None:
+    model = build("llama-gqa")
+    before = bits(model)
+    peer, rt = wrapped(build("llama-gqa"), COARSE).elastic, wrapped(model).elastic
+    assert peer.weights_source([1]).memory is None
+    peer.exchange_with(OtherRank(peer.weights_source([1]).file), YieldingPace(lambda seconds: True, lambda: 0.0))
+    source = replace(peer.weights_source([0, 1]), file=None)
+    assert source.memory == RankMemory("here", "cpu#peer")
+    source = replace(source, memory=RankMemory("there", "cpu#peer"))
+    rank, waited = OtherRank(peer.weights_source([0]).file), list[float]()
+    rt.exchange_with(rank, YieldingPace(lambda seconds: not waited.append(seconds), lambda: 60.0))
+    rt.drop([0, 1])
+    rt.apply([Fetch((0, 1), source, coordinated)])
+    assert_same_bits(model, before)
+    assert rank.asked == [coordinated, coordinated]
+    assert bool(waited) is coordinated
+
+
+def test_a_rank_that_is_lost_while_it_is_read_leaves_a_layer_to_the_checkpoint(wrapped: Any, tmp_path: Path) -> None:
+    model, plain = build("llama-gqa"), build("llama-gqa")
+    before = bits(model)
+    model.save_pretrained(tmp_path)
+    peer = wrapped(build("llama-gqa"), COARSE).elastic
+    known = peer.weights_source([1])
+    rank, source = OtherRank(known.file), replace(known, file=None, memory=RankMemory("there", "cpu#peer"))
+    kept, bare = wrapped(model, checkpoint=str(tmp_path)).elastic, wrapped(plain, small(4 << 20, "cpu#bare")).elastic
+    for rt in (kept, bare):
+        rt.drop(1)
+        with pytest.raises(StateError, match="only its own process") if rt is bare else nullcontext():
+            rt.fetch(1, source)  # it knows no other rank
+        rt.exchange_with(rank, YieldingPace(lambda seconds: True, lambda: 0.0))
+    assert_same_bits(model, before)
+    kept.drop(1)
+    rank.lost = True
+    kept.fetch(1, source)
+    assert_same_bits(model, before)
+    with pytest.raises(StateError, match="has gone"):
+        bare.fetch(1, source)
+    assert bare.dropped == (1,)
+    rank.lost = False
+    bare.fetch(1, source)
     assert_same_bits(plain, before)
 
 

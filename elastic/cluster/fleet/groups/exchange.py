@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from elastic.cluster.control.messages import Apply
@@ -13,13 +14,15 @@ from elastic.cluster.control.stage_questions import (
     DetachStage,
     MeasureRoom,
     OpenStage,
+    PauseSteps,
+    ResumeSteps,
     Room,
     SetCap,
     WeightDigests,
     WeightsOf,
 )
 from elastic.cluster.fleet.groups.caps.change import CapChange
-from elastic.cluster.fleet.groups.flip import flip_layer
+from elastic.cluster.fleet.groups.flip import ExchangeForm, flip_layer
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
@@ -29,6 +32,7 @@ from elastic.errors import ElasticError, RankLost, StateError
 from elastic.types import Drop, Fetch, Restore
 
 logger = logging.getLogger(__name__)
+LIVE = ExchangeForm()
 
 
 @dataclass
@@ -43,8 +47,8 @@ class _Counts:
 class Exchange:
     """One transition of a group, on the calling thread; see `run`."""
 
-    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float) -> None:
-        self._ranks, self.group, self._target = ranks, group, target
+    def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm = LIVE) -> None:
+        self._ranks, self.group, self._target, self._form = ranks, group, target, form
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
@@ -64,7 +68,8 @@ class Exchange:
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
             self._connect(transition, rooms)
             compare_weights(self._ranks, group)
-            self._change(transition)
+            with self._stalled(transition) if self._form.exchange == "stall" else nullcontext():
+                self._change(transition)
         except RankLost:
             raise
         except ElasticError as error:
@@ -121,6 +126,19 @@ class Exchange:
             self._ranks.ask_all({rank: opened, home: AttachStage(rank)})
             self.group.stages.add((home, rank))
 
+    @contextmanager
+    def _stalled(self, transition: Transition) -> Iterator[None]:
+        """Have instances whose layers flip wait until all have."""
+        homes, began_s = {flip.home for flip in transition.flips}, self._deadline.seconds
+        try:
+            self._ranks.ask_all(dict.fromkeys(homes, PauseSteps()))
+            yield
+        finally:
+            for home in homes:
+                with suppress(ElasticError):  # it is lost, or recovers
+                    self._ranks.ask(home, ResumeSteps())
+            self.counts.stalled_ms = max(self.counts.stalled_ms, (self._deadline.seconds - began_s) * 1e3)
+
     def _change(self, transition: Transition) -> None:
         for rank in self.group.members:
             self._drop_unneeded(rank)
@@ -133,7 +151,7 @@ class Exchange:
 
     def _flip(self, flip: LayerFlip) -> None:
         shape, counts = self.group.shape, self.counts
-        done = flip_layer(self._ranks, shape.paths[flip.home], flip)
+        done = flip_layer(self._ranks, shape.paths[flip.home], flip, coordinated=self._form.coordinated)
         self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
         counts.flips += 1
         counts.moved_bytes += done.moved_bytes
@@ -162,7 +180,7 @@ class Exchange:
         action: Fetch | Restore = Restore((layer,))
         for other, have in self.group.shape.weights.items():
             if layer in have:
-                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))))
+                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))), self._form.coordinated)
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
         if change.deferred and not self._caps.until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from elastic.cluster.control.stage_questions import (
     BeginExchange,
@@ -17,10 +18,26 @@ from elastic.cluster.control.stage_questions import (
 )
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import LayerFlip
+from elastic.config import require
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError
 
 MOST_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class ExchangeForm:
+    """How keys, values and weights go from rank to rank."""
+
+    exchange: Literal["live", "stall"] = "live"
+    """`live`: instances go on, but for the moment at which a layer flips. `stall`, the paper's form: they stop before
+    the first copy and go on after the last flip. (KunServe, section 4.2)"""
+    coordinated: bool = True
+    """Whether copies go in chunks, and let pass what the ranks compute and send meanwhile. (KunServe, section 4.2)"""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for an unknown form."""
+        require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class FlipDone:
     stalled_ms: float
 
 
-def flip_layer(ranks: Ranks, path: LayerPath, flip: LayerFlip) -> FlipDone:
+def flip_layer(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: bool = True) -> FlipDone:
     """Have a layer computed by another rank from now on. Whatever it raises, all is as before, unless a rank is lost.
 
     Raises `CapacityError` where there is no room, `StateError` for a copy that failed, `RankLost`.
@@ -43,7 +60,7 @@ def flip_layer(ranks: Ranks, path: LayerPath, flip: LayerFlip) -> FlipDone:
     try:
         ranks.ask(flip.target, PrepareLayers(flip.home, layers, exchange))
         prepared = True
-        moved_bytes = _copy(ranks, flip)
+        moved_bytes = _copy(ranks, flip, coordinated)
         flipped = ranks.ask(flip.home, FlipLayers(goal))
     except ElasticError:
         _undo(ranks, flip, prepared)
@@ -52,17 +69,17 @@ def flip_layer(ranks: Ranks, path: LayerPath, flip: LayerFlip) -> FlipDone:
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 
-def _copy(ranks: Ranks, flip: LayerFlip) -> int:
+def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool) -> int:
     """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
     source = ranks.ask(flip.source, LayersMemory(flip.home, (flip.layer,)))
-    moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source)), None
+    moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source, coordinated=coordinated)), None
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flip.home, WrittenBlocks())
         count = sum(map(len, blocks))
         if not count:
             break
         source = ranks.ask(flip.source, LayersMemory(flip.home, (flip.layer,)))  # with sectors that are new
-        moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks))
+        moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks, coordinated))
         if before is not None and count >= before:
             break
         before = count

@@ -15,7 +15,8 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
-from elastic.cluster.fleet.groups.exchange import Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
@@ -82,6 +83,7 @@ class Groups:
         whole: bool = False,
         most: int | None = None,
         dry_run: bool = False,
+        form: ExchangeForm = LIVE,
     ) -> Dropped:
         """Do a plan, or one that frees so many bytes; see `Fleet.drop`."""
         with self._verbs:
@@ -92,25 +94,27 @@ class Groups:
             done = []
             for each in planned.groups:
                 shape_of = partial(targets.planned_shape, plan=each)
-                done.append(self._drop_group(each, each.members, shape_of, timeout_s, why))
+                done.append(self._drop_group(each, each.members, shape_of, timeout_s, why, form))
                 if done[-1].status != "applied":
                     break
             return _together(done, planned.groups)
 
-    def drop_layers(self, layers: Mapping[str, Collection[int]], timeout_s: float, why: str) -> Dropped:
+    def drop_layers(
+        self, layers: Mapping[str, Collection[int]], timeout_s: float, why: str, form: ExchangeForm = LIVE
+    ) -> Dropped:
         """Have ranks drop these layers; they are one group then."""
         with self._verbs:
             shape_of = partial(targets.dropped_by_hand, layers=layers)
-            return self._drop_group(None, tuple(layers), shape_of, timeout_s, why)
+            return self._drop_group(None, tuple(layers), shape_of, timeout_s, why, form)
 
-    def restore(self, rank: str | None, timeout_s: float, why: str) -> Restored:
+    def restore(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
         """Undo what was dropped and migrated, in the group of a rank or in all; they part then."""
         with self._verbs:
             found = self._groups if rank is None else tuple(g for g in [self.group_of(rank)] if g is not None)
             if rank is not None and not found:
                 self._ranks.instance(rank)  # it is there
                 return Restored("applied", members=(rank,))
-            return _all_restored([self._restore(group, timeout_s, why) for group in found])
+            return _all_restored([self._restore(group, timeout_s, why, form) for group in found])
 
     def merge(self, names: Sequence[str]) -> GroupStatus:
         """Have instances be a group; no layer changes its rank yet."""
@@ -121,12 +125,14 @@ class Groups:
             self._event("merged", group)
             return group.status()
 
-    def migrate(self, home: str, layers: Iterable[int], rank: str, timeout_s: float) -> Migrated:
+    def migrate(
+        self, home: str, layers: Iterable[int], rank: str, timeout_s: float, form: ExchangeForm = LIVE
+    ) -> Migrated:
         """Have a rank compute layers of an instance."""
         chosen = tuple(sorted(set(layers)))
         with self._verbs, self._group_for((home, rank)) as group:
             target = targets.migrated(group.shape, home, chosen, rank)
-            done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "drop failed")
+            done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "drop failed")
             self._changed("migrated", group, done, f"layers of {home} to {rank}")
             return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
@@ -211,9 +217,10 @@ class Groups:
         target_of: Callable[[Shape], Shape],
         timeout_s: float,
         why: str,
+        form: ExchangeForm,
     ) -> Dropped:
         with self._group_for(names) as group:
-            exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s)
+            exchange = Exchange(self._ranks, group, target_of(group.shape), timeout_s, form)
             done = self._exchange(exchange, "drop failed")
             freed_bytes = exchange.counts.freed_bytes
             kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
@@ -229,8 +236,9 @@ class Groups:
         caps = better_caps(memory, needs, books.caps(group.shape), now)
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
-    def _restore(self, group: Group, timeout_s: float, why: str) -> Restored:
-        done = self._exchange(Exchange(self._ranks, group, targets.apart(group.shape), timeout_s), "restore failed")
+    def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
+        exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)
+        done = self._exchange(exchange, "restore failed")
         if group.shape.apart and done.status == "applied":
             self._part(group)
         kind: EventKind = "restored" if done.status == "applied" else "restore failed"
@@ -328,11 +336,6 @@ def require_like(instances: Sequence[Instance]) -> None:
             raise ConfigError(
                 f"ranks {first.name!r} and {hello.name!r} have other forms of KV cache, {first.kv} and {hello.kv}; "
                 "start them with the same options"
-            )
-        if hello.memory is None or hello.host != first.host:
-            raise ConfigError(
-                f"rank {hello.name!r} has its memory where {first.name!r} cannot read it; "
-                "only ranks whose caches are in memory of one host compute each other's layers"
             )
 
 

@@ -6,13 +6,14 @@ import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from ipaddress import ip_address
 from typing import Any
 
 from elastic.cluster.control.messages import Question
 from elastic.cluster.control.stage_questions import LosePeer, MeetPeers, OpenPeers
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
-from elastic.errors import ElasticError, RankLost, StateError
+from elastic.errors import ConfigError, ElasticError, RankLost, StateError
 
 ANSWER_S = 300.0
 """How long a rank may take to answer. One that is dead or hangs is noticed before."""
@@ -73,6 +74,7 @@ class Ranks:
         with self._lock:
             self._addresses |= found
             addresses = {rank: self._addresses[rank] for rank in names}
+        require_reachable({rank: self.instance(rank).hello.host for rank in names}, addresses)
         self.ask_all({rank: MeetPeers(addresses) for rank in names})
 
     def lose(self, rank: str, others: Iterable[str]) -> None:
@@ -83,6 +85,17 @@ class Ranks:
             there = [i for name in others if name != rank and (i := self.dispatcher.instances.get(name)) is not None]
         for instance in there:
             instance.client.ask(LosePeer(rank))
+
+
+def require_reachable(hosts: Mapping[str, str], addresses: Mapping[str, tuple[str, int]]) -> None:
+    """Raise `ConfigError` for ranks of several hosts of which one listens to its own host alone."""
+    if len({host.split("/")[0] for host in hosts.values()}) > 1:
+        for rank, (host, _) in addresses.items():
+            if ip_address(host).is_loopback:
+                raise ConfigError(
+                    f"rank {rank!r} listens at {host}, where ranks of other hosts do not find it; have it join the "
+                    "fleet over the network: elastic rank MODEL --join HOST:PORT"
+                )
 
 
 def result(instance: Instance, answer: Future[Any]) -> Any:

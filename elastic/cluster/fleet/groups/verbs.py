@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
+from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Restored
 from elastic.cluster.fleet.records.delivery import Delivery
@@ -31,6 +33,8 @@ class GroupVerbs:
         timeout_s: float = TIMEOUT_S,
         dry_run: bool = False,
         why: str = "by hand",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
     ) -> Dropped:
         """Have instances drop layers that they hold twice, and compute them for each other; the memory is KV cache.
 
@@ -39,27 +43,40 @@ class GroupVerbs:
         each rank. Keys and values of running requests move to the ranks that compute their layers, layer by layer;
         nothing is computed again. With `dry_run` nothing is done. (KunServe, section 4)
 
+        With `exchange="stall"` instances stop for all of it, as the paper's do; with `coordinated=False` copies let
+        nothing pass (section 4.2): both are what the others are measured against.
+
         Raises `CapacityError` if no drop frees so much, or the ranks have no memory for what is asked; `ConfigError`
-        for ranks whose memory cannot be read by each other, and layers that none would keep; `RankLost`.
+        for ranks that cannot reach each other, and layers that none would keep; `RankLost`.
         """
         _require_no_listener()
         if sum(given is not None for given in (need, layers, plan)) != 1:
             raise ConfigError("drop: give one of need=, layers= and plan=")
+        form = ExchangeForm(exchange, coordinated)
         if layers is not None:
             if dry_run:
                 raise ConfigError("drop: dry_run= goes with need= or plan=")
-            return self._groups.drop_layers({rank: frozenset(each) for rank, each in layers.items()}, timeout_s, why)
-        wanted = plan if plan is not None else parse_bytes(need or 0, option="need")
-        return self._groups.drop(wanted, timeout_s, why, whole=whole, most=most, dry_run=dry_run)
+            wanted = {rank: frozenset(each) for rank, each in layers.items()}
+            return self._groups.drop_layers(wanted, timeout_s, why, form)
+        goal = plan if plan is not None else parse_bytes(need or 0, option="need")
+        return self._groups.drop(goal, timeout_s, why, whole=whole, most=most, dry_run=dry_run, form=form)
 
-    def restore(self, rank: str | None = None, *, timeout_s: float = TIMEOUT_S, why: str = "by hand") -> Restored:
+    def restore(
+        self,
+        rank: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        why: str = "by hand",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+    ) -> Restored:
         """Have instances compute all of their layers themselves again: of a rank's group, or of all; they part then.
 
         Live requests must fit in the caches that will be left, else it is `deferred`. Weights come from ranks that have
         them, or from the checkpoint; keys and values come back layer by layer. (KunServe, section 4.4)
         """
         _require_no_listener()
-        return self._groups.restore(rank, timeout_s, why)
+        return self._groups.restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated))
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
@@ -70,13 +87,22 @@ class GroupVerbs:
         """End the group of a rank: what was dropped is restored, and the instances part."""
         return self.restore(rank, timeout_s=timeout_s)
 
-    def migrate(self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S) -> Migrated:
+    def migrate(
+        self,
+        home: str,
+        layers: Iterable[int],
+        rank: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+    ) -> Migrated:
         """Have another rank compute layers of an instance, from now on; no weights are dropped.
 
         Its keys and values are there then, and count against that rank's memory. (CoCoServe, section 3.3)
         """
         _require_no_listener()
-        return self._groups.migrate(home, layers, rank, timeout_s)
+        return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated))
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""

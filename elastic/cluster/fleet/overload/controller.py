@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -42,9 +42,24 @@ class Verbs(Protocol):
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def layer_bytes(self) -> tuple[int, ...]: ...
     def drop(
-        self, *, plan: DropPlan | None = None, timeout_s: float = ..., dry_run: bool = ..., why: str = ...
+        self,
+        *,
+        plan: DropPlan | None = None,
+        timeout_s: float = ...,
+        dry_run: bool = ...,
+        why: str = ...,
+        exchange: Literal["live", "stall"] = ...,
+        coordinated: bool = ...,
     ) -> Dropped: ...
-    def restore(self, rank: str | None = None, *, timeout_s: float = ..., why: str = ...) -> Restored: ...
+    def restore(
+        self,
+        rank: str | None = None,
+        *,
+        timeout_s: float = ...,
+        why: str = ...,
+        exchange: Literal["live", "stall"] = ...,
+        coordinated: bool = ...,
+    ) -> Restored: ...
 
 
 class OverloadController:
@@ -120,11 +135,16 @@ class OverloadController:
             self._leave_to(choice, snapshot.at_s)
         elif not waits:
             self._moving_since = None
+        exchange, coordinated = self._settings.exchange, self._settings.coordinated
         if plan.drops:
-            dropped = self._verbs.drop(plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason)
+            dropped = self._verbs.drop(
+                plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
+            )
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
         for members in plan.restores:
-            restored = self._verbs.restore(members[0], timeout_s=ACT_S, why=self.reason)
+            restored = self._verbs.restore(
+                members[0], timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
+            )
             logger.info("layers were restored (%s): %s; %s", restored.status, self.reason, restored.why)
         return plan
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from elastic.cluster.control.handshake import connect
+from elastic.cluster.peers import receiver
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.transport import PeerTransport
 from elastic.engines.pipeline.transport import Key, StepFailure
@@ -163,7 +164,10 @@ def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: 
         ends[closing_end].transport("a").close()
 
 
-def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(stack: ExitStack) -> None:
+def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "REOPENED_S", 0.2)
     a, b = hubs(stack)
     here, there = a.transport("a"), b.transport("a")
     there.send("a", LIKE + 1, Key(0, 1))
@@ -242,6 +246,7 @@ def test_a_log_whose_rank_is_lost_ends_at_once(stack: ExitStack) -> None:
 
 CHILD = """
 import sys, threading, torch
+from elastic.cluster.peers import receiver
 from elastic.cluster.peers.hub import PeerHub
 from elastic.engines.pipeline.transport import Key
 hub = PeerHub("b", {key!r})

@@ -323,7 +323,47 @@ def told(engine: ContinuousEngine, request: Request) -> dict[int, tuple[list[int
     }
 
 
+def test_no_token_comes_while_steps_are_paused_and_layers_change_their_rank_meanwhile(
+    group: Callable[..., EngineGroup],
+) -> None:
+    ranks = group("ab")
+    expected = plain(ranks, 60)
+    ranks.join("a", "b")
+    heard = Collector()
+    for request in requests(60)[:2]:
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r1", 2)
+    ranks["a"].pause_steps()
+    told = {name: list(tokens) for name, tokens in heard.tokens.items()}
+    for request in requests(60)[2:]:
+        ranks["a"].submit(request, heard)
+    assert ranks.move("a", (1, 2), "b").copied_bytes == 0  # nothing was written since the first copy
+    ranks.check()
+    assert heard.tokens == told
+    ranks["a"].resume_steps()
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    ranks["a"].resume_steps()
+    ranks.part("a")
+
+
 # -- ranks that are lost, and steps that fail
+
+
+def test_who_recovers_is_paused_no_more(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    expected = plain(ranks, 30)
+    ranks.join("a", "b")
+    ranks.move("a", (1,), "b")
+    heard = Collector()
+    ranks["a"].pause_steps()
+    for request in requests(30):
+        ranks["a"].submit(request, heard)
+    ranks.lose("b")
+    wait_until(lambda: ranks["a"].lost_rank is not None)
+    ranks["a"].recover("b", lambda layers: None)
+    heard.wait(list(expected))
+    assert heard.tokens == expected
 
 
 def test_a_lost_rank_costs_no_token_and_only_what_was_computed(group: Callable[..., EngineGroup]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +19,17 @@ from elastic.engines.executor.input_batch import BlockTable
 from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks, copy_layers
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache
-from elastic.errors import StateError
+from elastic.errors import RankLost, StateError
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import BlockGroup, SectorSpace
 from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.backends.rank_memory import Pieces
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from elastic.memory.page_pool import PagePool
+from elastic.memory.rate_limit import YieldingPace
+from elastic.types import RankMemory
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 20)))
@@ -234,3 +238,120 @@ def test_a_cache_shows_the_layers_that_are_here() -> None:
     cache.close()
     for memory in (home, guest):
         memory.close()
+
+
+# -- from a rank that no memory file leads to
+
+
+class OtherRank:
+    """`Peers` with one rank, which answers from its own memory file."""
+
+    name = "here"
+
+    def __init__(self, memory: SectorSpace) -> None:
+        shared = memory.kv.pool.backend.shared_file()
+        assert shared is not None
+        self.file = shared
+        self.asked: list[int] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def open_memory(self, memory: RankMemory, *, coordinated: bool) -> AnsweringRank:
+        self.coordinated = coordinated
+        assert memory == RankMemory("there", "cpu#test")
+        return AnsweringRank(self)
+
+
+class AnsweringRank:
+    waits = True
+
+    def __init__(self, rank: OtherRank) -> None:
+        self._rank = rank
+
+    def read(self, address: int, pieces: Pieces) -> None:
+        self._rank.asked.append(sum(count for _, count in pieces))
+        self._rank.meanwhile()
+        with open_shared(self._rank.file) as file:
+            file.read(address, pieces)
+
+    def close(self) -> None:
+        pass
+
+
+def elsewhere(source: LayersKV) -> LayersKV:
+    """The same memory as of another host."""
+    assert source.file is not None
+    return replace(source, file=replace(source.file, host="another"), memory=RankMemory("there", "cpu#test"))
+
+
+def test_a_rank_of_another_host_is_asked_for_the_same() -> None:
+    home, guest = home_and_guest()
+    there, rank = filled(home, 0), OtherRank(home)
+    for source in (elsewhere(layers_kv(home, 1, 2)), replace(elsewhere(layers_kv(home, 1, 2)), file=None)):
+        filled(guest, 1)
+        copied = copy_layers(guest, source, (1, 2), peers=rank)
+        assert copied == sum(rank.asked) == (2 * home.groups[0].layer_pages + home.groups[1].layer_pages) * 4096
+        assert all(torch.equal(sector_of(guest, *key), there[key]) for key in filled_keys(guest))
+        rank.asked.clear()
+    with pytest.raises(StateError, match="another"):
+        copy_layers(guest, elsewhere(layers_kv(home, 2)), (2,))
+
+
+def filled_keys(memory: SectorSpace) -> list[tuple[int, int]]:
+    return [(layer, s) for layer in memory.layers for g, s in memory.mapped_sectors if g == memory.group_of(layer)]
+
+
+def test_no_lock_is_held_while_another_rank_answers_and_sectors_that_went_are_passed_over() -> None:
+    home, guest = home_and_guest()
+    there, rank = filled(home, 0), OtherRank(home)
+    first, second = sorted(home.groups[0].mapped)
+
+    def unmap() -> None:
+        thread = threading.Thread(target=guest.unmap, args=([(0, first)],))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    rank.meanwhile = unmap
+    nbytes = home.groups[0].layer_pages * 4096
+    assert copy_layers(guest, elsewhere(layers_kv(home, 2)), (2,), peers=rank) == nbytes
+    assert torch.equal(sector_of(guest, 2, second), there[2, second])
+    rank.asked.clear()
+    assert copy_layers(guest, elsewhere(layers_kv(home, 2)), (2,), peers=rank) == nbytes
+    assert rank.asked == [nbytes]  # what is not here is not asked for
+    block = first * home.blocks_per_sector(0)
+    with pytest.raises(StateError, match="is not mapped here"):
+        copy_layers(guest, elsewhere(layers_kv(home, 2)), (2,), ((block,), ()), peers=rank)
+
+
+def test_a_rank_that_is_lost_ends_the_copy() -> None:
+    home, guest = home_and_guest()
+    rank = OtherRank(home)
+
+    def die() -> None:
+        raise RankLost("rank 'there' has gone", rank="there")
+
+    rank.meanwhile = die
+    with pytest.raises(RankLost):
+        copy_layers(guest, elsewhere(layers_kv(home, 2)), (2,), peers=rank)
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_copy_with_a_pace_asks_ahead_of_each_chunk(network: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(YieldingPace, "LEAST", 2048)
+    monkeypatch.setattr(YieldingPace, "MOST", 2048)
+    home, guest = home_and_guest()
+    there, rank, waited = filled(home, 0), OtherRank(home), []
+
+    def idle(seconds: float) -> bool:
+        waited.append(seconds)
+        return True
+
+    pace = YieldingPace(idle, lambda: 60.0)
+    source = elsewhere(layers_kv(home, 2)) if network else layers_kv(home, 2)
+    nbytes = copy_layers(guest, source, (2,), peers=rank, pace=pace)
+    assert len(waited) == nbytes // 2048
+    assert all(torch.equal(sector_of(guest, 2, s), there[2, s]) for s in home.groups[0].mapped)
+    if network:
+        assert rank.coordinated
+        copy_layers(guest, source, (2,), peers=rank)
+        assert not rank.coordinated

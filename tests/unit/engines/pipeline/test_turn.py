@@ -90,3 +90,24 @@ def test_one_at_a_time_and_all_make_progress() -> None:
         print(counts)
     """)
     assert done.strip() == str([500] * 4)
+
+
+def test_who_does_other_work_learns_when_nobody_computes() -> None:
+    turn, order = Turn(), list[str]()
+    assert turn.wait_idle(0)
+    assert turn.stage_s == 0
+    with turn:
+        threads = [queue_up(turn, "a", order, 0)]
+        assert not turn.wait_idle(0.001)
+        waiting = threading.Thread(target=lambda: order.append(f"idle {turn.wait_idle(10)}"))
+        waiting.start()
+    for thread in (*threads, waiting):
+        thread.join(10)
+    assert order == ["a", "idle True"]
+    assert 0 < turn.stage_s < 10
+
+
+def test_who_waits_for_hidden_states_does_not_compute() -> None:
+    turn = Turn()
+    with turn, turn.given_up():
+        assert turn.wait_idle(0)

@@ -39,6 +39,7 @@ class Verbs:
         self.launcher = launcher
         self.group: GroupStatus | None = None
         self.asked: list[tuple[str, str]] = []
+        self.forms: list[dict[str, Any]] = []
         self.fault: Exception | None = None
         self.drop_s = 0.5
         self.entered, self.may_go = threading.Event(), threading.Event()
@@ -51,12 +52,13 @@ class Verbs:
         return WEIGHTS
 
     def drop(
-        self, *, plan: DropPlan | None = None, timeout_s: float = 0, dry_run: bool = False, why: str = ""
+        self, *, plan: DropPlan | None = None, timeout_s: float = 0, dry_run: bool = False, why: str = "", **form: Any
     ) -> Dropped:
         assert plan is not None
         if dry_run:
             price = GroupPrice(self.drop_s, plan.freed_bytes, 0, 2, 0.0)
             return Dropped("planned", groups=plan.groups, freed_bytes=plan.freed_bytes, price=price)
+        self.forms.append(form)
         self.asked.append(("drop", why))
         self.entered.set()
         assert self.may_go.wait(30)
@@ -70,8 +72,9 @@ class Verbs:
         self._blocks(14)
         return Dropped("applied", groups=plan.groups, freed_bytes=plan.freed_bytes)
 
-    def restore(self, rank: str | None = None, *, timeout_s: float = 0, why: str = "") -> Restored:
+    def restore(self, rank: str | None = None, *, timeout_s: float = 0, why: str = "", **form: Any) -> Restored:
         assert self.group is not None
+        self.forms.append(form)
         assert rank in self.group.members
         self.asked.append(("restore", why))
         members, self.group = self.group.members, None
@@ -141,6 +144,20 @@ def test_a_burst_has_layers_dropped_and_its_end_has_them_restored(world: Callabl
     for _ in range(5):
         assert not w.tick().drops
     assert len(w.verbs.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "form", [{"exchange": "live", "coordinated": True}, {"exchange": "stall", "coordinated": False}]
+)
+def test_layers_are_exchanged_as_the_settings_say(world: Callable[..., World], form: dict[str, Any]) -> None:
+    w = world(replace(AT_ONCE, **form))
+    w.burst(3)
+    while w.verbs.group is None:
+        w.tick()
+    w.launcher.step(40)
+    while w.verbs.group is not None:
+        w.tick()
+    assert w.verbs.forms == [form, form]
 
 
 def test_without_a_load_nothing_is_done(world: Callable[..., World]) -> None:

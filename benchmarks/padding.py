@@ -1,0 +1,129 @@
+"""What laying weights on pages costs, so that cuts in 2 and 4 are given back in place (AMOEBA, table 2, figure 10 b).
+
+    python benchmarks/padding.py
+
+By shapes alone, no weight is made: pages of one matrix of the feed-forward network whole and in parts, and the bytes
+that padding adds, in percent of the weights. `padded`: one product over all parts, so that cuts are whole rows and
+whole pages. `segments`: a product for each part. `aligned`: one product as well, cut at the rows that end on pages, so
+that nothing but the end is padded; the largest part is then so many percent larger than an even one. Experts are cut by
+experts. Pages are of 2 MiB, for the model inside of 4 to 64 KiB. Target: at most 14 % for all of the paper's models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common import arguments, finish, table
+
+from elastic.errors import ConfigError
+from elastic.planning.sharding.page_layout import aligned_unit, choose_layout, cut_layout, page_count
+
+CUDA_PAGE = 2 << 20
+BF16 = 2
+MOST_PADDING = 0.14
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of matrix of a model. Of a dense network, the three lie on as many pages as each other."""
+
+    model: str
+    rows: int
+    """The size inside, or the number of experts."""
+    row_bytes: int
+    paper: bool = False
+    """Whether the paper measures it (tables 2 and 3)."""
+    page_bytes: int = CUDA_PAGE
+    parts: int = 4
+
+
+def dense(model: str, hidden: int, width: int, *, paper: bool = False) -> Case:
+    return Case(model, width, hidden * BF16, paper)
+
+
+def inside(page_kib: int, parts: int) -> Case:
+    return Case(f"model inside, {page_kib} KiB, TP{parts}", 384, 128 * BF16, False, page_kib << 10, parts)
+
+
+def experts(model: str, hidden: int, width: int, count: int) -> list[Case]:
+    """The fused `gate` and `up` of all experts, and their `down`."""
+    sizes = {"gate_up": 2 * width, "down": width}
+    return [Case(f"{model}, {name}", count, rows * hidden * BF16, paper=True) for name, rows in sizes.items()]
+
+
+CASES = (
+    dense("Llama-3-8B", 4096, 14336, paper=True),
+    dense("Llama-3.1-70B", 8192, 28672, paper=True),
+    dense("Mistral-7B", 4096, 14336),
+    dense("Llama-2-7B", 4096, 11008, paper=True),
+    dense("Qwen2.5-72B", 8192, 29568),
+    dense("Qwen2.5-32B", 5120, 27648, paper=True),
+    dense("Qwen3-32B", 5120, 25600, paper=True),
+    dense("Qwen2.5-14B", 5120, 13824),
+    dense("Qwen2.5-7B", 3584, 18944),
+    dense("Gemma-3-27B", 5376, 21504),
+    *experts("Qwen3-30B-A3B", 2048, 768, 128),
+    *experts("GPT-OSS-20B", 2880, 2880, 32),
+    *experts("GPT-OSS-120B", 2880, 2880, 128),
+    *(inside(page_kib, parts) for page_kib in (4, 16, 64) for parts in (2, 4)),
+)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Return pages, and padding as a share of the weights."""
+    sizes = (case.rows, case.row_bytes, case.page_bytes)
+    padded, segments = (cut_layout(*sizes, case.parts, form) for form in ("padded", "segments"))
+    return {
+        "model": case.model,
+        "paper": case.paper,
+        "page_bytes": case.page_bytes,
+        "parts": case.parts,
+        "pages": float(page_count(*sizes)),
+        "part_pages": float(page_count(*sizes, case.parts)),
+        "padded": padded.padding,
+        "segments": segments.padding,
+        **aligned(case),
+        "chosen": choose_layout(*sizes, case.parts).form,
+    }
+
+
+def aligned(case: Case) -> dict[str, float | None]:
+    """Return the padding and the largest part of cuts at rows that end on pages; None: there are too few of these."""
+    unit = aligned_unit(case.row_bytes, case.page_bytes)
+    try:
+        layout = cut_layout(case.rows, case.row_bytes, case.page_bytes, case.parts, "segments", unit=unit)
+    except ConfigError:
+        return {"aligned": None, "aligned_largest": None}
+    largest = max(len(part.rows) for part in layout.parts)
+    return {"aligned": layout.padding, "aligned_largest": largest * case.parts / case.rows - 1}
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    rows = [measure(case) for case in CASES]
+    shares = ("padded", "segments", "aligned", "aligned_largest")
+    cells = [
+        [
+            r["model"],
+            f"{r['pages']:.6g}",
+            f"{r['part_pages']:.6g}",
+            *(percent(r[share]) for share in shares),
+            r["chosen"],
+        ]
+        for r in rows
+    ]
+    header = ["matrix", "pages", "of a part", "padded %", "segments %", "aligned %", "its largest part +%", "chosen"]
+    table(header, cells)
+    most = max(row[row["chosen"]] for row in rows if row["paper"])
+    verdict = "met" if most <= MOST_PADDING else "missed"
+    print(f"\nmost padding of the paper's models in the chosen form: {percent(most)} % ({verdict}, <= 14 %)")
+    finish("padding", options.device, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The memory of other ranks, read over connections that carry nothing else: nothing waits behind it.
+
+A question is a count, a flag (1: what the other rank computes and sends goes first), then that many pairs (offset,
+bytes); the answer a number, then as many raw bytes, or, if it is
+negative, the words of an error. One question is under way on a connection at a time, so that the bytes between two
+ranks are never more than somebody has asked for at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastic.errors import RankLost, StateError
+from elastic.memory.backends.rank_memory import Pieces
+from elastic.types import RankMemory
+
+HEAD, PAIR, ANSWER = struct.Struct("<I?"), struct.Struct("<qq"), struct.Struct("<q")
+MOST_PIECES, MOST_BYTES = 1 << 16, 1 << 30
+"""The bounds on one question."""
+
+
+class RankMemoryReader:
+    """A `MemoryReader` on a connection. It is one thread's at a time, but for `lost`."""
+
+    waits = True
+
+    def __init__(self, memory: RankMemory, stream: socket.socket, closed: Callable[[RankMemoryReader], None]) -> None:
+        """`closed` takes the reader back when nobody reads by it any more."""
+        self.memory = memory
+        self._stream, self._on_closed = stream, closed
+        self._gone = ""
+        self.coordinated = False
+        """Whether it is answered behind what the other rank computes and sends."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the other end may still answer."""
+        if self._gone:
+            return False
+        try:
+            return bool(self._stream.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def read(self, address: int, pieces: Pieces) -> None:
+        """Copy pieces side by side to an address; see `MemoryReader`."""
+        nbytes = sum(count for _, count in pieces)
+        if len(pieces) > MOST_PIECES or nbytes > MOST_BYTES:
+            raise StateError(f"{nbytes:,} bytes in {len(pieces):,} pieces are too much to ask for at once")
+        head = (ctypes.c_char * ANSWER.size)()
+        try:
+            self._stream.sendall(encode(pieces, self.coordinated))
+            self._receive(ctypes.addressof(head), ANSWER.size)
+            (answer,) = ANSWER.unpack(bytes(head))
+            if answer == nbytes:
+                self._receive(address, nbytes)
+                return
+            words = (ctypes.c_char * min(max(0, -answer), 4096))()
+            self._receive(ctypes.addressof(words), len(words))
+        except OSError as error:
+            self._gone = self._gone or f"rank {self.memory.rank!r} has gone: {error.strerror or error}"
+            raise RankLost(self._gone, rank=self.memory.rank) from error
+        raise StateError(f"rank {self.memory.rank!r}: {bytes(words).decode(errors='replace')}")
+
+    def lost(self, reason: str) -> None:
+        """Have whoever reads, now or later, get `RankLost`; from any thread."""
+        self._gone = self._gone or reason
+        with suppress(OSError):  # it has ended
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Read no more by it; see `MemoryReader`."""
+        self._on_closed(self)
+
+    def end(self) -> None:
+        """End the connection."""
+        self._stream.close()
+
+    def _receive(self, address: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        view, done = memoryview((ctypes.c_char * nbytes).from_address(address)), 0
+        while done < nbytes:
+            received = self._stream.recv_into(view[done:], nbytes - done, socket.MSG_WAITALL)
+            if not received:
+                raise ConnectionResetError("its connection has ended")
+            done += received
+
+
+class OtherMemories:
+    """The connections on which a rank reads the memory of others: each is kept for the next reader. Thread-safe."""
+
+    def __init__(self, connect: Callable[[RankMemory], socket.socket]) -> None:
+        """`connect` may wait, and raise `RankLost`."""
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._idle: list[RankMemoryReader] = []
+        self._reading: set[RankMemoryReader] = set()
+        self._closed = False
+
+    def open(self, memory: RankMemory, coordinated: bool) -> RankMemoryReader:
+        """Return a reader of a rank's memory. Raises `RankLost`."""
+        reader = self._kept(memory) or RankMemoryReader(memory, self._connect(memory), self._take_back)
+        reader.coordinated = coordinated
+        with self._lock:
+            if not self._closed:
+                self._reading.add(reader)
+                return reader
+        reader.end()
+        raise StateError("the connections of this rank were closed")
+
+    def lost(self, rank: str | None, reason: str) -> None:
+        """Have whoever reads the memory of a rank (None: any) get `RankLost`."""
+        with self._lock:
+            for reader in [reader for reader in self._idle if rank in (None, reader.memory.rank)]:
+                self._idle.remove(reader)
+                reader.end()
+            reading = [reader for reader in self._reading if rank in (None, reader.memory.rank)]
+            for reader in reading:  # under the lock: who reads does not close it meanwhile
+                reader.lost(reason)
+
+    def close(self) -> None:
+        """End all connections. Can be called twice."""
+        with self._lock:
+            self._closed = True
+        self.lost(None, "the connections of this rank were closed")
+
+    def _kept(self, memory: RankMemory) -> RankMemoryReader | None:
+        with self._lock:
+            for reader in [reader for reader in self._idle if reader.memory == memory]:
+                self._idle.remove(reader)
+                if reader.usable:
+                    return reader
+                reader.end()
+        return None
+
+    def _take_back(self, reader: RankMemoryReader) -> None:
+        with self._lock:
+            if reader not in self._reading:
+                return
+            self._reading.remove(reader)
+            if self._closed or not reader.usable:
+                reader.end()
+            else:
+                self._idle.append(reader)
+
+
+def encode(pieces: Pieces, coordinated: bool) -> bytes:
+    """Return a question."""
+    return HEAD.pack(len(pieces), coordinated) + b"".join(PAIR.pack(*piece) for piece in pieces)

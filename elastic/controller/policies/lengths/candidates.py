@@ -1,0 +1,160 @@
+"""Instances that could become one for a request, and degrees into which one could part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from elastic.controller.policies.lengths.snapshot import InstanceReading, LiveTokens, tokens_to_end
+
+
+@dataclass
+class Candidate:
+    """An instance, with what has been decided for it since the snapshot."""
+
+    reading: InstanceReading
+    live: list[LiveTokens] = field(default_factory=list)
+    """Live requests, with those that are sent to it now, or that wait for room at it."""
+    open: bool = True
+    """Whether it takes new requests that any instance could take."""
+    taken: bool = False
+    """Whether it is becoming another, or is to."""
+    promised: bool = False
+    """Whether a request waits for room at it: later ones do not go before."""
+
+    def __post_init__(self) -> None:
+        self.live.extend(self.reading.live)
+        self._added = 0
+        self._counted = self._sum = -1
+
+    @property
+    def load_s(self) -> float:
+        """Seconds of work that its requests may still ask for."""
+        return (self.reading.pending + self._added) / self.reading.rate
+
+    def add(self, kv: LiveTokens, *, begins: bool = True) -> None:
+        """Note a request that is sent here, or that waits for room here; not `begins`: behind another that waits."""
+        if begins:
+            self.live.append(kv)
+        self._added += sum(kv)
+
+    @property
+    def to_end(self) -> int:
+        """KV with which all can end."""
+        if self._counted != len(self.live):
+            self._counted, self._sum = len(self.live), tokens_to_end(self.live)
+        return self._sum
+
+    @property
+    def needed(self) -> bool:
+        """Whether any of its requests needs its degree."""
+        return any(self.reading.needs_degree(sum(kv)) for kv in self.live)
+
+    def holds(self, kv: LiveTokens) -> bool:
+        """Tell whether a request could begin here now, and all that are here end; and part, if it is a short one."""
+        room = self.reading.room
+        if self.promised or sum(kv) > room or self.to_end + kv.held > room:
+            return False
+        return tokens_to_end([*self.live, kv]) <= room and self._parts_with(kv)
+
+    def _parts_with(self, kv: LiveTokens) -> bool:
+        """Tell whether smaller instances could hold a request with all others that fit them.
+
+        So a large instance can part as soon as those have ended for which it is large.
+        """
+        degree, tokens = 1, sum(kv)
+        while degree < self.reading.degree:
+            room = self.reading.capacity.get(degree, 0)
+            if tokens <= room:
+                others = [sum(other) for other in self.live if sum(other) <= room]
+                return _fit([*others, tokens], self.reading.degree // degree, room)
+            degree *= 2
+        return True
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Instances of one host that could become one which holds a request."""
+
+    members: tuple[Candidate, ...]
+    degree: int
+    ready: bool
+    """Whether it would hold the request now; else some requests must end before."""
+
+    @property
+    def ranks(self) -> frozenset[str]:
+        """All of its ranks."""
+        return frozenset(rank for member in self.members for rank in member.reading.ranks)
+
+    @property
+    def order(self) -> tuple[bool, int, bool, float]:
+        """The better is less: at once, of few ranks, of equal degrees, with little work."""
+        mixed = len({member.reading.degree for member in self.members}) > 1
+        return not self.ready, self.degree, mixed, sum(member.load_s for member in self.members)
+
+
+def best_merger(candidates: Sequence[Candidate], kv: LiveTokens, step: int, most_ranks: int) -> Merger | None:
+    """Return the instances that had best become one for a request; None: no free ones could ever hold it."""
+    free = [candidate for candidate in candidates if not candidate.taken and not candidate.reading.busy]
+    hosts = dict.fromkeys(candidate.reading.host for candidate in free)
+    found: list[Merger] = []
+    for host in hosts:
+        own = [candidate for candidate in free if candidate.reading.host == host]
+        degree = step
+        while degree <= most_ranks:
+            for members in _sets(own, degree, step):
+                room = min(member.reading.capacity.get(degree, 0) for member in members)
+                if sum(kv) <= room:
+                    ready = holds_together(members, kv, room)
+                    found.append(Merger(members, degree, ready))
+            degree *= 2
+    return min(found, key=attrgetter("order"), default=None)
+
+
+def holds_together(members: Sequence[Candidate], kv: LiveTokens, room: int) -> bool:
+    """Tell whether instances that become one with so much KV would hold a request beside all that they have."""
+    live = [request for member in members for request in member.live]
+    return tokens_to_end([*live, kv]) <= room
+
+
+def _sets(candidates: Sequence[Candidate], degree: int, step: int) -> Iterator[tuple[Candidate, ...]]:
+    """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones."""
+    small = [candidate for candidate in candidates if candidate.reading.degree * step <= degree]
+    small.sort(key=lambda candidate: (candidate.load_s, candidate.reading.name))
+    degrees = {candidate.reading.degree for candidate in small}
+    for own in sorted(degrees):
+        equal = [candidate for candidate in small if candidate.reading.degree == own]
+        if len(equal) * own >= degree:
+            yield tuple(equal[: degree // own])
+    if len(degrees) > 1:
+        mixed: list[Candidate] = []
+        left = degree
+        for candidate in sorted(small, key=lambda candidate: -candidate.reading.degree):
+            if candidate.reading.degree <= left:
+                mixed.append(candidate)
+                left -= candidate.reading.degree
+        if not left:
+            yield tuple(mixed)
+
+
+def lower_degree(reading: InstanceReading) -> int | None:
+    """Return the least degree of instances into which one can part, each with some of its requests; None: none.
+
+    There must be room for all that the requests may come to need together: while the instance parts, they go on.
+    """
+    degree = 1
+    while degree < reading.degree:
+        room = reading.capacity.get(degree, 0)
+        if room and _fit([sum(request) for request in reading.live], reading.degree // degree, room):
+            return degree
+        degree *= 2
+    return None
+
+
+def _fit(tokens: Sequence[int], parts: int, room: int) -> bool:
+    """Tell whether requests fit so many parts, if each in turn, the largest first, goes to the emptiest."""
+    held = [0] * parts
+    for count in sorted(tokens, reverse=True):
+        held[held.index(min(held))] += count
+    return max(held) <= room

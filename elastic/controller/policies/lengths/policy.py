@@ -1,0 +1,349 @@
+"""Requests go to instances that can hold them; where none can, some become one of more ranks. (AMOEBA, section 3.3)
+
+Up: a request that no instance could ever hold has the least loaded instances of equal degree become one, of as many
+ranks as it takes, at once. Further long requests go to instances that are large already, or are becoming so.
+Down: an instance whose requests would fit smaller ones takes no new ones for a while, and parts when enough is free.
+
+The least loaded is the one with the least work in seconds. If it is full now, a request waits for it rather than going
+where there is room and more work: a large instance has the most room, and is the slowest for its ranks. A request that
+waits is promised its place: those behind it may pass only where it does not go. So none starves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic.config import Lengths
+from elastic.controller.policies.lengths.candidates import (
+    Candidate,
+    best_merger,
+    holds_together,
+    lower_degree,
+)
+from elastic.controller.policies.lengths.snapshot import (
+    InstanceReading,
+    LengthSnapshot,
+    WaitingRequest,
+    tokens_to_end,
+)
+
+MOST_REGRETS = 3
+"""The dwell doubles with each time in a row that instances parted too early, so many times at most."""
+
+Ranks = frozenset[str]
+
+
+@dataclass(frozen=True)
+class ScaleUp:
+    """Instances that are to become one."""
+
+    instances: tuple[str, ...]
+    degree: int
+    request: str
+    """The request for which they are."""
+
+
+@dataclass(frozen=True)
+class ScaleDown:
+    """An instance that is to part into ones of a lower degree."""
+
+    instance: str
+    degree: int
+
+
+@dataclass(frozen=True)
+class LargeState:
+    """What is remembered of an instance of several ranks."""
+
+    ranks: Ranks
+    needed_s: float
+    """The last time that a request needed its degree."""
+    closed_s: float | None = None
+    """Since when it takes no requests that others could take; None: it takes all."""
+    closed_waiting: int = 0
+    """Requests that waited then."""
+    opened_s: float = -math.inf
+    """When it was last opened although it had not parted."""
+
+
+@dataclass(frozen=True)
+class LengthState:
+    """The memory of the policy from tick to tick."""
+
+    large: tuple[LargeState, ...] = ()
+    targets: Mapping[str, Ranks] = field(default_factory=dict)
+    """Waiting request -> the ranks of the instance that it waits for; it may not be one yet."""
+    asked_s: Mapping[Ranks, float] = field(default_factory=dict)
+    """When instances with these ranks were last asked to become one, or to part."""
+    parted_s: float = -math.inf
+    """When an instance last parted; -inf again after the next that is made."""
+    regrets: int = 0
+    """Times in a row that one was made soon after one parted."""
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """What is to be done now, and why."""
+
+    routes: tuple[tuple[str, str], ...]
+    """Requests, and the instance that each goes to."""
+    ups: tuple[ScaleUp, ...]
+    downs: tuple[ScaleDown, ...]
+    closed: tuple[str, ...]
+    """Instances that take no requests that others could take, because they are to part."""
+    refused: tuple[str, ...]
+    """Requests that no instance could hold at any degree."""
+    reason: str
+    """Why, in words that stay the same while the reason does."""
+    state: LengthState
+
+
+class LengthPolicy:
+    """Says where requests go and which instances change. Pure: all that it remembers is in its state."""
+
+    def __init__(self, settings: Lengths | None = None) -> None:
+        self.settings = settings or Lengths()
+        self.tick_s = self.settings.tick_s
+
+    def decide(self, snapshot: LengthSnapshot, state: LengthState | None = None) -> LengthPlan:
+        """Return the plan for now; its `state` is to be given at the next tick."""
+        return _Decision(self.settings, snapshot, state or LengthState()).plan()
+
+
+class _Decision:
+    """One tick."""
+
+    def __init__(self, settings: Lengths, snapshot: LengthSnapshot, state: LengthState) -> None:
+        self.settings, self.snapshot, self.state = settings, snapshot, state
+        self.now = snapshot.at_s
+        self.candidates = [Candidate(reading) for reading in snapshot.instances]
+        self.large = {one.ranks: one for one in (self._carried(reading) for reading in snapshot.instances) if one}
+        self.targets: dict[str, Ranks] = {}
+        self.planned: dict[Ranks, list[Candidate]] = {}
+        self.asked = dict(state.asked_s)
+        self.routes: list[tuple[str, str]] = []
+        self.ups: list[ScaleUp] = []
+        self.refused: list[str] = []
+        self.left: list[WaitingRequest] = []
+        for candidate in self.candidates:
+            one = self.large.get(frozenset(candidate.reading.ranks))
+            candidate.open = one is None or one.closed_s is None
+
+    def plan(self) -> LengthPlan:
+        self._keep_targets()
+        for request in self.snapshot.waiting:
+            self._place(request)
+        downs = self._downs()
+        ranks = {frozenset(candidate.reading.ranks): candidate for candidate in self.candidates}
+        closed = tuple(ranks[key].reading.name for key, one in self.large.items() if one.closed_s is not None)
+        parted_s, regrets = self.state.parted_s, self.state.regrets
+        if self.ups and parted_s > -math.inf:
+            early = self.now - parted_s < 4 * self._dwell_s
+            parted_s, regrets = -math.inf, min(regrets + 1, MOST_REGRETS) if early else 0
+        if downs:
+            parted_s = self.now
+        asked = {key: at for key, at in self.asked.items() if self.now - at < self.settings.cooldown_s}
+        after = LengthState(tuple(self.large.values()), self.targets, asked, parted_s, regrets)
+        return LengthPlan(
+            tuple(self.routes), tuple(self.ups), downs, closed, tuple(self.refused), self._reason(downs, closed), after
+        )
+
+    @property
+    def _dwell_s(self) -> float:
+        return self.settings.dwell_s * (1 << self.state.regrets)
+
+    def _carried(self, reading: InstanceReading) -> LargeState | None:
+        """Return what is remembered of an instance, with what is seen now."""
+        if reading.degree == 1:
+            return None
+        ranks = frozenset(reading.ranks)
+        one = next((one for one in self.state.large if one.ranks == ranks), LargeState(ranks, self.now))
+        needed = any(reading.needs_degree(sum(request)) for request in reading.live)
+        return replace(one, needed_s=self.now, closed_s=None) if needed else one
+
+    # -- requests
+
+    def _keep_targets(self) -> None:
+        """Carry on what waiting requests were promised, as far as these instances are still there."""
+        waiting = {request.name: request for request in self.snapshot.waiting}
+        for name, ranks in self.state.targets.items():
+            members = [candidate for candidate in self.candidates if ranks.issuperset(candidate.reading.ranks)]
+            if name not in waiting or sum(member.reading.degree for member in members) != len(ranks):
+                continue
+            if any(ranks & other and ranks != other for other in self.planned):
+                continue
+            self.targets[name] = ranks
+            if len(members) > 1:
+                self.planned[ranks] = members
+                for member in members:
+                    member.taken = True
+
+    def _place(self, request: WaitingRequest) -> None:
+        """Send a request to an instance, or promise it one."""
+        target = self.targets.pop(request.name, None)
+        if target in self.planned:
+            self._await(request, target)
+            return
+        able = [one for one in self.candidates if not one.taken and one.reading.room >= request.tokens]
+        takes = [one for one in able if self._takes(one, request)]
+        kept = [one for one in takes if frozenset(one.reading.ranks) == target]
+        if all(one.reading.needs_degree(request.tokens) for one in able):
+            self._place_long(request, takes, kept, able=bool(able))
+        elif takes:
+            best = min(takes, key=_by_load)
+            now = next((one for one in (best, *kept) if one.holds(request.kv)), None)
+            if now is not None:
+                self._send(request, now)
+            else:
+                self._promise(request, (kept or [best])[0])
+        else:
+            self.left.append(request)
+
+    def _place_long(
+        self, request: WaitingRequest, takes: Sequence[Candidate], kept: Sequence[Candidate], *, able: bool
+    ) -> None:
+        """Send a request that only large instances can hold to one that has such a request, so that others part."""
+        now = [one for one in takes if one.holds(request.kv)]
+        if now:
+            self._send(request, min(now, key=lambda one: (not one.needed, _by_load(one))))
+            return
+        rooms = {ranks: _room(members) for ranks, members in self.planned.items()}
+        for ranks, room in rooms.items():
+            if holds_together(self.planned[ranks], request.kv, room):
+                self._await(request, ranks)
+                return
+        some = able or any(room >= request.tokens for room in rooms.values())
+        late = self.now - request.since_s >= self.settings.wait_s
+        if not some and not self._ever_holds(request):
+            self.refused.append(request.name)
+        elif (late or not some) and self._scale_up(request):
+            return
+        elif takes:
+            self._promise(request, min(kept or takes, key=_by_load))
+        else:
+            self.left.append(request)
+
+    def _takes(self, candidate: Candidate, request: WaitingRequest) -> bool:
+        """Tell whether an instance takes new requests, or needs to be as large as it is for this one."""
+        return not candidate.reading.busy and (candidate.open or candidate.reading.needs_degree(request.tokens))
+
+    def _promise(self, request: WaitingRequest, candidate: Candidate) -> None:
+        """Have a request wait for room at an instance; the first that does so keeps its place there."""
+        self.left.append(request)
+        if not candidate.promised:
+            self.targets[request.name] = frozenset(candidate.reading.ranks)
+        candidate.add(request.kv, begins=not candidate.promised)
+        candidate.promised = True
+
+    def _send(self, request: WaitingRequest, candidate: Candidate) -> None:
+        self.routes.append((request.name, candidate.reading.name))
+        candidate.add(request.kv)
+        ranks = frozenset(candidate.reading.ranks)
+        if candidate.reading.needs_degree(request.tokens):
+            candidate.open = True
+            self.large[ranks] = replace(self.large[ranks], needed_s=self.now, closed_s=None)
+
+    def _await(self, request: WaitingRequest, ranks: Ranks) -> None:
+        """Have a request wait for instances that become one, and ask for that as soon as they would hold it."""
+        self.left.append(request)
+        self.targets[request.name] = ranks
+        members = self.planned[ranks]
+        ready = holds_together(members, request.kv, _room(members))
+        members[0].add(request.kv)
+        busy = any(member.reading.busy for member in members)
+        if ready and not busy and self.now - self.asked.get(ranks, -math.inf) >= self.settings.cooldown_s:
+            self.asked[ranks] = self.now
+            names = tuple(member.reading.name for member in members)
+            self.ups.append(ScaleUp(names, len(ranks), request.name))
+
+    def _scale_up(self, request: WaitingRequest) -> bool:
+        """Have instances become one for a request; False: none can now."""
+        settings = self.settings
+        merger = best_merger(self.candidates, request.kv, settings.step, settings.most_ranks)
+        if merger is None:
+            return False
+        self.planned[merger.ranks] = list(merger.members)
+        for member in merger.members:
+            member.taken = True
+        self._await(request, merger.ranks)
+        return True
+
+    def _ever_holds(self, request: WaitingRequest) -> bool:
+        """Tell whether the ranks of some host could hold a request, were they one instance."""
+        settings, ranks = self.settings, dict[str, int]()
+        for candidate in self.candidates:
+            reading = candidate.reading
+            ranks[reading.host] = ranks.get(reading.host, 0) + reading.degree
+        return any(
+            request.tokens <= room
+            and settings.step <= degree <= min(settings.most_ranks, ranks[candidate.reading.host])
+            for candidate in self.candidates
+            for degree, room in candidate.reading.capacity.items()
+        )
+
+    # -- back
+
+    def _downs(self) -> tuple[ScaleDown, ...]:
+        """Close, open and part large instances that no request needs."""
+        downs = []
+        for candidate in self.candidates:
+            ranks = frozenset(candidate.reading.ranks)
+            one = self.large.get(ranks)
+            if one is None or candidate.reading.busy or candidate.taken:
+                continue
+            if any(ranks == target for target in self.targets.values()) or self.now - one.needed_s < self._dwell_s:
+                self.large[ranks] = replace(one, closed_s=None)
+                continue
+            degree = self._may_part(candidate)
+            if degree is not None and self.now - self.asked.get(ranks, -math.inf) >= self.settings.cooldown_s:
+                self.asked[ranks] = self.now
+                downs.append(ScaleDown(candidate.reading.name, degree))
+            self.large[ranks] = self._closed(one)
+        return tuple(downs)
+
+    def _may_part(self, candidate: Candidate) -> int | None:
+        """Return the degree to which an instance can part now, if it can."""
+        reading = candidate.reading
+        live = tuple(candidate.live)
+        if tokens_to_end(live) > (1 - self.settings.free_to_shrink) * reading.room:
+            return None
+        return lower_degree(replace(reading, live=live))
+
+    def _closed(self, one: LargeState) -> LargeState:
+        """Return the state of an instance that should part: closed for a while, then open for a while."""
+        settings, waiting = self.settings, len(self.left)
+        if one.closed_s is None:
+            if self.now - one.opened_s < settings.patience_s:
+                return one
+            return replace(one, closed_s=self.now, closed_waiting=waiting)
+        oldest_s = max((self.now - request.since_s for request in self.left), default=0.0)
+        grows = waiting > one.closed_waiting and oldest_s >= settings.queue_high_s
+        if grows or self.now - one.closed_s >= settings.patience_s:
+            return replace(one, closed_s=None, opened_s=self.now)
+        return one
+
+    def _reason(self, downs: Sequence[ScaleDown], closed: Sequence[str]) -> str:
+        """Say why, in words."""
+        if self.ups:
+            return "a request is too long for every instance that has room"
+        if downs:
+            return "no request needs an instance's ranks together"
+        if self.planned:
+            return "a request waits for instances to become one"
+        if closed:
+            return "instances take no new requests, so that they can part"
+        if self.left:
+            return "requests wait for room"
+        return "all is well"
+
+
+def _by_load(candidate: Candidate) -> tuple[float, int, str]:
+    return candidate.load_s, candidate.reading.degree, candidate.reading.name
+
+
+def _room(members: Sequence[Candidate]) -> int:
+    """Return the KV of the instance that some become."""
+    degree = sum(member.reading.degree for member in members)
+    return min(member.reading.capacity.get(degree, 0) for member in members)

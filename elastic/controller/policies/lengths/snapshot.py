@@ -1,0 +1,86 @@
+"""One moment of a fleet whose instances change their degree, in frozen records. Seconds in `*_s`, KV in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class LiveTokens(NamedTuple):
+    """KV of one live request: what it has, and what it may still ask for."""
+
+    held: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class InstanceReading:
+    """One instance. Its degree is the number of its ranks."""
+
+    name: str
+    host: str
+    ranks: tuple[str, ...]
+    capacity: Mapping[int, int] = field(hash=False)
+    """KV of an instance by its degree, if these ranks are all or some of its ranks; degrees that cannot be are left
+    out."""
+    live: tuple[LiveTokens, ...] = ()
+    pending: float = 0.0
+    """Tokens that its requests may still compute,"""
+    rate: float = 1.0
+    """and how many it computes in a second."""
+    busy: bool = False
+    """True while it becomes another."""
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks that share each of its layers."""
+        return len(self.ranks)
+
+    @property
+    def room(self) -> int:
+        """KV that live requests may have together."""
+        return self.capacity.get(self.degree, 0)
+
+    def needs_degree(self, tokens: int) -> bool:
+        """Tell whether a request would fit no instance of half its ranks."""
+        return self.degree > 1 and tokens > self.capacity.get(self.degree // 2, 0)
+
+
+@dataclass(frozen=True)
+class WaitingRequest:
+    """A request that no instance has yet."""
+
+    name: str
+    kv: LiveTokens
+    """KV that it needs when it begins, for its prompt, and what it may ask for then."""
+    since_s: float
+
+    @property
+    def tokens(self) -> int:
+        """Its prompt, and its answer at the most."""
+        return sum(self.kv)
+
+
+@dataclass(frozen=True)
+class LengthSnapshot:
+    """One moment of the instances of one model."""
+
+    at_s: float
+    """Seconds of `time.monotonic`."""
+    instances: tuple[InstanceReading, ...]
+    waiting: tuple[WaitingRequest, ...] = ()
+    """In the order of their arrival."""
+
+
+def tokens_to_end(live: Iterable[LiveTokens]) -> int:
+    """Return the KV with which requests can all end, one after another, and none is evicted: the banker's sum.
+
+    (Dijkstra, 1965.) In the order of what they need, each can have that, as those before it gave theirs back.
+    """
+    order = sorted(live, key=lambda request: request.needed)
+    returned = most = 0
+    for request in order:
+        most = max(most, request.needed - returned)
+        returned += request.held
+    return returned + most

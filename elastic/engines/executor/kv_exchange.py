@@ -1,0 +1,52 @@
+"""Keys and values of layers that change their rank: where they lie here, and how those of other ranks come here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from elastic.engines.core.kv_state import KVFormat, LayersKV
+from elastic.engines.executor.kv_copy import copy_layers
+from elastic.errors import StateError
+from elastic.kvcache.storage.sector_space import SectorSpace
+from elastic.memory.backends.rank_memory import Peers
+from elastic.memory.rate_limit import YieldingPace
+from elastic.types import RankMemory
+
+
+class KVExchange:
+    """What an engine and the stages of other instances at its rank exchange layers with."""
+
+    def __init__(self, format: KVFormat, pace: YieldingPace) -> None:
+        self._format = format
+        self.pace = pace
+        """Of copies beside steps."""
+        self.peers: Peers | None = None
+        """The other ranks; None: only memory files of this host can be read, and only by their processes."""
+
+    def locate(self, memory: SectorSpace, layers: Iterable[int]) -> LayersKV:
+        """Say where the keys and values of layers lie. Raises `StateError` for a place that nobody else can read."""
+        with memory.lock:
+            pages = memory.layer_pages(layers)
+        pool = memory.kv.pool
+        file = pool.backend.shared_file()
+        if file is None and self.peers is None:
+            raise StateError(f"the KV cache on {pool.name} cannot be read by other processes")
+        served = None if self.peers is None else RankMemory(self.peers.name, pool.name)
+        return LayersKV(file, pool.page_bytes, self._format, pages, served)
+
+    def copy(
+        self,
+        memory: SectorSpace,
+        source: LayersKV,
+        layers: Iterable[int],
+        blocks: Sequence[Sequence[int]] | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+        *,
+        coordinated: bool,
+    ) -> int:
+        """Copy keys and values of layers from another rank; return bytes. See `copy_layers`.
+
+        `coordinated`: in chunks, behind what computes here; for copies that no step waits for.
+        """
+        pace = self.pace if coordinated else None
+        return copy_layers(memory, source, layers, blocks, wanted, peers=self.peers, pace=pace)

@@ -1,0 +1,64 @@
+"""The memory of another rank: read from its memory file where that is of this host, else over the network."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from elastic.errors import StateError
+from elastic.memory.backends.shared_file import SharedFile, host_name, open_shared
+from elastic.types import RankMemory
+
+logger = logging.getLogger(__name__)
+Pieces = Sequence[tuple[int, int]]
+"""Stretches of a place's memory as (offset, bytes); page i of it lies at i * page_bytes."""
+
+
+class MemoryReader(Protocol):
+    """Reads memory that another process goes on with: what is read while it is written may be of both."""
+
+    waits: bool
+    """Whether another process has to answer, so that no lock may be held meanwhile."""
+
+    def read(self, address: int, pieces: Pieces) -> None:
+        """Copy pieces side by side to an address in host memory, without the interpreter's lock.
+
+        Raises `StateError` for what is not there, `RankLost` where the rank that has it is gone.
+        """
+
+    def close(self) -> None:
+        """Let go of it. Can be called twice."""
+
+
+class Peers(Protocol):
+    """The other ranks, as one of them knows them."""
+
+    name: str
+    """Of this rank."""
+
+    def open_memory(self, memory: RankMemory, *, coordinated: bool) -> MemoryReader:
+        """Read memory that another rank serves, `coordinated`: behind what it computes and sends.
+
+        Raises `RankLost` where it cannot be reached.
+        """
+
+
+def open_memory(
+    file: SharedFile | None, memory: RankMemory | None, peers: Peers | None, *, coordinated: bool = False
+) -> MemoryReader:
+    """Open the memory of another rank: by its file if this host has it, else by the rank, `coordinated` or at once.
+
+    Raises `StateError` where there is no way to it, `RankLost` where the rank is gone.
+    """
+    reachable = memory is not None and peers is not None
+    if file is not None and (file.host == host_name() or not reachable):
+        try:
+            return open_shared(file)
+        except StateError as error:
+            if not reachable:
+                raise
+            logger.info("memory is read over the network: %s", error)
+    if memory is None or peers is None:
+        raise StateError("the memory is in no file, and no rank serves it: only its own process can read it")
+    return peers.open_memory(memory, coordinated=coordinated)

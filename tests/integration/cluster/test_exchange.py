@@ -1,0 +1,213 @@
+"""Layers change their rank by each way there is: over the network, stalled, without regard to what computes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.cluster.control.handshake import make_key_file
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.launch.join import JoinLauncher
+from elastic.cluster.peers.memory_reader import RankMemoryReader
+from elastic.engines.base import Request
+from elastic.engines.continuous import ContinuousEngine
+from elastic.errors import StateError
+from elastic.memory.backends import rank_memory
+from elastic.memory.rate_limit import YieldingPace
+from support import architectures
+from support.serving.generations import Collector, continuation, prompts, same_unless_close
+from support.wrapped_model import small
+
+pytestmark = pytest.mark.slow
+ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
+ARCHITECTURE, TOKENS = "qwen3", 150
+PARTS = {"r0": range(1, 3), "r1": range(1)}
+
+
+class Served:
+    """Two ranks of this process that serve, and what the plain model answers."""
+
+    def __init__(self) -> None:
+        self.models = [architectures.build(ARCHITECTURE) for _ in range(2)]
+        for number, model in enumerate(self.models):
+            elastic.wrap(model, places=small(4 << 20, f"cpu#{number}"))
+        self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60)
+        self.heard = Collector()
+        self.expected: dict[str, list[int]] = {}
+
+    def submit(self) -> None:
+        plain = architectures.build(ARCHITECTURE)
+        for prompt in prompts([5, 40, 70, 12], architectures.VOCAB, seed=len(self.expected)):
+            request = Request(prompt, TOKENS)
+            self.expected[request.id] = continuation(plain, prompt, TOKENS)
+            self.fleet.submit(request, self.heard)
+        for name in self.expected:
+            self.heard.wait_for_tokens(name, 5)
+
+    def finish(self) -> None:
+        self.heard.wait(list(self.expected))
+        assert self.heard.tokens == self.expected
+        self.fleet.check()
+        assert self.fleet.status().totals.recomputed_tokens == 0
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    one = Served()
+    one.fleet.start()
+    yield one
+    one.fleet.stop(drain=False)
+    for model in one.models:
+        if not model.elastic.dropped:
+            elastic.unwrap(model)
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that were read over the network; memory files are of another host."""
+    read, counted = RankMemoryReader.read, list[int]()
+
+    def count(reader: RankMemoryReader, address: int, pieces: Any) -> None:
+        counted.append(sum(nbytes for _, nbytes in pieces))
+        read(reader, address, pieces)
+
+    monkeypatch.setattr(RankMemoryReader, "read", count)
+    monkeypatch.setattr(rank_memory, "host_name", lambda: "another host")
+    return counted
+
+
+def test_layers_are_exchanged_over_the_network(served: Served, read_bytes: list[int]) -> None:
+    served.submit()
+    dropped = served.fleet.drop(layers=PARTS)
+    assert (dropped.status, dropped.moved_bytes) == ("applied", sum(read_bytes))
+    served.submit()
+    before = sum(read_bytes)
+    restored = served.fleet.restore()
+    assert restored.status == "applied"
+    assert restored.fetched_bytes > 0
+    assert restored.moved_bytes + restored.fetched_bytes == sum(read_bytes) - before
+    served.finish()
+
+
+def test_a_copy_that_fails_over_the_network_leaves_the_group_serving(
+    served: Served, read_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(RankMemoryReader, "read", fail)
+        dropped = served.fleet.drop(layers=PARTS)
+    assert (dropped.status, dropped.flips) == ("deferred", 0)
+    assert "cable" in dropped.why
+    assert served.fleet.drop(layers=PARTS).status == "applied"
+    assert read_bytes
+    assert served.fleet.restore().status == "applied"
+    served.finish()
+
+
+def fail(*_: object) -> None:
+    raise StateError("the cable is broken")
+
+
+@pytest.mark.parametrize("exchange", ["live", "stall"])
+def test_instances_go_on_or_stop_while_layers_change_their_rank(
+    served: Served, exchange: Literal["live", "stall"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of steps that the engine which gets a layer has begun at each of its copies."""
+    copy, steps = ContinuousEngine.copy_layers, defaultdict[str, set[int]](set)
+
+    def look(engine: ContinuousEngine, *args: Any, **options: Any) -> int:
+        steps[engine.rank].add(engine.load().steps)
+        return copy(engine, *args, **options)
+
+    monkeypatch.setattr(ContinuousEngine, "copy_layers", look)
+    served.submit()
+    for change in (partial(served.fleet.drop, layers=PARTS), served.fleet.restore):
+        steps.clear()
+        done = change(exchange=exchange)
+        assert (done.status, done.flips) == ("applied", 3)
+        assert len(steps) == 2
+        assert (max(map(len, steps.values())) == 1) is (exchange == "stall")
+    served.finish()
+
+
+@pytest.mark.parametrize("coordinated", [True, False])
+def test_copies_let_what_computes_pass_if_they_are_told_to(
+    served: Served, coordinated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, asked = YieldingPace.copying, list[YieldingPace]()
+
+    def count(pace: YieldingPace, nbytes: int) -> AbstractContextManager[None]:
+        asked.append(pace)
+        return copying(pace, nbytes)
+
+    monkeypatch.setattr(YieldingPace, "copying", count)
+    served.submit()
+    assert served.fleet.drop(layers=PARTS, coordinated=coordinated).status == "applied"
+    assert len(set(asked)) == (2 if coordinated else 0)
+    asked.clear()
+    assert served.fleet.restore(coordinated=coordinated).status == "applied"
+    assert len(set(asked)) == (2 if coordinated else 0)
+    served.finish()
+
+
+FAR = """
+import sys
+from elastic.memory.backends import rank_memory, shared_file
+
+name = shared_file.host_name().split("/")[0] + "/" + sys.argv[1]
+shared_file.host_name = rank_memory.host_name = lambda: name
+rank_memory.open_shared = None
+from elastic.cluster.rank import rank
+
+rank.host_name = lambda: name
+from elastic.cli.main import main
+
+sys.exit(main(sys.argv[2:]))
+"""
+"""A rank in a process namespace of its own: nobody finds its memory file."""
+
+
+def test_processes_that_find_no_memory_file_of_each_other_exchange_layers(tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    key_file, heard, asked = make_key_file(tmp_path / "key"), Collector(), dict[str, tuple[int, ...]]()
+    with ExitStack() as stack:
+        launcher = JoinLauncher(key_file, start_timeout_s=120)
+        stack.callback(launcher.close)
+        fleet = Fleet(str(MODEL_DIR), ranks=2, launch=launcher, replace=False, beat_timeout_s=60)
+        where = f"{launcher.address[0]}:{launcher.address[1]}"
+        for number in range(2):
+            arguments = [str(MODEL_DIR), "--join", where, "--key-file", str(key_file), "--name", f"far{number}"]
+            arguments += ["--place", f"cpu#{number}=24MiB"]
+            stack.enter_context(subprocess.Popen([sys.executable, "-P", "-c", FAR, f"n{number}", "rank", *arguments]))
+        stack.callback(fleet.stop, drain=False)
+        fleet.start()
+        names = [rank.name for rank in fleet.status().ranks]
+        for prompt in prompts([20, 33, 9, 48], 512, seed=3):
+            request = Request(prompt, 100, ignore_eos=True)
+            asked[request.id] = prompt
+            fleet.submit(request, heard)
+        for name in asked:
+            heard.wait_for_tokens(name, 5)
+        half = len(fleet.layer_bytes()) // 2
+        dropped = fleet.drop(layers={names[0]: range(half), names[1]: range(half, 2 * half)})
+        assert (dropped.status, dropped.flips) == ("applied", 2 * half)
+        restored = fleet.restore()
+        assert restored.status == "applied"
+        assert 0 < restored.fetched_bytes <= dropped.freed_bytes
+        heard.wait(list(asked))
+        for name, prompt in asked.items():
+            assert heard.ends[name].finish == "length", heard.ends[name]
+            assert same_unless_close(plain, prompt, heard.tokens[name])
+        fleet.check()
+        assert fleet.status().totals.recomputed_tokens == 0

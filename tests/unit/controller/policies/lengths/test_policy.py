@@ -1,0 +1,248 @@
+"""The scheduler's decisions one by one: who can hold a request, what becomes one for it, and when that parts again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.config import Lengths
+from elastic.controller.policies.lengths.candidates import lower_degree
+from elastic.controller.policies.lengths.policy import LengthPlan, LengthPolicy, LengthState, ScaleDown, ScaleUp
+from elastic.controller.policies.lengths.snapshot import (
+    InstanceReading,
+    LengthSnapshot,
+    LiveTokens,
+    WaitingRequest,
+    tokens_to_end,
+)
+
+CAPACITY = {1: 1000, 2: 3000, 4: 8000}
+
+
+def instance(
+    name: str, *live: tuple[int, int] | int, ranks: str = "", host: str = "h", pending: float | None = None, **more: Any
+) -> InstanceReading:
+    """One of as many ranks as letters; a live request that is a number has all its KV."""
+    kv = tuple(LiveTokens(*(one if isinstance(one, tuple) else (one, 0))) for one in live)
+    work = float(sum(map(sum, kv))) if pending is None else pending
+    return InstanceReading(name, host, tuple(ranks or name), CAPACITY, kv, work, **more)
+
+
+def waits(name: str, tokens: int, since_s: float = 0.0) -> WaitingRequest:
+    return WaitingRequest(name, LiveTokens(tokens, 0), since_s)
+
+
+class Run:
+    """Decides again and again with the memory of the last time."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.policy = LengthPolicy(Lengths(**settings))
+        self.state: LengthState | None = None
+
+    def at(self, at_s: float, instances: list[InstanceReading], *waiting: WaitingRequest) -> LengthPlan:
+        plan = self.policy.decide(LengthSnapshot(at_s, tuple(instances), waiting), self.state)
+        self.state = plan.state
+        return plan
+
+
+def decide(instances: list[InstanceReading], *waiting: WaitingRequest, **settings: Any) -> LengthPlan:
+    return Run(**settings).at(0.0, instances, *waiting)
+
+
+def test_the_bankers_sum_is_what_all_need_to_end_one_after_another() -> None:
+    assert tokens_to_end([]) == 0
+    assert tokens_to_end([LiveTokens(10, 5)]) == 15
+    assert tokens_to_end([LiveTokens(10, 5), LiveTokens(20, 12)]) == 35, "the second begins with what the first gives"
+    assert tokens_to_end([LiveTokens(10, 5), LiveTokens(20, 40)]) == 60
+
+
+def test_a_request_goes_to_the_least_loaded_instance() -> None:
+    instances = [instance("a", 300), instance("b", 200), instance("c", 950)]
+    assert decide(instances, waits("r", 100)).routes == (("r", "b"),)
+    assert decide(instances, waits("r", 100), waits("s", 100), waits("t", 100)).routes == (
+        ("r", "b"),
+        ("s", "a"),
+        ("t", "b"),
+    ), "what was sent counts"
+
+
+def test_load_is_time_not_tokens() -> None:
+    fast = instance("a", 400, rate=10.0)
+    assert decide([fast, instance("b", 300)], waits("r", 100)).routes == (("r", "a"),)
+
+
+def test_a_request_waits_for_the_least_loaded_instance_if_that_is_full() -> None:
+    plan = decide([instance("a", 150), instance("b", 950, pending=100)], waits("r", 100), waits("s", 100))
+    assert (plan.routes, plan.state.targets) == ((("s", "a"),), {"r": frozenset("b")})
+
+
+def test_nothing_becomes_one_for_a_request_that_only_has_to_wait() -> None:
+    plan = decide([instance("a", 950), instance("b", 980)], waits("r", 500), most_ranks=2)
+    assert (plan.routes, plan.ups, plan.refused) == ((), (), ())
+    assert plan.reason == "requests wait for room"
+
+
+def test_a_long_request_has_the_least_loaded_of_equal_degree_become_one() -> None:
+    instances = [instance("a", 300), instance("b", 100), instance("c", 200), instance("d", 900)]
+    assert decide(instances, waits("r", 2000)).ups == (ScaleUp(("b", "c"), 2, "r"),)
+
+
+def test_two_steps_are_one_decision() -> None:
+    instances = [instance(name) for name in "abcdefgh"]
+    (up,) = decide(instances, waits("r", 5000)).ups
+    assert (up.degree, len(up.instances)) == (4, 4)
+
+
+def test_the_step_is_the_least_factor() -> None:
+    (up,) = decide([instance(name) for name in "abcd"], waits("r", 2000), step=4).ups
+    assert up.degree == 4
+
+
+def test_instances_of_several_hosts_do_not_become_one() -> None:
+    apart = [instance("a", host="x"), instance("b", host="y"), instance("c", 500, host="y")]
+    assert decide(apart, waits("r", 2000)).ups == (ScaleUp(("b", "c"), 2, "r"),)
+    plan = decide(apart[:2], waits("r", 2000))
+    assert (plan.ups, plan.refused) == ((), ("r",))
+
+
+def test_what_no_degree_holds_is_refused() -> None:
+    instances = [instance(name) for name in "abcdefgh"]
+    assert decide(instances, waits("r", 8001), waits("s", 100)).refused == ("r",)
+    assert decide(instances, waits("r", 5000), most_ranks=2).refused == ("r",)
+
+
+def test_unlike_instances_become_one_where_no_equal_ones_can() -> None:
+    plan = decide([instance("ab", 1500), instance("c"), instance("d")], waits("r", 5000))
+    assert {frozenset(up.instances) for up in plan.ups} == {frozenset({"ab", "c", "d"})}
+
+
+def test_instances_that_are_too_full_take_nothing_more_until_they_can_become_one() -> None:
+    run = Run()
+    full = [instance("a", 900), instance("b", 900)]
+    plan = run.at(0.0, full, waits("long", 2000), waits("short", 50, 0.1))
+    assert (plan.routes, plan.ups) == ((), ())
+    assert plan.reason == "a request waits for instances to become one"
+    plan = run.at(1.0, [instance("a", 900), instance("b")], waits("long", 2000), waits("short", 50, 0.1))
+    assert (plan.routes, plan.ups) == ((), (ScaleUp(("a", "b"), 2, "long"),))
+    busy = [instance("a", 900, busy=True), instance("b", busy=True)]
+    assert run.at(3.0, busy, waits("long", 2000), waits("short", 50, 0.1)).ups == ()
+    plan = run.at(4.0, [instance("ab", 900)], waits("long", 2000), waits("short", 50, 0.1))
+    assert plan.routes == (("long", "ab"), ("short", "ab"))
+
+
+def test_what_was_asked_for_and_did_not_come_is_asked_for_again_after_a_while() -> None:
+    run, pair = Run(cooldown_s=1.0), [instance("a"), instance("b")]
+    asked = [bool(run.at(tick / 2, pair, waits("r", 2000)).ups) for tick in range(5)]
+    assert asked == [True, False, True, False, True]
+
+
+def test_further_long_requests_go_to_instances_that_are_large_already() -> None:
+    instances = [instance("abcd", 4500, pending=9e9), instance("e"), instance("f"), instance("g"), instance("h")]
+    plan = decide(instances, waits("r", 3500))
+    assert (plan.routes, plan.ups) == ((("r", "abcd"),), ())
+
+
+def test_long_requests_come_together_so_that_other_instances_can_part() -> None:
+    instances = [instance("abcd", 4500), instance("efgh", 100)]
+    assert decide(instances, waits("r", 3100)).routes == (("r", "abcd"),)
+
+
+def test_several_long_requests_wait_for_instances_that_become_one_for_the_first() -> None:
+    run, instances = Run(), [instance(name) for name in "abcdefgh"]
+    plan = run.at(0.0, instances, waits("r", 3500), waits("s", 3500))
+    assert [up.degree for up in plan.ups] == [4]
+    assert set(plan.state.targets) == {"r", "s"}
+
+
+def test_a_long_request_waits_for_room_before_others_become_one_for_it() -> None:
+    run = Run(wait_s=10.0)
+    instances = [instance("abcd", 7000), *(instance(name) for name in "efgh")]
+    assert run.at(9.0, instances, waits("r", 5000)).ups == ()
+    (up,) = run.at(10.0, instances, waits("r", 5000)).ups
+    assert set(up.instances) == {"e", "f", "g", "h"}
+
+
+def test_a_large_instance_takes_no_more_short_requests_than_its_parts_could_hold() -> None:
+    instances = [instance("ab", 1001, 900, 400, pending=0.0), instance("c", 950)]
+    assert decide(instances, waits("r", 600)).routes == (("r", "ab"),)
+    assert decide(instances, waits("r", 601)).routes == ()
+
+
+def test_a_request_that_waits_for_room_is_not_passed_there() -> None:
+    run = Run()
+    instances = [instance("a", 500), instance("b", 600)]
+    for tick in range(5):
+        plan = run.at(float(tick), instances, waits("large", 900), waits("small", 100, 0.1))
+        assert plan.routes == (("small", "b"),)
+    assert run.at(9.0, [instance("a"), instance("b", 700)], waits("large", 900)).routes == (("large", "a"),)
+
+
+def test_an_instance_parts_when_its_long_requests_have_ended_and_half_is_free() -> None:
+    run = Run(dwell_s=5.0)
+    assert run.at(0.0, [instance("abcd", 5000, 300)]).downs == ()
+    assert run.at(3.0, [instance("abcd", 300)]).downs == (), "not at once"
+    assert run.at(4.9, [instance("abcd", 300)]).downs == ()
+    assert run.at(5.0, [instance("abcd", 300)]).downs == (ScaleDown("abcd", 1),)
+
+
+def test_an_instance_does_not_part_into_ones_that_could_not_hold_its_requests() -> None:
+    assert lower_degree(instance("abcd", 600, 600, 600, 600)) == 1
+    assert lower_degree(instance("abcd", 600, 600, 600, 600, 600)) == 2
+    assert lower_degree(instance("abcd", (100, 900), (100, 901))) == 2
+    assert lower_degree(instance("abcd", 3001)) is None
+    assert decide([instance("abcd", 2500)], dwell_s=0.0).downs == (ScaleDown("abcd", 2),)
+    assert decide([instance("abcd", 2500)], dwell_s=0.0, free_to_shrink=0.7).downs == (), "less is free"
+
+
+FULL = (900, 900, 900, 900, 900)  # five: one more than four instances hold
+
+
+def test_an_instance_that_cannot_part_yet_takes_no_short_requests_but_not_for_ever() -> None:
+    run = Run(dwell_s=1.0, patience_s=30.0, free_to_shrink=0.9)
+    run.at(0.0, [instance("abcd", *FULL)])
+    assert run.at(1.0, [instance("abcd", *FULL)]).closed == ("abcd",)
+    plan = run.at(2.0, [instance("abcd", 100)], waits("r", 100, 2.0))
+    assert plan.routes == ()
+    assert run.at(30.9, [instance("abcd", *FULL)]).closed == ("abcd",)
+    assert run.at(31.0, [instance("abcd", *FULL)]).closed == ()
+    assert run.at(60.9, [instance("abcd", *FULL)]).closed == (), "open for as long"
+    assert run.at(61.0, [instance("abcd", *FULL)]).closed == ("abcd",)
+
+
+def test_an_instance_opens_when_the_queue_grows() -> None:
+    run = Run(dwell_s=1.0, queue_high_s=2.0, free_to_shrink=0.9)
+    run.at(0.0, [instance("abcd", *FULL)])
+    assert run.at(1.0, [instance("abcd", *FULL)]).closed == ("abcd",)
+    assert run.at(3.9, [instance("abcd", *FULL)], waits("r", 100, 2.0)).closed == ("abcd",)
+    assert run.at(4.0, [instance("abcd", *FULL)], waits("r", 100, 2.0)).closed == ()
+
+
+def test_a_long_request_that_comes_meanwhile_opens_it() -> None:
+    run = Run(dwell_s=1.0, free_to_shrink=0.9)
+    run.at(0.0, [instance("abcd", 900, 900)])
+    assert run.at(1.0, [instance("abcd", *FULL)]).closed == ("abcd",)
+    plan = run.at(2.0, [instance("abcd", 900, 900)], waits("long", 5000, 2.0))
+    assert (plan.routes, plan.closed, plan.downs) == ((("long", "abcd"),), (), ())
+
+
+def test_the_dwell_doubles_when_instances_part_too_early() -> None:
+    run = Run(dwell_s=1.0)
+    whole, parts = [instance("ab")], [instance("a"), instance("b")]
+    dwells = []
+    now = 0.0
+    for _ in range(5):
+        assert run.at(now, parts, waits("long", 2000, now)).ups
+        began = now = now + 1.0
+        while not run.at(now, whole).downs:
+            now += 0.5
+        dwells.append(now - began)
+        now += 1.0
+    assert dwells == [1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("waiting", [0, 2000])
+def test_a_long_queue_is_looked_through_in_order(waiting: int) -> None:
+    queue = [waits(f"r{number}", 400, float(number)) for number in range(waiting)]
+    plan = decide([instance("a"), instance("b")], *queue)
+    assert [name for name, _ in plan.routes] == [f"r{number}" for number in range(min(4, waiting))]
