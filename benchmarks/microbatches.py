@@ -6,7 +6,8 @@ Two ranks, pinned to a core each, are the stages of two instances, with a batch 
 from the start: prompts of 64 to 4,096 tokens, few of them long (1:64), for one token each. The model is one whose
 attention counts (12 layers, hidden 256). Cut by tokens, as Sarathi does, with the best of three budgets, against cut
 by cost (KunServe, section 4.3), whose cost model is fitted first, on batches of this model in this process. Rounds play
-the same queue to all, in random order, on the same ranks.
+the same queue to all, in random order, with fresh processes. Attention has to take .3 of the time of steps at least,
+measured in this process before the rounds: else the figures are void.
 
 A stage is idle while it does not use its core, from the first step to the last; the bubbles are the idle share of both
 stages. Beside them what an ideal pipeline of as many equal batches would have. Targets: bubbles of cost at most .4 of
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from chunk_cost import mixes
@@ -38,7 +40,9 @@ from elastic.assets import MODEL_DIR
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import profile_chunks
+from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import CostBudget, StepBudget, TokenBudget
+from elastic.engines.executor.paged_cache import RequestSlice
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 LAYERS, LONGEST, MOST = 12, 4096, 1024
@@ -84,6 +88,44 @@ def queue(round_: int, quick: bool) -> list[Request]:
     lengths = [min(LONGEST, int(64 / (1 - choose.random()))) for _ in range(12 if quick else 64)]
     lengths = [min(256, length) for length in lengths] if quick else lengths
     return [Request(prompt(length, choose), 1, ignore_eos=True) for length in lengths]
+
+
+def attention_share(path: Path, quick: bool) -> float:
+    """Return which part of the time of steps attention takes, of one queue, in this process: of the CPU's time."""
+    model = LlamaForCausalLM.from_pretrained(path).eval().requires_grad_(False)
+    elastic.wrap(model, places=["cpu#0=2GiB"])
+    engine = ContinuousEngine(model, max_batch_tokens=MOST // 2, share_prefixes=False)
+    attend, spent = RequestSlice.attend, 0.0
+
+    def timed(*args: Any) -> Any:
+        nonlocal spent
+        begin = time.thread_time()
+        try:
+            return attend(*args)
+        finally:
+            spent += time.thread_time() - begin
+
+    def steps() -> float:
+        whole = 0.0
+        while step := scheduler.schedule():
+            begin = time.thread_time()
+            result = engine._runner.execute(step).result()
+            whole += time.thread_time() - begin
+            scheduler.update(step, result)
+        return whole
+
+    scheduler = engine._loop.scheduler
+    try:
+        with patch.object(RequestSlice, "attend", timed):
+            for round_ in (1, 0):  # the first warms up
+                for request in queue(round_, quick):
+                    scheduler.add([SequenceState(request.id, request, 0, 0)])
+                spent = 0.0
+                whole = steps()
+        return spent / whole
+    finally:
+        engine.stop(drain=False)
+        elastic.unwrap(model)
 
 
 @contextmanager
@@ -142,6 +184,7 @@ def main() -> None:
     rounds, layers = (1, 4) if options.quick else (min(options.rounds, 5), LAYERS)
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder), layers)
+        share = attention_share(path, options.quick)
         cost = fitted(path, options.quick)
         ways: dict[str, StepBudget] = {f"{count} tokens": TokenBudget(count) for count in BUDGETS}
         ways["cost"] = CostBudget(cost, LEAST, MOST)
@@ -154,6 +197,8 @@ def main() -> None:
     results = {
         **{name: one.told() for name, one in figures.items()},
         "best_by_tokens": best,
+        "attention_share": share,
+        "void": share < 0.3,
         "bubbles_over_best": ratio(figures["cost"].bubbles, figures[best].bubbles),
         "tokens_per_s_over_best": ratio(figures["cost"].tokens_per_s, figures[best].tokens_per_s),
     }

@@ -282,9 +282,8 @@ class Overload:
     lookahead: bool = False
     """Whether steps of a pipeline cost the same, instead of having as many tokens; ranks measure that before."""
     exchange: Literal["live", "stall"] = "live"
-    """Whether instances go on while keys and values change their rank; or stop until all have, as the paper's do."""
     coordinated: bool = True
-    """Whether what is copied between ranks lets pass what they compute and send meanwhile. (KunServe, section 4.2)"""
+    """How keys, values and weights go from rank to rank; see `Fleet.drop`. (KunServe, section 4.2)"""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):

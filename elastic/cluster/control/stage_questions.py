@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.engines.pipeline.path import LayerPath
+
+Bulk = Literal["sockets", "nixl"]
 
 # -- connections
 
@@ -24,6 +26,8 @@ class OpenPeers:
     rank: str
     key: bytes = field(repr=False)
     """Who connects has to prove it."""
+    bulk: Bulk = "sockets"
+    """How it reads the memory of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,14 @@ class GiveUpLayers:
 
 @dataclass(frozen=True)
 class Recover:
-    """Go on without a rank that was lost: all layers at home again, its requests computed anew: tokens computed twice.
+    """Go on without a rank that was lost, with all layers at home again: the tokens that are computed anew.
 
     The weights of layers that were dropped come back first.
     """
 
     lost: str
+    memories: Mapping[str, KVSource] = field(default_factory=dict, hash=False)
+    """Of ranks that are gone, what can still be read."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from elastic.cluster.control.messages import (
     RollbackActions,
     RuntimeView,
 )
+from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.groups import Groups
@@ -66,7 +67,8 @@ class Fleet(GroupVerbs):
     instances have room; with "drop", or an `Overload`, instances that run out of KV drop layers that they hold twice;
     a list has both. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
     for `hang_timeout_s`, is fenced; with `replace` another one takes its place. Its requests go on elsewhere, from the
-    tokens that were told. `grammars` checks grammars before a rank sees them.
+    tokens that were told. `grammars` checks grammars before a rank sees them. By `bulk` ranks read each other's memory
+    where they find no memory file of it: "sockets", or "nixl" (the extra of that name, at all ranks).
 
     Listeners are called on the thread that reads from the request's rank; when it is cancelled while it waits, on the
     thread that does so; one call at a time for a request, in order. They may submit and cancel.
@@ -90,11 +92,13 @@ class Fleet(GroupVerbs):
         hang_timeout_s: float = 60.0,
         replace: bool = True,
         grammars: GrammarCompiler | None = None,
+        bulk: Bulk = "sockets",
     ) -> None:
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
         require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
         require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
+        require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
         policies = chosen(policy)
         self.counters = RequestMetrics()
         self._grammars = grammars
@@ -102,9 +106,8 @@ class Fleet(GroupVerbs):
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        options: dict[str, Any] = {"wrap": dict(wrap or {}), "engine": dict(engine or {})}
-        options |= {"environment": dict(environment or {}), "lookahead": policies.lookahead}
-        self._starter = RankStarter(self._launcher, self._members, model, options)
+        options = {"wrap": dict(wrap or {}), "engine": dict(engine or {}), "environment": dict(environment or {})}
+        self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
         self._specs = self._starter.specs(ranks, places, cores)
         self._supervisor = Supervisor(
             self._dispatcher,
@@ -115,7 +118,7 @@ class Fleet(GroupVerbs):
             hang_timeout_s=hang_timeout_s,
         )
         self._members.on_lost = self._supervisor.lost
-        self._groups = Groups(self._dispatcher, self._log)
+        self._groups = Groups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out

@@ -6,7 +6,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -17,6 +17,7 @@ from elastic.cluster.control.listener import LOOPBACK, Listener
 from elastic.cluster.peers.log import LogConnection
 from elastic.cluster.peers.memory_reader import OtherMemories, RankMemoryReader
 from elastic.cluster.peers.memory_server import Copying, MemoryServer, at_once
+from elastic.cluster.peers.nixl_memory import NixlAgent, NixlMemoryReader
 from elastic.cluster.peers.transport import PeerTransport
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.memory.page_pool import PagePool
@@ -24,7 +25,7 @@ from elastic.types import RankMemory
 
 logger = logging.getLogger(__name__)
 Address = tuple[str, int]
-Kind = Literal["hidden states", "log", "memory"]
+Kind = Literal["hidden states", "log", "memory", "nixl"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,13 @@ class PeerHub:
     whoever reads a rank's memory.
     """
 
-    def __init__(self, name: str, key: bytes, address: Address = (LOOPBACK, 0)) -> None:
-        """Raises `ConfigError` for an address that cannot be listened on."""
+    def __init__(
+        self, name: str, key: bytes, address: Address = (LOOPBACK, 0), bulk: Literal["sockets", "nixl"] = "sockets"
+    ) -> None:
+        """`bulk` is how it reads the memory of others: by NIXL, all ranks need its package.
+
+        Raises `ConfigError` for an address that cannot be listened on, `BackendUnavailable` without NIXL.
+        """
         self.name = name
         self._key = key
         self._changed = threading.Condition()
@@ -58,6 +64,8 @@ class PeerHub:
         self._early: dict[tuple[str, str], tuple[socket.socket, int]] = {}  # home, rank: before there is a transport
         self._arrived: dict[str, SocketConnection] = {}  # home -> its log, until it is accepted
         self._logs: set[LogConnection] = set()
+        self._bulk, self._making_agent = bulk, threading.Lock()
+        self._agent = NixlAgent() if bulk == "nixl" else None
         self._memory = MemoryServer()
         self._others = OtherMemories(self._connect_memory)
         self._numbers = itertools.count()
@@ -171,8 +179,21 @@ class PeerHub:
     def _connect_hidden(self, home: str, rank: str) -> socket.socket:
         return self._connect(rank, home, "hidden states").detach()
 
-    def _connect_memory(self, memory: RankMemory) -> socket.socket:
-        return self._connect(memory.rank, memory.place, "memory").detach()
+    def _connect_memory(self, memory: RankMemory, take_back: Callable[[RankMemoryReader], None]) -> RankMemoryReader:
+        if self._bulk == "sockets":
+            return RankMemoryReader(memory, self._connect(memory.rank, memory.place, "memory").detach(), take_back)
+        agent, stream = self._nixl(), self._connect(memory.rank, memory.place, "nixl").detach()
+        try:
+            return NixlMemoryReader(agent, memory, stream, take_back)
+        except OSError as error:
+            stream.close()
+            raise RankLost(f"rank {memory.rank!r} cannot be read by NIXL: {error}", rank=memory.rank) from error
+
+    def _nixl(self) -> NixlAgent:
+        """Return NIXL's agent, made at the first call."""
+        with self._making_agent:
+            self._agent = self._agent or NixlAgent()
+            return self._agent
 
     def _connect(self, rank: str, of: str, kind: Kind) -> SocketConnection:
         """Return a connection on which the hello was said. Raises `RankLost`."""
@@ -217,8 +238,8 @@ class PeerHub:
                 return
             if hello.kind == "log":
                 self._replace_log(hello.of, connection)
-            elif hello.kind == "memory":
-                self._memory.attach(hello.of, connection.detach())
+            elif hello.kind in ("memory", "nixl"):
+                self._memory.attach(hello.of, connection.detach(), self._nixl if hello.kind == "nixl" else None)
             else:
                 self._attach(hello, connection.detach())
             self._changed.notify_all()

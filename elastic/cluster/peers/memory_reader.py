@@ -60,7 +60,7 @@ class RankMemoryReader:
             self._receive(ctypes.addressof(head), ANSWER.size)
             (answer,) = ANSWER.unpack(bytes(head))
             if answer == nbytes:
-                self._receive(address, nbytes)
+                self._take(address, nbytes)
                 return
             words = (ctypes.c_char * min(max(0, -answer), 4096))()
             self._receive(ctypes.addressof(words), len(words))
@@ -83,6 +83,10 @@ class RankMemoryReader:
         """End the connection."""
         self._stream.close()
 
+    def _take(self, address: int, nbytes: int) -> None:
+        """Have what was answered at an address. Raises `OSError`."""
+        self._receive(address, nbytes)
+
     def _receive(self, address: int, nbytes: int) -> None:
         if not nbytes:
             return
@@ -97,8 +101,8 @@ class RankMemoryReader:
 class OtherMemories:
     """The connections on which a rank reads the memory of others: each is kept for the next reader. Thread-safe."""
 
-    def __init__(self, connect: Callable[[RankMemory], socket.socket]) -> None:
-        """`connect` may wait, and raise `RankLost`."""
+    def __init__(self, connect: Callable[[RankMemory, Callable[[RankMemoryReader], None]], RankMemoryReader]) -> None:
+        """`connect` makes a reader, which goes back by the call that it is given; it may wait, and raise `RankLost`."""
         self._connect = connect
         self._lock = threading.Lock()
         self._idle: list[RankMemoryReader] = []
@@ -107,7 +111,7 @@ class OtherMemories:
 
     def open(self, memory: RankMemory, coordinated: bool) -> RankMemoryReader:
         """Return a reader of a rank's memory. Raises `RankLost`."""
-        reader = self._kept(memory) or RankMemoryReader(memory, self._connect(memory), self._take_back)
+        reader = self._kept(memory) or self._connect(memory, self._take_back)
         reader.coordinated = coordinated
         with self._lock:
             if not self._closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import socket
 import threading
@@ -12,12 +14,14 @@ from typing import Protocol
 import torch
 
 from elastic.cluster.peers.memory_reader import ANSWER, HEAD, MOST_BYTES, MOST_PIECES, PAIR
-from elastic.errors import ElasticError, StateError
+from elastic.cluster.peers.nixl_memory import BUFFER_BYTES, NixlAgent, NixlBuffer
+from elastic.errors import BackendUnavailable, ElasticError, StateError
 from elastic.memory.backends.rank_memory import Pieces
 from elastic.memory.backends.streams import finish_queued_work
 from elastic.memory.mapped_storage import MappedStorage
 from elastic.memory.page_pool import PagePool
 
+logger = logging.getLogger(__name__)
 Copying = Callable[[int], AbstractContextManager[None]]
 """What the sending of so many bytes is done in."""
 
@@ -35,6 +39,9 @@ class ServedPlace(Protocol):
 
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
         """Send pieces. Raises `OSError`, also where they are there no more: nothing may follow then."""
+
+    def copy(self, address: int, pieces: Pieces) -> None:
+        """Copy pieces side by side to an address in host memory. Raises `OSError` as `send`."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -63,6 +70,13 @@ class FilePlace:
                     raise BrokenPipeError("the memory file was cut")
                 offset += sent
 
+    def copy(self, address: int, pieces: Pieces) -> None:
+        """Copy pieces of the file to an address."""
+        for offset, count in pieces:
+            if os.preadv(self._file, [(ctypes.c_char * count).from_address(address)], offset) < count:
+                raise BrokenPipeError("the memory file was cut")
+            address += count
+
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
@@ -85,19 +99,32 @@ class MappedPlace:
 
     def send(self, stream: socket.socket, pieces: Pieces) -> None:
         """Send what is in pages; they stay as they are while it is copied."""
-        for offset, count in pieces:
-            shown = torch.empty(count, dtype=torch.uint8, pin_memory=self._pool.device.type == "cuda")
-            first, skip = divmod(offset, self._pool.page_bytes)
-            try:
-                with self._pool.mapping_lock, self._window(first, -(-(skip + count) // self._pool.page_bytes)) as pages:
-                    shown.copy_(pages[skip : skip + count])
-                    del pages
-            except ElasticError as error:
-                raise BrokenPipeError(str(error)) from error
-            stream.sendall(memoryview(shown.numpy()))  # type: ignore[arg-type]
+        finish_queued_work(self._pool.device)  # it may still be written, on other streams than this one
+        for piece in pieces:
+            stream.sendall(memoryview(self._content(*piece).numpy()))  # type: ignore[arg-type]
+
+    def copy(self, address: int, pieces: Pieces) -> None:
+        """Copy what is in pages to an address."""
+        finish_queued_work(self._pool.device)
+        for piece in pieces:
+            content = self._content(*piece)
+            ctypes.memmove(address, content.data_ptr(), content.nbytes)
+            address += content.nbytes
 
     def close(self) -> None:
         """Nothing is held between two questions."""
+
+    def _content(self, offset: int, count: int) -> torch.Tensor:
+        """Return bytes of pages, which stay as they are while they are copied. Raises `OSError`."""
+        content = torch.empty(count, dtype=torch.uint8, pin_memory=self._pool.device.type == "cuda")
+        first, skip = divmod(offset, self._pool.page_bytes)
+        try:
+            with self._pool.mapping_lock, self._window(first, -(-(skip + count) // self._pool.page_bytes)) as pages:
+                content.copy_(pages[skip : skip + count])
+                del pages
+        except ElasticError as error:
+            raise BrokenPipeError(str(error)) from error
+        return content
 
     @contextmanager
     def _window(self, first: int, count: int) -> Iterator[torch.Tensor]:
@@ -132,13 +159,13 @@ class MemoryServer:
         with self._lock:
             self._pools, self._copying = {pool.name: pool for pool in pools}, copying
 
-    def attach(self, place: str, stream: socket.socket) -> None:
-        """Answer what is asked about a place on a connection, until it ends."""
+    def attach(self, place: str, stream: socket.socket, nixl: Callable[[], NixlAgent] | None = None) -> None:
+        """Answer what is asked about a place on a connection, until it ends; with `nixl`, by that."""
         with self._lock:
             if self._closed:
                 stream.close()
                 return
-            thread = threading.Thread(target=self._run, args=(place, stream), name="elastic-memory", daemon=True)
+            thread = threading.Thread(target=self._run, args=(place, stream, nixl), name="elastic-memory", daemon=True)
             self._streams[stream] = thread
             thread.start()
 
@@ -153,9 +180,18 @@ class MemoryServer:
         for thread in threads:
             thread.join()
 
-    def _run(self, place: str, stream: socket.socket) -> None:
+    def _run(self, place: str, stream: socket.socket, nixl: Callable[[], NixlAgent] | None) -> None:
         with suppress(OSError), ExitStack() as stack:  # the other end has gone
             stack.callback(self._end, stream)
+            buffer = None
+            if nixl is not None:
+                try:
+                    agent = nixl()
+                except BackendUnavailable as error:
+                    logger.warning("another rank cannot read this one's memory: %s", error)
+                    return
+                buffer = stack.enter_context(closing(NixlBuffer(agent)))
+                agent.greet(stream, buffer)
             question = read_question(stream)
             try:
                 served = stack.enter_context(closing(self._open(place)))
@@ -163,7 +199,7 @@ class MemoryServer:
                 _refuse(stream, error)
                 return
             while True:
-                self._answer(served, stream, *question)
+                self._answer(served, stream, buffer, *question)
                 question = read_question(stream)
 
     def _end(self, stream: socket.socket) -> None:
@@ -171,14 +207,27 @@ class MemoryServer:
             del self._streams[stream]
             stream.close()
 
-    def _answer(self, served: ServedPlace, stream: socket.socket, pieces: Pieces, coordinated: bool) -> None:
+    def _answer(
+        self,
+        served: ServedPlace,
+        stream: socket.socket,
+        buffer: NixlBuffer | None,
+        pieces: Pieces,
+        coordinated: bool,
+    ) -> None:
+        nbytes = sum(count for _, count in pieces)
         try:
             served.require(pieces)
+            if buffer is not None and nbytes > BUFFER_BYTES:
+                raise StateError(f"{nbytes:,} bytes are more than a buffer has: {BUFFER_BYTES:,}")
         except StateError as error:
             _refuse(stream, error)
             return
-        nbytes = sum(count for _, count in pieces)
         with self._copying(nbytes) if coordinated else nullcontext():
+            if buffer is not None:
+                served.copy(buffer.address, pieces)
+                stream.sendall(ANSWER.pack(nbytes))
+                return
             stream.sendall(ANSWER.pack(nbytes), socket.MSG_MORE)
             served.send(stream, pieces)
 

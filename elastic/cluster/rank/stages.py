@@ -10,6 +10,7 @@ from elastic.cluster.control.stage_questions import (
     Allot,
     AttachStage,
     BeginExchange,
+    Bulk,
     CapReached,
     CloseStage,
     CopyLayers,
@@ -64,8 +65,8 @@ class Stages:
     def meet(self, question: PeerQuestion) -> Any:
         """Answer about the connections."""
         match question:
-            case OpenPeers(rank, key):
-                return self._open(rank, key)
+            case OpenPeers(rank, key, bulk):
+                return self._open(rank, key, bulk)
             case MeetPeers(addresses):
                 return self._opened.meet(dict(addresses))
             case LosePeer(rank):
@@ -95,9 +96,9 @@ class Stages:
                 return engine.cap_reached()
             case Allot(home, sectors):
                 return engine.allot(home, sectors)
-            case Recover(lost):
+            case Recover(lost, memories):
                 self._attached.clear()
-                return engine.recover(lost, self._restore)
+                return engine.recover(lost, self._restore, memories)
         return self._exchange(question)
 
     def _exchange(self, question: StageQuestion) -> Any:
@@ -131,10 +132,10 @@ class Stages:
             raise StateError("this rank knows no other one; it was not told to listen, or has ended")
         return self._hub
 
-    def _open(self, rank: str, key: bytes) -> tuple[str, int]:
+    def _open(self, rank: str, key: bytes, bulk: Bulk) -> tuple[str, int]:
         with self._lock:
             if self._hub is None:
-                self._hub = hub = PeerHub(rank, key, (self._host, 0))
+                self._hub = hub = PeerHub(rank, key, (self._host, 0), bulk)
                 hub.serve_memory(self._engine.runtime.pools, self._engine.exchange_pace.copying)
                 self._engine.use_peers(hub, lambda: hub.sending)
             return self._hub.address

@@ -259,6 +259,8 @@ class LayerExchange(HostedStages):
             for sequence in self._loop.scheduler.sequences.values():
                 if sequence.computed:
                     journal.note(sequence.kv())
+                    if not sequence.known:
+                        sequence.noted = tuple(map(len, sequence.table.blocks))
         return journal
 
     def _require_layers(self, layers: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from elastic.engines.base import Request
 from elastic.engines.continuous.active_requests import ActiveRequests
-from elastic.engines.continuous.kv_room import KVRoom, kv_room
 from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.core.block_manager import BlockManager
@@ -20,6 +19,7 @@ from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SectorPa
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
+from elastic.engines.executor.kv_room import KVRoom, kv_room
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 

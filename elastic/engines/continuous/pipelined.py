@@ -1,4 +1,4 @@
-"""An engine whose layers other ranks compute: with whom it is joined, and how it goes on when one of them is lost.
+"""An engine whose layers other ranks compute: with whom it is joined.
 
 It stays at its home rank, with all of its requests; what changes is the path of its steps (`pipeline.path.LayerPath`).
 """
@@ -10,16 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from elastic.engines.continuous.layer_exchange import LayerExchange
+from elastic.engines.continuous.recovery import RecoveringEngine
 from elastic.engines.core.step_budget import CostBudget, PathBudget
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
-from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
-from elastic.errors import CapacityError, ConfigError, Overloaded, RankLost, StateError
+from elastic.errors import ConfigError, RankLost, StateError
 from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
@@ -27,7 +26,7 @@ LEAST_SHARE = 4
 """Steps of equal cost have this part of `max_batch_tokens` at least: at the end of the longest prompts."""
 
 
-class PipelinedEngine(LayerExchange):
+class PipelinedEngine(RecoveringEngine):
     """What a rank asks of its engine to compute layers with others. Thread-safe; not for listeners.
 
     First `open_stage` at the other rank, here `attach_stage` and `use_transport`; then layers can be exchanged. The
@@ -131,33 +130,6 @@ class PipelinedEngine(LayerExchange):
 
         return self._between_steps(look)
 
-    def recover(self, lost: str, restore: Callable[[tuple[int, ...]], object]) -> int:
-        """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
-
-        Steps in flight are void, and the other ranks are told that it is over. `restore` is given the layers that come
-        home and returns when their weights are here; if it raises, the engine waits for another `recover`. Then all
-        that live are computed anew from their tokens. Those that do not fit here at all fail.
-        """
-        self._home.abort()
-
-        def come_home() -> int:
-            self._settle_lost(lost)
-            away = tuple(layer for layer, rank in enumerate(self.path.ranks) if rank != self.rank)
-            restarted = self._loop.scheduler.restart() if away else 0
-            self._written = self._loop.scheduler.written = None
-            self._memory.keep_sectors = False
-            if away:
-                restore(away)
-                self._come_home()
-            self._part(LayerPath(self.rank, (self.rank,) * len(self.path.ranks), self.path.epoch + 1))
-            self._memory.set_cap(None)
-            self._fail_impossible()
-            self._loop.paused = False
-            self._loop.go_on()
-            return restarted
-
-        return self._between_steps(come_home)
-
     def sectors_alone(self) -> int:
         """Count the sectors that the KV cache could have at the present limit with all layers here."""
         memory = self._memory
@@ -166,11 +138,6 @@ class PipelinedEngine(LayerExchange):
             return memory.kv.limits.open // (len(whole.group.layers) * whole.layer_pages)
 
     # -- inside, on the loop's thread
-
-    def _settle_lost(self, lost: str) -> None:
-        """Finish the steps in flight, which are void or not."""
-        self._loop.settle_all()
-        self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
 
     def _note_lost(self, rank: str) -> None:
         """Note that the log of a rank has ended; from any thread."""
@@ -181,33 +148,6 @@ class PipelinedEngine(LayerExchange):
 
         with suppress(StateError):
             self._loop.post(lose)
-
-    def _come_home(self) -> None:
-        """Have the keys and values of all layers be here; no sequence has any, and none are kept."""
-        memory = self._memory
-        with memory.lock:
-            memory.set_cap(0)
-            memory.reached_cap()  # which gives all sectors back
-            memory.add_layers(set(range(len(self.path.ranks))) - set(memory.layers))
-        self._runner.cache.refresh()
-
-    def _part(self, path: LayerPath) -> None:
-        """Have nothing to do with other ranks any more, as a home."""
-        self._home.reset(path)
-        self._home.forward = None
-        self._received.allow()
-        self._release_forward()
-        self._follow_journal()
-
-    def _fail_impossible(self) -> None:
-        """End what was taken because other ranks had room for it, and never fits here."""
-        for name, sequence in list(self._loop.scheduler.sequences.items()):
-            try:
-                self._blocks.require_possible(sequence.table.most_tokens)
-            except Overloaded:
-                pass  # it waits
-            except CapacityError as error:
-                self._loop.fail(name, error)
 
     # -- inside, on any thread
 

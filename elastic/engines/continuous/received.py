@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from elastic.engines.core.block_manager import BlockManager, BlockTable
+from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
 from elastic.engines.core.step import SequenceState
 from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks

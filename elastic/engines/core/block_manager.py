@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers
-from elastic.engines.core.block_pool import BlockPool, SectorMemory
+from elastic.engines.core.block_pool import NEVER, BlockPool, BlockTable, SectorMemory
 from elastic.engines.core.prefix_cache import PrefixCache, block_hash
 from elastic.errors import CapacityError, IntegrityError, Overloaded
 
 NOBODY: Sharers = frozenset()
-NEVER = (-1, 0, 0)
 RETRY_AFTER_S = 1.0
 """For blocks that other sequences have now."""
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """The blocks of one sequence, by group of layers: block i holds its tokens from i * block_tokens on.
-
-    In a group with a sliding window the token at position p is in slot p modulo the window.
-    """
-
-    most_tokens: int
-    """The most that it will ever hold."""
-    blocks: tuple[list[int], ...]
-    demand: Demand
-    """What it still needs; of the ledger while it has a block."""
-    capacity: int = 0
-    """Tokens for which it has blocks."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Of its first full blocks, as far as they are known."""
-    shared: int = 0
-    """How many of its blocks others may share."""
-    refused: tuple[int, int, int] = NEVER
-    """When blocks were last refused because not all could end then: `BlockManager._version`, the room that there was,
-    the blocks that it wanted."""
 
 
 class BlockManager:
@@ -102,6 +77,15 @@ class BlockManager:
                     self._waiting[sequence] = tokens
             self._promised = None
 
+    def wraps(self, tokens: int) -> bool:
+        """Return whether of so many tokens of a sequence the last ones lie in the place of the first in some group."""
+        return any(window is not None and tokens > window for window in self._windows)
+
+    def blocks_of(self, table: BlockTable, tokens: int) -> tuple[tuple[list[int], list[int]], ...]:
+        """Return, for each group, the blocks of a table that its first `tokens` tokens are in, and the others."""
+        counts = self._blocks_for(tokens)
+        return tuple((blocks[:n], blocks[n:]) for blocks, n in zip(table.blocks, counts, strict=True))
+
     def require_possible(self, tokens: int) -> None:
         """Raise `CapacityError` where a sequence never fits, `Overloaded` where it does not while the limit is so."""
         self.memory.require_possible(self._sectors_for(tokens), f"a request of {tokens} tokens")
@@ -149,6 +133,14 @@ class BlockManager:
             pool.give_up_reusable(sectors)
             sectors -= before - pool.reusable_sectors
         self._promised = None
+
+    def forget_kept(self) -> None:
+        """Forget all that is kept for reuse."""
+        with self.memory.lock:
+            for pool in self._pools:
+                pool.forget_kept()
+            self._promised = None
+            self._version += 1
 
     # -- what the scheduler calls
 

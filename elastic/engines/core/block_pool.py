@@ -1,13 +1,41 @@
-"""The blocks of one group of layers, in the sectors of memory that it has: free, in use, or kept for reuse."""
+"""The blocks of one group of layers, in the sectors of memory that it has: free, kept for reuse, or in a table."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from elastic.engines.core.admission import Demand
 from elastic.errors import IntegrityError
+
+NEVER = (-1, 0, 0)
+"""Of `BlockTable.refused`: no blocks were."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks of one sequence, by group of layers: block i holds its tokens from i * block_tokens on.
+
+    In a group with a sliding window the token at position p is in slot p modulo the window.
+    """
+
+    most_tokens: int
+    """The most that it will ever hold."""
+    blocks: tuple[list[int], ...]
+    demand: Demand
+    """What it still needs; of the ledger while it has a block."""
+    capacity: int = 0
+    """Tokens for which it has blocks."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as they are known."""
+    shared: int = 0
+    """How many of its blocks others may share."""
+    refused: tuple[int, int, int] = NEVER
+    """When blocks were last refused because not all could end then: `BlockManager._version`, the room that there was,
+    the blocks that it wanted."""
 
 
 class SectorMemory(Protocol):
@@ -144,6 +172,16 @@ class BlockPool:
         """Forget what so many reusable sectors hold, the longest unused first, and give them back."""
         for number in list(self._reusable)[: max(0, count)]:
             self._give_back(number)
+
+    def forget_kept(self) -> None:
+        """Forget all that is kept for reuse; what comes free with it is given back."""
+        self.give_up_reusable(len(self._reusable))
+        for block in list(self._kept):
+            self._forget(block)
+            sector = self._sectors[block // self.size]
+            del self._kept[block], sector.kept[block]
+            sector.free.append(block)
+            self._list(block // self.size, sector)
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""

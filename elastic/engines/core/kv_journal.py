@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from elastic.engines.core.block_manager import BlockTable
+from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_state import KVReport, SectorPages, SequenceKV
 
 logger = logging.getLogger(__name__)

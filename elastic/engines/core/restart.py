@@ -1,8 +1,8 @@
-"""Steps that are lost on their way, as when other ranks compute a part of them: what had been computed is, again."""
+"""Steps that are lost on their way, as when other ranks compute a part of them: what is lost is computed anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from elastic.engines.core.scheduler import Cohort, Scheduler
@@ -20,11 +20,12 @@ class RestartingScheduler(Scheduler):
         super().__init__(*args, **options)
         self.written: WrittenListener | None = None
         """Told the blocks of each sequence of a step that is over, and which tokens the step has written."""
+        self._torn: set[Sequence] = set()  # void steps may have written over what was computed of them
 
     def void(self, step: Step) -> None:
         """Take back a step that was lost on its way: nothing came of it, and no sequence ends.
 
-        What executors know of its sequences is not sure then: `restart` them before the next step.
+        What executors know of its sequences is not sure then: `restart` or `keep` them before the next step.
         """
         _, sequences = self._close_step(step)
         for chunk, sequence in zip(step.chunks, sequences, strict=True):
@@ -33,28 +34,55 @@ class RestartingScheduler(Scheduler):
                 self._free(sequence)
             else:
                 sequence.computed = chunk.start
+                if len(chunk.tokens) > 1 and self.blocks.wraps(chunk.start + len(chunk.tokens)):
+                    self._torn.add(sequence)
 
-    def restart(self) -> int:
-        """Have all that live be computed anew from their tokens, before others; return how many had been computed.
+    @property
+    def begun(self) -> list[Sequence]:
+        """Those that live and have blocks, or that the executor knows, the oldest first."""
+        return [sequence for sequence in self.sequences.values() if sequence.known or sequence.computed]
 
-        Their blocks are free then, and what was kept for reuse is given up. No step is in flight.
+    def restart(self, sequences: Collection[Sequence] | None = None) -> int:
+        """Have these, or all that live, be computed anew from their tokens, before others.
+
+        Their blocks are free then, and what was kept for reuse is given up. No step is in flight. Returns how many
+        tokens had been computed.
         """
         assert not self._steps, list(self._steps)
-        begun = [sequence for sequence in self.sequences.values() if sequence.known or sequence.computed]
+        begun = [sequence for sequence in self.begun if sequences is None or sequence in sequences]
         tokens = sum(sequence.computed for sequence in begun)
         for sequence in begun:
-            self._leave_cohort(sequence)
-            if sequence in self._placed:
-                self._placed.remove(sequence)
-            if sequence.known:
-                self._removed.append(sequence.id)
+            self._leave_executor(sequence)
+            self._torn.discard(sequence)
             self.blocks.forget(sequence.id)
             self.blocks.announce([sequence.id], sequence.table.most_tokens)
             sequence.restart(self.blocks.table(sequence.id))
-        with self.blocks.memory.lock:
-            self.blocks.give_up_reusable(self.blocks.reusable_sectors())
+        self.blocks.forget_kept()
         self._waiting.extendleft(reversed(begun))
         return tokens
+
+    def unkeepable(self) -> list[Sequence]:
+        """Return those of which a void step has left too little, or that need more than keys and values to go on."""
+        return [s for s in self.begun if s in self._torn or not s.computed or _is_scored(s)]
+
+    def keep(self) -> None:
+        """Have all go on from what is computed of them, with an executor that does not know them. No step is in flight.
+
+        Blocks behind what is computed must be as new ones.
+        """
+        assert not self._steps, list(self._steps)
+        for sequence in self.begun:
+            self._leave_executor(sequence)
+            sequence.cohort, sequence.known = None, False
+            self._placed.append(sequence)
+        self._torn.clear()
+
+    def _leave_executor(self, sequence: Sequence) -> None:
+        self._leave_cohort(sequence)
+        if sequence in self._placed:
+            self._placed.remove(sequence)
+        if sequence.known:
+            self._removed.append(sequence.id)
 
     def set_cohorts(self, count: int) -> None:
         """Share the live sequences out among so many cohorts. No step is in flight."""
@@ -75,3 +103,8 @@ class RestartingScheduler(Scheduler):
             for chunk, sequence in zip(step.chunks, sequences, strict=True):
                 self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens))
         return cohort, sequences
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Return whether log-probabilities of the prompt are wanted, which executors know only as a whole."""
+    return sequence.prompt_logprobs is not None and len(sequence.tokens) == len(sequence.request.prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from elastic.engines.base import FinishReason, Request, SampledToken, TokenLogprobs
-from elastic.engines.core.block_manager import BlockTable
+from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.step import SequenceState
 

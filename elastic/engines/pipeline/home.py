@@ -107,15 +107,16 @@ class HomeExecutor:
         for link in self.links.values():
             link.flush()
 
-    def abort(self) -> None:
-        """Have every step in flight and every question end with `RankLost` now, and all ranks be told that it is over.
+    def abort(self, *, ending: bool = True) -> None:
+        """Have every step in flight end with `RankLost` now; with `ending` every question, too: all ranks are told that
+        it is over.
 
-        From any thread. Afterwards only `reset` makes sense.
+        From any thread. Afterwards only `reset` makes sense, and `still_at` if it is not over yet.
         """
         self._aborted = True
         if self.transport is not None:
             self.transport.close()
-        for link in list(self.links.values()):
+        for link in list(self.links.values()) if ending else ():
             link.close(end=True)
 
     def reset(self, path: LayerPath) -> None:
@@ -136,6 +137,14 @@ class HomeExecutor:
         if not isinstance(answer, LayersKV):
             raise StateError(f"rank {rank!r} cannot say where layers {layers} are: {getattr(answer, 'error', answer)}")
         return answer
+
+    def still_at(self, rank: str, layers: tuple[int, ...], timeout_s: float) -> LayersKV | None:
+        """Say where a rank has keys and values of layers when it has done all that it was told; None: it has gone."""
+        try:
+            self.ask_pages(rank, layers)
+            return self.pages_of(rank, layers, timeout_s)
+        except StateError:
+            return None
 
     def ask_pages(self, rank: str, layers: tuple[int, ...]) -> None:
         """Ask what `pages_of` waits for. Raises `RankLost`."""

@@ -7,6 +7,7 @@ waits for another at it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -112,6 +113,19 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class Located:
+    """Rank to home, unasked: the pages of sectors that were mapped, before anything is computed in them.
+
+    So that it is known where keys and values are when the rank is killed, and others can still read its memory.
+    """
+
+    position: int
+    """The items that had been sent when the newest of these sectors were to be mapped."""
+    pages: Mapping[int, Mapping[int, tuple[int, ...]]] = field(repr=False, hash=False)
+    """Layer -> sector -> its pages of the rank's place, in order."""
+
+
+@dataclass(frozen=True)
 class Failed:
     """Rank to home: a step could not be computed. Nothing of it is sampled."""
 
@@ -136,4 +150,4 @@ class Exchange:
 
 
 LogItem = StepItem | CopyItem | FlipItem | ForgetItem | AskItem | EndItem
-LogAnswer = Copied | Failed | LayersKV | Refused
+LogAnswer = Copied | Failed | LayersKV | Located | Refused

@@ -21,6 +21,7 @@ from elastic.engines.pipeline.items import (
     Failed,
     FlipItem,
     ForgetItem,
+    Located,
     LogConnection,
     Refused,
     SectorRef,
@@ -61,6 +62,7 @@ class GuestStage:
         self._layers: frozenset[int] = frozenset(path.layers_of(rank))  # those that steps are computed in
         self._plan = path.plan(rank) if self._layers else None
         self._handled = 0
+        self._sectors_as_of = 0  # the last item that changed sectors, counted from 1
         self._progress = threading.Condition()  # of `_handled` and `_ended`
         self._ended = False
         self._tables = threading.Lock()  # held while sectors and layers come and go, and while blocks are cleared
@@ -96,6 +98,7 @@ class GuestStage:
             self.memory.map(exchange.mapped)
             self.memory.add_layers(layers)
             self._runner.cache.refresh()
+            self._answer(Located(self._sectors_as_of, self.memory.layer_pages(layers)))
 
     def copy(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         """Copy keys and values of all of the source's layers, which were prepared; return bytes. See `KVExchange`."""
@@ -238,6 +241,9 @@ class GuestStage:
             with self._tables:
                 self.memory.unmap(unmapped)
                 self.memory.map(mapped)
+                self._sectors_as_of = self._handled + 1
+                if mapped and self.memory.layers:
+                    self._answer(Located(self._sectors_as_of, self.memory.layer_pages(self.memory.layers, mapped)))
 
     def _drop_kv(self, layers: frozenset[int]) -> None:
         here = layers & frozenset(self.memory.layers)

@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from elastic.engines.pipeline.items import Copied, EndItem, Failed, ForgetItem, LogConnection, LogItem, SectorRef
+from elastic.engines.pipeline.items import (
+    Copied,
+    EndItem,
+    Failed,
+    ForgetItem,
+    Located,
+    LogConnection,
+    LogItem,
+    SectorRef,
+)
 from elastic.errors import ConfigError, RankLost, StateError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +40,8 @@ class StageLink:
         self._mapped = dict.fromkeys(mapped)
         self._unmapped: dict[SectorRef, None] = {}
         self._removed: list[str] = []
+        self._located: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # layer -> sector -> position, pages
+        self._told_at: dict[SectorRef, int] = {}  # the item that last had a sector mapped, counted from 1
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name=f"elastic-log-{rank}", daemon=True)
         self._reader.start()
@@ -53,12 +64,31 @@ class StageLink:
         """Return the sectors that are to be mapped, and those to be unmapped before, for an item that is sent now."""
         mapped, unmapped = tuple(self._mapped), tuple(self._unmapped)
         self._mapped, self._unmapped = {}, {}
+        self._told_at.update(dict.fromkeys(mapped, self.sent + 1))
         return mapped, unmapped
 
     def take_removed(self) -> tuple[str, ...]:
         """Return the sequences that it can forget, for an item that is sent now."""
         removed, self._removed = tuple(self._removed), []
         return removed
+
+    def located(self, group: int, layers: Iterable[int], timeout_s: float) -> dict[int, dict[int, tuple[int, ...]]]:
+        """Return where the rank, which has gone, had keys and values of layers of a group: layer -> sector -> pages.
+
+        Of a sector that it had mapped and of which nothing was heard there is nothing: nor was anything computed in it,
+        unless the last word was lost. Without the end of the log within the time nothing is known.
+        """
+        self._reader.join(timeout_s)
+        if self._reader.is_alive():
+            return {layer: {} for layer in layers}
+        return {
+            layer: {
+                sector: pages
+                for sector, (position, pages) in self._located.get(layer, {}).items()
+                if position >= self._told_at.get(SectorRef(group, sector), 0)
+            }
+            for layer in layers
+        }
 
     def flush(self) -> None:
         """Tell what is to be told, if there is something. Raises `RankLost`."""
@@ -108,6 +138,10 @@ class StageLink:
                 break
             if isinstance(message, Failed):
                 logger.error("rank %s could not compute step %d: %s", self.rank, message.number, message.error)
+            elif isinstance(message, Located):
+                for layer, sectors in message.pages.items():
+                    told = {sector: (message.position, pages) for sector, pages in sectors.items()}
+                    self._located.setdefault(layer, {}).update(told)
             else:
                 self._answers.put(message)
         self.lost = True

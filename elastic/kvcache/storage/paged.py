@@ -252,6 +252,11 @@ class BlockMemory(SectorSpace):
                 raise
             self.kv.pool.free(surplus)
 
+    def lacking(self, layers: Iterable[int]) -> int:
+        """Count the pages that `add_layers` would not find, if nothing more is given back; 0 or less: it would."""
+        with self.lock:
+            return self._lacking_for(self._require(layers, here=False))
+
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
         super().check()

@@ -184,14 +184,21 @@ class SectorSpace:
         ranges = self.groups[group]
         return ranges.layer_pages * self.kv.pool.page_bytes // ranges.group.block_bytes
 
-    def layer_pages(self, layers: Iterable[int]) -> dict[int, dict[int, tuple[int, ...]]]:
-        """Return, for each of these layers, the pages of each mapped sector. Raises `StateError` if one is not here."""
+    def layer_pages(
+        self, layers: Iterable[int], sectors: Iterable[Sector] | None = None
+    ) -> dict[int, dict[int, tuple[int, ...]]]:
+        """Return, for each of these layers, the pages of each mapped sector, or of these, which are mapped.
+
+        Raises `StateError` if a layer is not here.
+        """
         with self.lock:
             chosen = self._require(layers, here=True)
+            wanted = self.mapped_sectors if sectors is None else tuple(sectors)
             found = {}
             for layer in chosen:
-                group = self.groups[self._group_of[layer]]
-                found[layer] = {sector: group.layer_pages_of(layer, sector) for sector in group.mapped}
+                index = self._group_of[layer]
+                group = self.groups[index]
+                found[layer] = {sector: group.layer_pages_of(layer, sector) for g, sector in wanted if g == index}
             return found
 
     def check(self) -> None:

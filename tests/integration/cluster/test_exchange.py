@@ -38,11 +38,11 @@ PARTS = {"r0": range(1, 3), "r1": range(1)}
 class Served:
     """Two ranks of this process that serve, and what the plain model answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, bulk: Literal["sockets", "nixl"]) -> None:
         self.models = [architectures.build(ARCHITECTURE) for _ in range(2)]
         for number, model in enumerate(self.models):
             elastic.wrap(model, places=small(4 << 20, f"cpu#{number}"))
-        self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60)
+        self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60, bulk=bulk)
         self.heard = Collector()
         self.expected: dict[str, list[int]] = {}
 
@@ -63,8 +63,8 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    one = Served()
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    one = Served(getattr(request, "param", "sockets"))
     one.fleet.start()
     yield one
     one.fleet.stop(drain=False)
@@ -87,7 +87,12 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_layers_are_exchanged_over_the_network(served: Served, read_bytes: list[int]) -> None:
+@pytest.mark.parametrize("served", ["sockets", "nixl"], indirect=True)
+def test_layers_are_exchanged_over_the_network(
+    served: Served, read_bytes: list[int], request: pytest.FixtureRequest
+) -> None:
+    if "nixl" in request.node.name:
+        pytest.importorskip("nixl_cu12")
     served.submit()
     dropped = served.fleet.drop(layers=PARTS)
     assert (dropped.status, dropped.moved_bytes) == ("applied", sum(read_bytes))

@@ -291,4 +291,25 @@ def test_processes_drop_take_back_and_survive_the_death_of_one() -> None:
             assert heard.ends[name].finish == "length", heard.ends[name]
             assert same_unless_close(plain, prompt, heard.tokens[name])
         fleet.check()
-        assert [event.kind for event in fleet.events()].count("recovered") == 1
+        (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
+        assert recovered.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("staging", [True, False])
+def test_full_instances_drop_or_refuse_with_everything_as_before(serve: Callable[..., Served], staging: bool) -> None:
+    served = serve("qwen3", budget=340 << 10)
+    fleet = served.fleet
+    if staging:
+        fleet.keep_staging()
+    served.submit([30, 60, 25, 41, 50, 70, 33, 44, 12, 61], tokens=90)
+    served.heard.wait_for_tokens(next(iter(served.requests)), 2)
+    dropped = fleet.drop(layers=served.halves(), timeout_s=0.2)
+    assert dropped.status in ("applied", "deferred")
+    assert dropped.status == "applied" or not staging, dropped.why
+    if dropped.status == "deferred":
+        assert fleet.groups() == ()
+        assert all(not model.elastic.dropped for model in served.models)
+    fleet.check()
+    served.finish()
+    fleet.restore()
+    assert fleet.status().totals.recomputed_tokens == 0

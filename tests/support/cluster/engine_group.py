@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic.cluster.control.connection import QueueConnection, queue_pair
+from elastic.cluster.peers.hub import PeerHub
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.core.kv_state import KVSource
 from elastic.engines.pipeline.queue_transport import QueueExchange
+from elastic.kvcache.storage.guest import GuestMemory
 from support import architectures
 from support.serving.tracked_engine import TrackedEngine
 
@@ -19,14 +23,33 @@ def nothing() -> None:
 
 
 class EngineGroup:
-    """Ranks of equal models, by name; each is a home, and computes layers of others once they are joined."""
+    """Ranks of equal models, by name; each is a home, and computes layers of others once they are joined.
 
-    def __init__(self, ranks: str, architecture: str = "llama-gqa", nbytes: int = 4 << 20, **options: Any) -> None:
-        self.tracked = {rank: TrackedEngine(architectures.build(architecture), nbytes, **options) for rank in ranks}
+    Those on GPUs read each other's memory over the network: in no file is it.
+    """
+
+    def __init__(
+        self,
+        ranks: str,
+        architecture: str = "llama-gqa",
+        nbytes: int = 4 << 20,
+        devices: Sequence[str] = ("cpu",),
+        **options: Any,
+    ) -> None:
+        """The ranks are on these devices in turn."""
+        on = dict(zip(ranks, itertools.cycle(devices), strict=False))
+        models = {rank: architectures.build(architecture, device=on[rank]) for rank in ranks}
+        self.tracked = {rank: TrackedEngine(models[rank], nbytes, **options) for rank in ranks}
         self.exchange = QueueExchange()
+        self._left: list[tuple[GuestMemory, Callable[[], None]]] = []
         self.logs: dict[tuple[str, str], QueueConnection] = {}
+        self.hubs = {rank: PeerHub(rank, b"key") for rank in ranks if on[rank] != "cpu"}
         for rank in ranks:
             self[rank].rank = rank
+        for rank, hub in self.hubs.items():
+            hub.meet({name: other.address for name, other in self.hubs.items() if name != rank})
+            hub.serve_memory(self[rank].runtime.pools)
+            self[rank].use_peers(hub)
 
     def __getitem__(self, rank: str) -> ContinuousEngine:
         return self.tracked[rank].engine
@@ -65,11 +88,11 @@ class EngineGroup:
                 for _ in range(rounds):
                     meanwhile()
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks)
+                    self[rank].copy_layers(home, source, blocks, coordinated=False)
                     blocks = engine.written_blocks()
                 if blocks is not None and any(blocks):
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks)
+                    self[rank].copy_layers(home, source, blocks, coordinated=False)
                 return engine.flip(path)
             except BaseException:
                 self[rank].give_up_layers(home, layers)
@@ -97,15 +120,30 @@ class EngineGroup:
                 log.close()
                 del self.logs[home, guest]
 
+    def kill(self, rank: str) -> dict[str, KVSource]:
+        """Have a rank be gone, but what others had of keys and values there stay as it was; return its memory."""
+        for stage in self[rank]._stages.values():
+            self._left.append((stage.memory, stage.memory.close))
+            stage.memory.close = nothing  # type: ignore[method-assign]
+        self.lose(rank)
+        source = self[rank].kv_source()
+        assert source is not None
+        return {rank: source}
+
     def check(self) -> None:
         for each in self.tracked.values():
             each.engine.check()
             each.engine.runtime.check()
 
     def close(self) -> None:
+        for memory, close in self._left:
+            memory.close = close  # type: ignore[method-assign]
+            close()
         for each in self.tracked.values():
             each.go_on()
         for each in self.tracked.values():
             each.engine.stop(drain=False)
+        for hub in self.hubs.values():
+            hub.close()
         for each in self.tracked.values():
             each.close()

@@ -18,12 +18,20 @@ from support.wrapped_model import small
 _places = itertools.count()
 
 
+def own_place(model: Any, nbytes: int) -> elastic.Place:
+    """A place of no other engine where a model is. Pages of a GPU have the size that its driver wants."""
+    device, number = next(model.parameters()).device, next(_places)
+    if device.type == "cpu":
+        return small(nbytes, f"cpu#tracked{number}")
+    return elastic.Place(f"{device}#tracked{number}", device, nbytes)
+
+
 class TrackedEngine:
     """Over a wrapped model of its own, at a place of its own; started."""
 
     def __init__(self, model: Any, nbytes: int = 4 << 20, *, wrap: Any = None, **options: Any) -> None:
         self.model = model
-        elastic.wrap(model, places=small(nbytes, f"cpu#tracked{next(_places)}"), **(wrap or {}))
+        elastic.wrap(model, places=own_place(model, nbytes), **(wrap or {}))
         self.engine = ContinuousEngine(model, **{"block_tokens": 8, "max_batch_tokens": 32, **options})
         self.computed = 0
         """Tokens that went through the model."""
@@ -33,9 +41,9 @@ class TrackedEngine:
         self._more = threading.Condition()
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         source = self.engine.kv_source()
-        assert source is not None
-        self.source = source
-        self.directory = KVDirectory(source)
+        if source is not None:  # else no other process can read its blocks
+            self.source = source
+            self.directory = KVDirectory(source)
         self.engine.on_step = self._hear
         self.engine.start()
 
@@ -81,4 +89,5 @@ class TrackedEngine:
             self.steps_without_report += 1
             return
         self.reports.append(report)
-        self.directory.apply(report)
+        if hasattr(self, "source"):
+            self.directory.apply(report)

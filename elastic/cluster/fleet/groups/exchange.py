@@ -103,8 +103,8 @@ class Exchange:
         """Let the instances have what there is now, as far as stages find room for it."""
         group = self.group
         if group.shape.apart and not self._missing():
-            self._ranks.ask_all({home: SetCap(None) for home in group.members})
-            group.caps = dict.fromkeys(group.members)
+            group.caps = {home: group.staged.get(home) for home in group.members}
+            self._ranks.ask_all({home: SetCap(cap) for home, cap in group.caps.items()})
         elif not self._caps.raise_to(self._books(measure(self._ranks, group.members)).caps(group.shape)):
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 

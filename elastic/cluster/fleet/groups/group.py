@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.groups.transition import Shape
+from elastic.cluster.fleet.records.memory_file import HeldMemory
+from elastic.engines.core.kv_state import KVSource
 
 
 @dataclass(eq=False)
@@ -24,11 +26,26 @@ class Group:
 
     compared: bool = False
     """Whether the weights of its ranks are known to be equal."""
+    staged: Mapping[str, int] = field(default_factory=dict)
+    """Home -> the cap that it has by itself, if it keeps room for layers of others then."""
+    memories: dict[str, HeldMemory] = field(default_factory=dict)
+    """Of its ranks, what can be read also when they have gone; given back by `close`."""
+    killed: set[str] = field(default_factory=set)
+    """Ranks that have gone without giving anything back."""
 
     @property
     def members(self) -> tuple[str, ...]:
         """The ranks."""
         return self.shape.members
+
+    def left(self) -> dict[str, KVSource]:
+        """Return the memories of killed ranks."""
+        return {rank: self.memories[rank].source for rank in self.killed if rank in self.memories}
+
+    def close(self) -> None:
+        """Hold no memory any more. Can be called twice."""
+        while self.memories:
+            self.memories.popitem()[1].close()
 
     def caps_in_force(self) -> dict[str, int]:
         """Return the most sectors of each instance."""

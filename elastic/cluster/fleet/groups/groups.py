@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.control.stage_questions import Bulk, Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
@@ -22,6 +22,7 @@ from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, 
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.groups.staging import Staging
 from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -40,9 +41,10 @@ FOLLOW_S = 1.0
 class Groups:
     """Verbs run one at a time, each on the thread that asks for it, which must be none that reads from ranks."""
 
-    def __init__(self, dispatcher: Dispatcher, log: EventLog) -> None:
+    def __init__(self, dispatcher: Dispatcher, log: EventLog, bulk: Bulk = "sockets") -> None:
         self._dispatcher, self._log = dispatcher, log
-        self._ranks = Ranks(dispatcher)
+        self._ranks = Ranks(dispatcher, bulk)
+        self._staging = Staging(self._ranks)
         self._verbs = threading.Lock()
         self._groups: tuple[Group, ...] = ()
         self._closed = False
@@ -147,11 +149,26 @@ class Groups:
             self._following = False
             self._verbs.release()
 
+    def keep_staging(self) -> None:
+        """Have ranks that are by themselves keep room for the first layer of a drop; see `Staging`. It waits for none.
+
+        Raises `RankLost`.
+        """
+        if not self._verbs.acquire(blocking=False):
+            return
+        try:
+            grouped = {name for group in self._groups for name in group.members}
+            self._staging.keep([i.name for i in self._ranks.serving() if i.name not in grouped])
+        finally:
+            self._verbs.release()
+
     def close(self) -> None:
         """Repair nothing any more: the ranks end."""
         self._closed = True
         for thread in self._repairs:
             thread.join()
+        for group in self._groups:
+            group.close()
 
     # -- a rank has gone
 
@@ -160,6 +177,8 @@ class Groups:
         group = self.group_of(instance.name)
         if group is None or self._closed:
             return
+        if instance.client.heard_all:
+            group.killed.add(instance.name)
         self._ranks.lose(instance.name, group.members)
         thread = threading.Thread(target=self._repair, args=(instance.name,), daemon=True)
         thread.name = f"elastic-repair-{instance.name}"
@@ -284,13 +303,17 @@ class Groups:
         rooms = measure(self._ranks, members)
         shape = self._shape_of(members, rooms)
         books = Books(rooms, serving[members[0]].kv_format, shape)
-        caps = {name: cap for group in old for name, cap in group.caps.items()}
+        caps = {**self._staging.caps, **{name: cap for group in old for name, cap in group.caps.items()}}
         group = Group(
             shape,
             {name: books.alone(name) for name in members},
             {name: caps.get(name) for name in members},
             {stage for each in old for stage in each.stages},
+            staged=self._staging.caps,
+            memories={name: memory.hold() for name in members if (memory := serving[name].memory) is not None},
         )
+        for each in old:
+            each.close()
         self._groups = (*(each for each in self._groups if each not in old), group)
         self._mark(group)
         return group
@@ -305,6 +328,7 @@ class Groups:
 
     def _forget(self, group: Group) -> None:
         self._groups = tuple(other for other in self._groups if other is not group)
+        group.close()
         with self._dispatcher.lock:
             for name in group.members:
                 instance = self._dispatcher.instances.get(name)

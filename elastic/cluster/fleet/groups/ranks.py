@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from elastic.cluster.control.messages import Question
-from elastic.cluster.control.stage_questions import LosePeer, MeetPeers, OpenPeers
+from elastic.cluster.control.stage_questions import Bulk, LosePeer, MeetPeers, OpenPeers
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
 from elastic.errors import ConfigError, ElasticError, RankLost, StateError
@@ -22,8 +22,8 @@ ANSWER_S = 300.0
 class Ranks:
     """The ranks of a fleet, by name. Thread-safe."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, bulk: Bulk) -> None:
+        self.dispatcher, self._bulk = dispatcher, bulk
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._addresses: dict[str, tuple[str, int]] = {}
@@ -70,7 +70,7 @@ class Ranks:
         names = tuple(ranks)
         with self._lock:
             new = [rank for rank in names if rank not in self._addresses]
-        found = self.ask_all({rank: OpenPeers(rank, self._key) for rank in new})
+        found = self.ask_all({rank: OpenPeers(rank, self._key, self._bulk) for rank in new})
         with self._lock:
             self._addresses |= found
             addresses = {rank: self._addresses[rank] for rank in names}

@@ -19,21 +19,22 @@ logger = logging.getLogger(__name__)
 def recover(ranks: Ranks, group: Group, lost: str) -> int:
     """Have the other members of a group go on alone; return the tokens that they compute again.
 
-    Every sequence of an instance has keys and values in all layers: what the lost rank had of them is computed anew
-    from the tokens, and so all behind it. Dropped weights come back from the checkpoint. One that cannot is fenced.
+    Every sequence of an instance has keys and values in all layers. What the lost rank had of them is copied from its
+    memory file if it was killed and has room at home, else the sequence is computed anew from the tokens. Dropped
+    weights come back from the checkpoint. One that cannot is fenced.
     """
     left = [ranks.instance(name) for name in group.members if name != lost and ranks.there(name)]
     for instance in left:
         with suppress(ElasticError):  # what is wrong shows in the next answer
             result(instance, instance.client.ask(CloseStage(lost)))
-    asked = [(instance, instance.client.ask(Recover(lost))) for instance in left]
+    asked = [(instance, instance.client.ask(Recover(lost, group.left()))) for instance in left]
     recomputed = sum(_answer(instance, answer) for instance, answer in asked)
     for instance in left:
         for home in group.members:
             with suppress(ElasticError):
                 result(instance, instance.client.ask(CloseStage(home)))
         with suppress(ElasticError):
-            result(instance, instance.client.ask(SetCap(None)))
+            result(instance, instance.client.ask(SetCap(group.staged.get(instance.name))))
     return recomputed
 
 

@@ -112,6 +112,13 @@ class Books:
         pages = self.pages[home] - self._weights(home, layers)
         return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, layers))
 
+    def staged(self, home: str) -> int:
+        """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
+        layers = range(len(self.rooms[home].weight_pages))
+        pages = self.pages[home] - self._weights(home, layers)
+        layer = max(self.sector_pages(home, (layer,)) for layer in layers)
+        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, layers) + layer))
+
     def caps(self, shape: Shape) -> dict[str, int]:
         """Return the most sectors for each instance: the same multiple of what it has alone, then what is left."""
         base = {home: self.alone(home) for home in shape.paths}

@@ -22,6 +22,13 @@ class GroupVerbs:
 
     _groups: Groups
 
+    def keep_staging(self) -> None:
+        """Have each rank that is by itself keep the KV of one layer free, so that a drop can begin when all is full.
+
+        What a policy of drops asks for again and again: a rank may have joined, or a request wait that needs that room.
+        """
+        self._groups.keep_staging()
+
     def drop(
         self,
         need: int | str | None = None,

@@ -41,6 +41,7 @@ class Verbs(Protocol):
     def changing(self) -> bool: ...
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def layer_bytes(self) -> tuple[int, ...]: ...
+    def keep_staging(self) -> None: ...
     def drop(
         self,
         *,
@@ -109,6 +110,7 @@ class OverloadController:
     def _run(self) -> None:
         while not self._stopping.wait(self._settings.tick_s):
             try:
+                self._verbs.keep_staging()
                 self.tick()
                 self._fault = ""
             except ElasticError as error:  # a rank was lost meanwhile, or there is no room after all

@@ -399,6 +399,54 @@ def test_a_lost_rank_costs_no_token_and_only_what_was_computed(group: Callable[.
     ranks.part("b")
 
 
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3", "mistral-sliding", "qwen3-moe"])
+@pytest.mark.parametrize("cohorts", [1, 2])
+def test_what_a_killed_rank_had_is_read_from_its_memory_and_not_computed_again(
+    group: Callable[..., EngineGroup], architecture: str, cohorts: int
+) -> None:
+    ranks = group("abc", architecture)
+    expected = plain(ranks, 60)
+    for home, guest in ("ab", "ac", "ba"):
+        ranks.join(home, guest)
+    ranks.move("a", (1,), "b")
+    ranks.move("a", (0, 2), "c")
+    ranks.move("b", (0,), "a")
+    ranks["a"].set_cohorts(cohorts)
+    heard = Collector()
+    for request in requests(60):
+        ranks["a"].submit(request, heard)
+    for request in requests(60):
+        heard.wait_for_tokens(request.id, 6)
+    memories = ranks.kill("c")
+    wait_until(lambda: ranks["a"].lost_rank is not None)
+    assert ranks["a"].recover("c", lambda layers: None, memories) == 0
+    assert ranks["a"].path.guests == ()
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+    for rank in "ab":
+        ranks[rank].check()
+    ranks.part("b")
+
+
+def test_what_a_killed_rank_did_not_tell_is_computed_again(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = group("ab")
+    expected = plain(ranks, 60)
+    ranks.join("a", "b")
+    ranks.move("a", (1, 2), "b")
+    monkeypatch.setattr(GuestStage, "_answer", lambda *_: None)
+    heard = Collector()
+    for request in requests(60):
+        ranks["a"].submit(request, heard)
+    heard.wait_for_tokens("r3", 4)
+    memories = ranks.kill("b")
+    wait_until(lambda: ranks["a"].lost_rank is not None)
+    assert ranks["a"].recover("b", lambda layers: None, memories) > 0
+    heard.wait(list(expected))
+    assert heard.tokens == expected
+
+
 def test_a_request_that_never_fits_alone_fails_when_its_group_is_lost(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab", nbytes=200 << 10)
     engine, alone = ranks["a"], ranks["a"].sectors_alone()

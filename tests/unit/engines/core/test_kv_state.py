@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from elastic.engines.base import Request
-from elastic.engines.core.block_manager import BlockManager, BlockTable
+from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import KVDirectory, KVFormat, KVReport, KVSource, SectorPages, SequenceKV
 from elastic.engines.core.scheduler import Scheduler

@@ -15,11 +15,11 @@ from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemor
 class Serving:
     """A scheduler over a simulated executor, in blocks of 4 tokens, two to a sector."""
 
-    def __init__(self, **options: Any) -> None:
-        self.blocks = BlockManager(functools.partial(SimulatedMemory, 50, (2,)), (None,), 4)
+    def __init__(self, windows: tuple[int | None, ...] = (None,), **options: Any) -> None:
+        self.blocks = BlockManager(functools.partial(SimulatedMemory, 50, (2,) * len(windows)), windows, 4)
         options = {"max_requests": 8, "max_batch_tokens": 16, **options}
         self.scheduler = RestartingScheduler(self.blocks, clock=lambda: 0.0, **options)
-        self.executor = SimulatedExecutor((None,), 4)
+        self.executor = SimulatedExecutor(windows, 4)
 
     def add(self, name: str, prompt: int, max_tokens: int = 4, **options: Any) -> None:
         request = Request(tuple(ord(name[0]) + i for i in range(prompt)), max_tokens, id=name, **options)
@@ -134,3 +134,45 @@ def test_it_is_told_what_each_step_has_written_when_it_is_over() -> None:
     serving.executor.execute(step)
     serving.scheduler.fail(step)
     assert written == [(2, 0, 6)]
+
+
+def test_what_is_kept_goes_on_from_where_it_was_and_what_cannot_is_told() -> None:
+    serving = Serving()
+    serving.add("a", 6)
+    serving.add("b", 20)
+    serving.add("c", 3, prompt_logprobs=0)
+    while len(serving.tokens()["b/0"]) == 20:
+        serving.step()
+    serving.add("d", 9)
+    step = serving.schedule()
+    assert {chunk.sequence for chunk in step.chunks} >= {"a/0", "b/0", "d/0"}
+    before, computed = serving.tokens(), {chunk.sequence: chunk.start for chunk in step.chunks}
+    serving.scheduler.void(step)
+    (unkeepable,) = serving.scheduler.unkeepable()
+    assert unkeepable.id == "d/0"
+    assert serving.scheduler.restart([unkeepable]) == 0
+    serving.scheduler.keep()
+    serving.blocks.check()
+    assert serving.tokens() == before
+    step = serving.schedule()
+    assert set(step.removed) == computed.keys()
+    assert {chunk.sequence: chunk.start for chunk in step.chunks} == computed
+    assert {state.id for state in step.added} == computed.keys()
+    tables = {name: sequence.table for name, sequence in serving.scheduler.sequences.items()}
+    assert all(chunk.blocks == tuple(map(tuple, tables[chunk.sequence].blocks)) for chunk in step.chunks)
+
+
+def test_a_void_step_over_the_place_of_older_tokens_leaves_too_little() -> None:
+    serving = Serving(windows=(None, 8))
+    serving.add("a", 30)
+    serving.step()
+    serving.scheduler.void(serving.schedule())
+    assert [sequence.id for sequence in serving.scheduler.unkeepable()] == ["a/0"]
+    assert serving.scheduler.restart(serving.scheduler.unkeepable()) == 16
+    assert serving.scheduler.unkeepable() == []
+    while len(serving.tokens()["a/0"]) == 30:
+        serving.step()
+    step = serving.schedule()
+    assert [len(chunk.tokens) for chunk in step.chunks] == [1]
+    serving.scheduler.void(step)
+    assert serving.scheduler.unkeepable() == []

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover, SetCap
+from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover, Room, SetCap
 from elastic.cluster.fleet.fleet import Fleet
+from elastic.cluster.fleet.groups.targets import shape_keeping
+from elastic.cluster.fleet.groups.transition import Books, Shape, plan_transition
 from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
+from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, RankLost
 from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank
 from support.cluster.fake_rank import FakeLauncher
@@ -137,6 +140,60 @@ def test_requests_that_do_not_end_defer_a_drop_and_a_restore(fleets: Any) -> Non
         rank.stuck = False
     assert fleet.restore().status == "applied"
     assert_alone(fleet, [a, b])
+
+
+def test_room_for_one_layer_lets_full_instances_drop_though_no_request_ends(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.keep_staging()
+    kept = ALONE * LAYERS // (LAYERS + 1)
+    assert (a.cap, b.cap) == (kept, kept)
+    a.committed = b.committed = kept
+    a.stuck = b.stuck = True
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, timeout_s=0.05)
+    assert (dropped.status, dropped.flips) == ("applied", 6)
+    assert min(a.cap, b.cap) > ALONE
+    for rank in (a, b):
+        rank.check()
+    fleet.keep_staging()
+    assert min(a.cap, b.cap) > ALONE
+    assert fleet.restore(timeout_s=5).status == "applied"
+    assert (a.cap, b.cap) == (kept, kept)
+    fleet.kill("r1")
+    fleet.keep_staging()
+    assert a.cap is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    layers=st.integers(2, 12), weight=st.integers(0, 30), sectors=st.integers(1, 60), ranks=st.integers(2, 4),
+    data=st.data(),
+)  # fmt: skip
+def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
+    layers: int, weight: int, sectors: int, ranks: int, data: st.DataObject
+) -> None:
+    names = [f"r{number}" for number in range(ranks)]
+    sizes = (2,) * layers
+    pages = sectors * sum(sizes) + data.draw(st.integers(0, 20))
+    every = frozenset(range(layers))
+    rooms = {
+        name: Room(LayerPath.alone(name, layers), pages, 4096, sizes, 10**6, sectors, (weight,) * layers, every)
+        for name in names
+    }
+    now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
+    books = Books(rooms, replace(KV, groups=((tuple(range(layers)), None),)), now)
+    caps = {name: books.staged(name) for name in names}
+    kept = {name: frozenset(layer for layer in every if layer % ranks == number) for number, name in enumerate(names)}
+    target = shape_keeping(now, kept, {})
+    if min(caps.values()) and min(books.caps(target).values()) >= max(caps.values()):
+        transition = plan_transition(now, target, books, caps)
+        assert transition.caps == caps
+        shape = replace(now, weights={name: now.kept(name, target.weights) for name in names})
+        for flip in transition.flips:
+            assert books.free(flip.target, shape, caps) >= books.needed(flip, shape, caps)
+            shape = shape.after(flip, target.weights)
+            assert all(books.free(name, shape, caps) >= 0 for name in names)
+        assert shape.paths.keys() == target.paths.keys()
+        assert all(shape.paths[name].ranks == target.paths[name].ranks for name in names)
 
 
 @pytest.mark.parametrize("question", [PrepareLayers, FlipLayers])

@@ -48,6 +48,9 @@ class Verbs:
     def groups(self) -> tuple[GroupStatus, ...]:
         return () if self.group is None else (self.group,)
 
+    def keep_staging(self) -> None:
+        pass
+
     def layer_bytes(self) -> tuple[int, ...]:
         return WEIGHTS
 

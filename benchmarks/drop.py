@@ -1,0 +1,430 @@
+"""Two instances that drop layers which they hold twice: what it gives, what it costs, and when one of them is killed.
+
+    python benchmarks/drop.py [--only NAME …] [--rounds 5]
+
+Each round starts fresh processes; works of one row are shuffled within a round. Two ranks, pinned to a core each, serve
+the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures were taken:
+
+- `capacity`: half of each dropped: tokens that both instances can hold, over what budgets leave beside the weights that
+  remain, what is fixed, and the pages of one layer that are kept back to stream released layers, in bytes per token:
+  at least .98. Beside it the same over what is left with these pages
+- `pause`: P99 of the pause of one flip under load, beyond the step that is in flight: at most 1 ms. Whole drop without
+  an exchange of all layers of the model inside, with digests known: at most 5 ms; beside it munmap of as many bytes
+- `exchange`: one instance drops half of its layers, which the other computes for it then; again and again, under load.
+  Stall of a request that moves, its longest gap during a drop less its usual one: at most .1 of the whole exchange. P99
+  gap of the other's requests during exchanges, over that at rest: at most 1.15; without coordination 1.5 times more.
+  Also the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile
+- `restoration`: two waves and a calm, as those of `overload.py`, restoring and not restoring: P50 of TTFT and TPOT in
+  the calm .2 better; P99 of TTFT in the second wave beside it
+- `extreme`: twice as many requests as `wait` serves, until one waits for its first token five times as long as usual:
+  how much longer `drop` lasts than `wait`, over how much more KV cache it has: at least .9
+- `kill`: SIGKILL for one of two ranks in a group under load: next tokens within 3 s, nothing lost, nothing wrong, no
+  more tokens computed again than live requests had
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from common import SEED, arguments, finish, paired, percentiles, ratio, table
+from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, Arrival, Rates, drawn, drawn_in, measured, play
+from serving import Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
+from transformers import AutoModelForCausalLM
+
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.cluster.fleet.groups import exchange as exchanges
+from elastic.cluster.fleet.groups.results import Dropped
+from elastic.engines.base import Request
+
+HALF, OTHER_HALF = range(LAYERS // 2, LAYERS), range(LAYERS // 2)
+CORES = [(0,), (1,)]
+TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
+"""Keys and values of 8 heads of 64 in float32."""
+WAVE, WAVE_RATE, WAVES_APART = 1.7, 2.0, 2.5
+"""Requests of a wave, of those that there is room for; how many come a second, of the most that `wait` serves; the calm
+between waves, in times that a request lasts."""
+FORMS: dict[str, dict[str, Any]] = {
+    "live": {},
+    "live, not coordinated": {"coordinated": False},
+    "stall": {"exchange": "stall"},
+}
+NEVER = {"dwell_s": 1e6, "idle_s": 1e6}
+OVERRATE, PATIENCE, MOST_S = 2.0, 5.0, 60.0
+
+
+rates_of = cache(measured)
+
+
+def names(engine: elastic.Fleet) -> tuple[str, str]:
+    first, second = (instance.name for instance in engine.status().instances)
+    return first, second
+
+
+def drop_half(engine: elastic.Fleet) -> Dropped:
+    first, second = names(engine)
+    dropped = engine.drop(layers={first: HALF, second: OTHER_HALF})
+    if dropped.status != "applied":
+        raise RuntimeError(f"the drop was {dropped.status}: {dropped.why}")
+    return dropped
+
+
+def tokens_held(engine: elastic.Fleet) -> int:
+    """Return how many tokens the instances say that they could hold, once they have said it."""
+    time.sleep(1.0)  # four beats
+    return BLOCK_TOKENS * sum(instance.load.total_blocks for instance in engine.status().instances)
+
+
+def books(engine: elastic.Fleet) -> dict[str, int]:
+    """Add up what the ranks' budgets are used for."""
+    total = {"budget": 0, "layers": 0, "fixed": 0, "staging": 0}
+    for rank in engine.status().ranks:
+        (place,) = engine.look(rank.name).status.places
+        total["budget"] += place.budget_bytes
+        for owner, nbytes in place.owners.items():
+            name = "layers" if owner.startswith("layer:") else owner.split(":")[0]
+            if name in total:
+                total[name] += nbytes
+    return total
+
+
+def capacity(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    before, after, right, with_staging, shares = [], [], [], [], {}
+    for _ in range(rounds):
+        with fleet(path, CORES, place=PLACE, engine=ENGINE) as engine:
+            before.append(tokens_held(engine))
+            drop_half(engine)
+            after.append(tokens_held(engine))
+            shares = books(engine)
+            left = shares["budget"] - shares["layers"] - shares["fixed"]
+            with_staging.append(left / TOKEN_BYTES)
+            right.append((left - shares["staging"]) / TOKEN_BYTES)
+    return {
+        "tokens_before": statistics.median(before),
+        "tokens_after": statistics.median(after),
+        "of_what_budgets_leave": ratio(after, right),
+        "of_that_and_staging": ratio(after, with_staging),
+        "more": ratio(after, before),
+        "bytes_after": shares,
+    }
+
+
+@contextmanager
+def flips_noted() -> Iterator[list[float]]:
+    """Give the milliseconds that each flip of fleets in this process paused its instance."""
+    found: list[float] = []
+    flip = exchanges.flip_layer
+
+    def noted(*args: Any, **options: Any) -> Any:
+        done = flip(*args, **options)
+        found.append(done.stalled_ms)
+        return done
+
+    with patch.object(exchanges, "flip_layer", noted):
+        yield found
+
+
+def pause(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    flips: list[float] = []
+    for _ in range(rounds):
+        with flips_noted() as found, fleet(path, CORES, engine=ENGINE) as engine:
+            warm_up(engine)
+            load, choose = Load(engine), random.Random(SEED)
+            for _ in range(4 if quick else 8):
+                load.submit(Request(prompt(200, choose), 60 if quick else 300, ignore_eos=True))
+            for _ in range(1 if quick else 4):
+                drop_half(engine)
+                engine.restore()
+            load.wait()
+        flips += found
+    alone = {"model inside": MODEL_DIR, "40M": path}
+    return {
+        "flip_ms": {f"p{100 * share:g}": percentiles([flips], share)[0] for share in (0.5, 0.95, 0.99)},
+        "flips": len(flips),
+        "drop_of_all": {name: dropped_alone(model, 3 if quick else 4 * rounds) for name, model in alone.items()},
+    }
+
+
+def dropped_alone(path: Path, rounds: int) -> dict[str, Any]:
+    """Drop all layers of a model in this process, and take them back; beside it munmap of as many bytes."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    elastic.wrap(model, places=["cpu#0=1GiB"], checkpoint=path)
+    runtime, layers = model.elastic, tuple(range(model.config.num_hidden_layers))
+    runtime.digests(layers)
+    nbytes = sum(p.nbytes for p in model.model.layers.parameters())
+    mapped: list[mmap.mmap] = []
+    pauses: list[float] = []
+
+    def drop() -> None:
+        runtime.drop(layers)
+
+    times: dict[str, list[float]] = {"drop": [], "munmap": []}
+    for _ in range(rounds + 1):
+        mapped.append(mmap.mmap(-1, nbytes))
+        mapped[-1].write(b"1" * nbytes)
+        took = paired({"drop": drop, "munmap": mapped[-1].close}, "cpu", 1, 0)
+        for name, (value,) in took.items():
+            times[name].append(value)
+        pauses.append(runtime.events()[-1].pause_ms)
+        runtime.restore(layers)
+    elastic.unwrap(model)
+    return {
+        "bytes": nbytes,
+        "ms": summary([1e3 * value for value in times["drop"][1:]]),
+        "pause_ms": summary(pauses[1:]),
+        "munmap_ms": summary([1e3 * value for value in times["munmap"][1:]]),
+    }
+
+
+class Windows:
+    """Gaps between tokens of some requests, and which of them overlap one of some stretches of time."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self._gaps = [list(zip(answer.at_s, answer.at_s[1:], strict=False)) for answer in answers]
+
+    def within(self, windows: Sequence[tuple[float, float]]) -> list[float]:
+        pairs = (pair for gaps in self._gaps for pair in gaps)
+        return [b - a for a, b in pairs if any(a < end and b > begin for begin, end in windows)]
+
+    def longest(self, window: tuple[float, float]) -> list[float]:
+        """Return of each request that generates then the longest gap."""
+        found = [[b - a for a, b in gaps if a < window[1] and b > window[0]] for gaps in self._gaps]
+        return [max(gaps) for gaps in found if gaps]
+
+
+def exchange(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    figures: dict[str, dict[str, list[float]]] = {}
+    for _ in range(rounds):
+        for name in random.sample(list(FORMS), len(FORMS)):
+            figure = figures.setdefault(name, {})
+            with fleet(path, CORES, engine=ENGINE, routing="round_robin") as engine:
+                warm_up(engine)
+                for key, value in exchanged(engine, FORMS[name], quick).items():
+                    figure.setdefault(key, []).append(value)
+    live = figures["live"]
+    return {
+        **{
+            name: {
+                "seconds": summary(figure["seconds"]),
+                "moved_bytes": statistics.median(figure["moved_bytes"]),
+                "stall_ms": summary([1e3 * value for value in figure["stall_s"]]),
+                "stall_of_exchange": ratio(figure["stall_s"], figure["seconds"]),
+                "others_p99_gap_over_rest": ratio(figure["others_p99"], figure["rest_p99"]),
+                "new_ttft_over_rest": ratio(figure["new_ttft_s"], figure["rest_ttft_s"]),
+            }
+            for name, figure in figures.items()
+        },
+        "others_p99_gap_over_live": {
+            name: ratio(figure["others_p99"], live["others_p99"]) for name, figure in figures.items() if name != "live"
+        },
+    }
+
+
+def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[str, float]:
+    """Have one instance drop half of its layers and take them back some times, with three long requests at each."""
+    first, second = names(engine)
+    times, length, new, rest_s = (1, 200, 300, 0.3) if quick else (3, 600, 700, 1.0)
+    load, choose = Load(engine), random.Random(SEED)
+    asked = [Request(prompt(length, choose), new, ignore_eos=True) for _ in range(6)]
+    answers = [load.submit(request) for request in asked]
+    while min(len(answer.tokens) for answer in answers) < 4:
+        time.sleep(0.005)
+    drops, rests, done, ttft = [], [], [], {"during": [], "rest": []}
+
+    def newcomer(when: str) -> None:
+        ttft[when].append(load.submit(Request(prompt(64, choose), 1, ignore_eos=True)))
+
+    for _ in range(times):
+        begin = time.perf_counter()
+        newcomer("rest")
+        time.sleep(rest_s)
+        rests.append((begin, time.perf_counter()))
+        begin = time.perf_counter()
+        newcomer("during")
+        done.append(engine.drop(layers={first: HALF, second: ()}, **form))
+        drops.append((begin, time.perf_counter()))
+        engine.restore()
+    where = [engine.instance_of(request.id) for request in asked]
+    for request in asked:
+        engine.cancel(request.id)
+    load.wait()
+    if any(one.status != "applied" for one in done):
+        raise RuntimeError(f"a drop was not applied: {[one.why for one in done]}")
+    moved = Windows([answer for answer, at in zip(answers, where, strict=True) if at == first])
+    others = Windows([answer for answer, at in zip(answers, where, strict=True) if at == second])
+    usual = statistics.median(moved.within(rests))
+    return {
+        "seconds": statistics.median(one.seconds for one in done),
+        "moved_bytes": statistics.median(one.moved_bytes for one in done),
+        "stall_s": max(max(moved.longest(window)) - usual for window in drops),
+        "others_p99": percentiles([others.within(drops)], 0.99)[0],
+        "rest_p99": percentiles([others.within(rests)], 0.99)[0],
+        "new_ttft_s": max(answer.ttft_s for answer in ttft["during"]),
+        "rest_ttft_s": max(answer.ttft_s for answer in ttft["rest"]),
+    }
+
+
+def waves(rates: Rates, seed: int) -> list[Arrival]:
+    """Draw two waves and the calm between them."""
+    choose = random.Random(seed)
+    wave_s, calm_s = WAVE * rates.fit / (WAVE_RATE * rates.most), WAVES_APART * rates.lasts_s / 2
+    parts = (
+        ("wave", wave_s, WAVE_RATE * rates.most),
+        ("calm", calm_s, rates.calm),  # in which what the wave left ends
+        ("late calm", calm_s, rates.calm),
+        ("second", wave_s, WAVE_RATE * rates.most),
+    )
+    found: list[Arrival] = []
+    begin = 0.0
+    for part, length_s, rate in parts:
+        found += drawn_in(choose, part, begin, length_s, rate)
+        begin += length_s
+    return found
+
+
+def restoration(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    rates = rates_of(path, quick)
+    policies = {"restored": OVERLOAD, "never": elastic.Overload(**{**vars(OVERLOAD), **NEVER})}
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in policies}
+    actions: dict[str, int] = {}
+    for round_ in range(rounds):
+        arrivals = waves(rates, SEED + round_)
+        for name in random.sample(list(policies), len(policies)):
+            with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policies[name]) as engine:
+                warm_up(engine)
+                load = play(engine, arrivals)
+                for event in engine.events():
+                    actions[f"{name}: {event.kind}"] = actions.get(f"{name}: {event.kind}", 0) + 1
+            of: dict[str, list[Answer]] = {}
+            for arrival in arrivals:
+                of.setdefault(arrival.part, []).append(load.answers[arrival.request.id])
+            calm = of["late calm"]
+            told = {
+                "p50_ttft_in_calm_s": statistics.median(answer.ttft_s for answer in calm),
+                "p50_tpot_in_calm_s": statistics.median(statistics.mean(answer.gaps_s) for answer in calm),
+                "p99_ttft_in_second_s": percentiles([[answer.ttft_s for answer in of["second"]]], 0.99)[0],
+            }
+            for key, value in told.items():
+                figures[name].setdefault(key, []).append(value)
+    return {
+        **{name: {key: summary(values) for key, values in figure.items()} for name, figure in figures.items()},
+        "restored_over_never": {key: ratio(v, figures["never"][key]) for key, v in figures["restored"].items()},
+        "events": actions,
+    }
+
+
+def extreme(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    rates = rates_of(path, quick)
+    lasted: dict[str, list[float]] = {"wait": [], "drop": []}
+    held: dict[str, list[float]] = {"wait": [], "drop": []}
+    for round_ in range(rounds):
+        for name in random.sample(list(lasted), 2):
+            policy = OVERLOAD if name == "drop" else None
+            with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policy) as engine:
+                warm_up(engine)
+                lasted[name].append(overrun(engine, rates, SEED + round_, 5.0 if quick else MOST_S))
+                held[name].append(tokens_held(engine))
+    times = ratio(lasted["drop"], lasted["wait"])
+    more = ratio(held["drop"], held["wait"])
+    return {
+        "seconds": {name: summary(values) for name, values in lasted.items()},
+        "longer": times,
+        "more_capacity": more,
+        "of_capacity_ratio": times["median"] / more["median"],
+        "most_s": MOST_S,
+    }
+
+
+def overrun(engine: elastic.Fleet, rates: Rates, seed: int, most_s: float) -> float:
+    """Submit too many requests until one waits too long for its first token; return the seconds until it came."""
+    load, choose = Load(engine), random.Random(seed)
+    begin = next_s = time.perf_counter()
+    patience_s = PATIENCE * rates.ttft_s
+    late = None
+    while late is None and time.perf_counter() - begin < most_s:
+        next_s += choose.expovariate(OVERRATE * rates.most)
+        time.sleep(max(0.0, next_s - time.perf_counter()))
+        load.submit(drawn(choose))
+        now = time.perf_counter()
+        waited = (a for a in load.answers.values() if (a.at_s[0] if a.at_s else now) - a.sent_s > patience_s)
+        late = next(waited, None)
+    for request in load.answers:
+        engine.cancel(request)
+    load.wait()
+    return (late.sent_s if late is not None else time.perf_counter()) - begin
+
+
+def kill(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Kill one of two ranks at a random moment; every answer is held against the model's own."""
+    count, new = (4, 60) if quick else (16, 120)
+    choose = random.Random(SEED)
+    asked = [Request(prompt(96, choose), new, ignore_eos=True) for _ in range(count)]
+    with in_process(path) as engine:
+        right = [answer.tokens for answer in served(engine, asked).answers.values()]
+    again: list[float] = []
+    recomputed: list[int] = []
+    had: list[int] = []
+    wrong = lost = 0
+    for _ in range(rounds):
+        with fleet(path, CORES, engine=ENGINE) as engine:
+            warm_up(engine)
+            load = Load(engine)
+            answers = [load.submit(request) for request in asked]
+            drop_half(engine)
+            wanted = choose.randrange(new // 4, new // 2)
+            while min(len(answer.tokens) for answer in answers) < wanted:
+                time.sleep(0.005)
+            live = [request for request, a in zip(asked, answers, strict=True) if a.finish is None]
+            had.append(sum(len(r.prompt) + len(load.answers[r.id].tokens) for r in live))
+            begin = time.perf_counter()
+            engine.kill(choose.choice(engine.status().ranks).name)
+            load.wait()
+            afterwards = ([t for t in load.answers[request.id].at_s if t > begin + 0.05] for request in live)
+            again.append(max((at_s[0] - begin for at_s in afterwards if at_s), default=0.0))
+            lost += sum(answer.finish != "length" for answer in answers)
+            wrong += sum(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=True))
+            recomputed.append(engine.status().totals.recomputed_tokens)
+    return {
+        "next_token_s": summary(again),
+        "lost": lost,
+        "wrong": wrong,
+        "recomputed_tokens": summary(recomputed),
+        "tokens_of_live": summary(had),
+        "recomputed_of_live": ratio(recomputed, had),
+        "requests": count * rounds,
+    }
+
+
+ROWS = {row.__name__: row for row in (capacity, pause, exchange, restoration, extreme, kill)}
+
+
+def main() -> None:
+    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}}
+    options = arguments(__doc__.splitlines()[0], **more)
+    if options.device != "cpu":
+        sys.exit("this benchmark pins ranks to cores: it is for a CPU")
+    rounds = 1 if options.quick else min(options.rounds, 5)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(Path(folder))
+        for name in options.only:
+            results[name] = ROWS[name](path, rounds, options.quick)
+            table([name, ""], list(flat(results[name])))
+            print(flush=True)
+    finish("drop", "cpu", results)
+
+
+if __name__ == "__main__":
+    main()

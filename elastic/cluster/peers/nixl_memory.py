@@ -1,0 +1,182 @@
+"""The memory of other ranks, read one-sided by NIXL: over RDMA where the hosts have it, else by what UCX finds.
+
+What NIXL knows are buffers of fixed size at both ends, never pages: those come and go, and what a network card has
+registered must not. The rank that has the memory copies what is asked for to its buffer, and says when it is there; the
+other one reads it from there. Questions go over a connection, as without NIXL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from elastic.cluster.peers.memory_reader import RankMemoryReader
+from elastic.errors import BackendUnavailable
+from elastic.memory.backends.rank_memory import Pieces
+from elastic.types import RankMemory
+
+BUFFER_BYTES = 4 << 20
+POLL_S = 2e-5
+GREETING_S = 60.0
+"""How long the other end may take to have NIXL."""
+_GREETING = struct.Struct("<QQ")  # the buffer's address, the bytes of the metadata that follow
+
+
+class NixlBuffer:
+    """Host memory that NIXL knows, [BUFFER_BYTES]."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._bytes = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+        self.address = self._bytes.data_ptr()
+        self._registered = agent.register(self._bytes)
+
+    def close(self) -> None:
+        """Have NIXL forget it. Can be called twice."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            self._agent.deregister(registered)
+
+
+class NixlAgent:
+    """What NIXL is in a rank. Thread-safe; making it takes seconds. What NIXL raises are `ConnectionError`s here."""
+
+    def __init__(self) -> None:
+        """Raises `BackendUnavailable` without the package."""
+        api = _api()
+        self._lock = threading.Lock()
+        bindings = api.nixlBind
+        kinds = [
+            getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")
+        ]
+        self._errors: tuple[type[Exception], ...] = tuple(kinds)  # they have no class in common
+        self._agent = api.nixl_agent(uuid4().hex, api.nixl_agent_config(True, False, 0, backends=["UCX"]))
+
+    def register(self, memory: torch.Tensor) -> Any:
+        """Have NIXL know memory; return what `deregister` needs."""
+        with self._asking() as agent:
+            return agent.register_memory(memory)
+
+    def deregister(self, registered: Any) -> None:
+        """Have NIXL forget memory."""
+        with self._asking() as agent:
+            agent.deregister_memory(registered)
+
+    def greet(self, stream: socket.socket, buffer: NixlBuffer) -> None:
+        """Tell the other end of a connection how to read a buffer."""
+        with self._asking() as agent:
+            metadata = agent.get_agent_metadata()
+        stream.sendall(_GREETING.pack(buffer.address, len(metadata)) + metadata)
+
+    def meet(self, metadata: bytes) -> str:
+        """Know the other end, as it was said in a greeting; return its name."""
+        with self._asking() as agent:
+            name = agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def read(self, remote: str, address: int, buffer: NixlBuffer, nbytes: int, gone: Callable[[], object]) -> None:
+        """Read bytes at an address there into a buffer, unless the other end has `gone`."""
+        with self._asking() as agent:
+            here = agent.get_xfer_descs([(buffer.address, nbytes, 0)], "DRAM")
+            there = agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
+            handle = agent.initialize_xfer("READ", here, there, remote)
+        try:
+            with self._asking() as agent:
+                state = agent.transfer(handle)
+            while state == "PROC" and not gone():
+                time.sleep(POLL_S)
+                with self._asking() as agent:
+                    state = agent.check_xfer_state(handle)
+        finally:
+            with suppress(ConnectionError), self._asking() as agent:
+                agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise ConnectionResetError(f"NIXL ended a transfer as {state}")
+
+    @contextmanager
+    def _asking(self) -> Iterator[Any]:
+        try:
+            with self._lock:
+                yield self._agent
+        except self._errors as error:
+            raise ConnectionResetError(f"NIXL: {error}") from error
+
+
+class NixlMemoryReader(RankMemoryReader):
+    """A `MemoryReader` whose bytes come by NIXL."""
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        memory: RankMemory,
+        stream: socket.socket,
+        closed: Callable[[RankMemoryReader], None],
+    ) -> None:
+        """Raises `OSError` where the other end goes away."""
+        super().__init__(memory, stream, closed)
+        self._agent, self._buffer = agent, NixlBuffer(agent)
+        try:
+            self._remote = self._meet(stream)
+        except BaseException:
+            self._buffer.close()
+            raise
+
+    def _meet(self, stream: socket.socket) -> str:
+        """Read the greeting; return the name of the other end."""
+        stream.settimeout(GREETING_S)
+        head = (ctypes.c_char * _GREETING.size)()
+        self._receive(ctypes.addressof(head), len(head))
+        self._address, length = _GREETING.unpack(bytes(head))
+        metadata = (ctypes.c_char * length)()
+        self._receive(ctypes.addressof(metadata), length)
+        stream.settimeout(None)
+        return self._agent.meet(bytes(metadata))
+
+    def read(self, address: int, pieces: Pieces) -> None:
+        """Copy pieces side by side to an address; see `MemoryReader`."""
+        for part in buffers_full(pieces):
+            super().read(address, part)
+            address += sum(nbytes for _, nbytes in part)
+
+    def end(self) -> None:
+        """End the connection."""
+        self._buffer.close()
+        super().end()
+
+    def _take(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            self._agent.read(self._remote, self._address, self._buffer, nbytes, lambda: self._gone)
+            ctypes.memmove(address, self._buffer.address, nbytes)
+
+
+def buffers_full(pieces: Pieces) -> Iterator[list[tuple[int, int]]]:
+    """Cut pieces (offset, bytes) into lists of as many bytes as a buffer has."""
+    part, left = list[tuple[int, int]](), BUFFER_BYTES
+    for offset, nbytes in pieces:
+        while nbytes:
+            taken = min(nbytes, left)
+            part.append((offset, taken))
+            offset, nbytes, left = offset + taken, nbytes - taken, left - taken
+            if not left:
+                yield part
+                part, left = [], BUFFER_BYTES
+    if part:
+        yield part
+
+
+def _api() -> Any:
+    """Return NIXL's module. Raises `BackendUnavailable`."""
+    try:
+        from nixl_cu12 import _api as api
+    except ImportError as error:
+        raise BackendUnavailable("bulk='nixl' needs the package nixl-cu12: pip install 'elastic-llm[nixl]'") from error
+    return api

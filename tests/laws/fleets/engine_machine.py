@@ -1,0 +1,227 @@
+"""Engines of one process whose layers come and go among them while requests run, as a state machine.
+
+What is drawn never depends on threads: numbers choose among what there is.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from elastic import CapacityError, Overloaded
+from elastic.engines.base import Request
+from support import architectures
+from support.cluster.engine_group import EngineGroup
+from support.serving.generations import Collector, continuation, prompts
+
+ARCHITECTURES = ["llama-gqa", "gemma3", "mistral-sliding", "qwen3-moe", "gpt2"]
+PROMPTS = prompts([3, 17, 33, 60], architectures.VOCAB, 7)
+MOST, LAYERS = 40, 3
+NUMBER = st.integers(0, 59)
+PATIENCE_S = 0.5
+
+
+@cache
+def plain(architecture: str, prompt: int) -> list[int]:
+    return continuation(architectures.build(architecture), PROMPTS[prompt], MOST)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Every request gets the plain model's tokens; books agree at every rank; a killed rank's work is not lost."""
+
+    group: EngineGroup
+
+    @initialize(architecture=st.sampled_from(ARCHITECTURES), ranks=st.sampled_from(["ab", "abc"]), small=st.booleans())
+    def start(self, architecture: str, ranks: str, small: bool) -> None:
+        self.architecture, self.ranks = architecture, ranks
+        self.group = EngineGroup(ranks, architecture, nbytes=1 << 20 if small else 4 << 20, max_batch_tokens=24)
+        self.joined: list[tuple[str, str]] = []
+        self.heard = {home: Collector() for home in ranks}
+        self.sent: dict[str, dict[str, tuple[int, int]]] = {home: {} for home in ranks}
+        self.cancelled: set[str] = set()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "group"):
+            return
+        try:
+            self.end()
+        finally:
+            self.group.close()
+
+    def end(self) -> None:
+        for home in self.ranks:
+            self.group[home].runtime.kv.resize("max")
+        for home in self.ranks:
+            with suppress(CapacityError):  # layers have no room while so many requests live
+                self.group.part(home)
+            self.group[home].set_cap(None)
+        for home, sent in self.sent.items():
+            heard = self.heard[home]
+            heard.wait(list(sent), 60)
+            for request, (prompt, tokens) in sent.items():
+                expected, finish = plain(self.architecture, prompt)[:tokens], heard.ends[request].finish
+                told = heard.tokens.get(request, [])
+                if finish == "cancelled" and request in self.cancelled:
+                    assert told == expected[: len(told)]
+                else:
+                    assert (finish, told) == ("length", expected), heard.ends[request]
+        self.group.check()
+
+    def guests(self, home: str) -> list[str]:
+        return [guest for known, guest in self.joined if known == home]
+
+    # -- requests
+
+    @rule(home=NUMBER, prompt=NUMBER, tokens=st.integers(1, MOST))
+    def submit(self, home: int, prompt: int, tokens: int) -> None:
+        name, prompt = self.ranks[home % len(self.ranks)], prompt % len(PROMPTS)
+        request = Request(PROMPTS[prompt], tokens, id=f"q{sum(map(len, self.sent.values()))}")
+        with suppress(Overloaded, CapacityError):
+            self.group[name].submit(request, self.heard[name])
+            self.sent[name][request.id] = prompt, tokens
+
+    @rule(homes=st.lists(NUMBER, min_size=3, max_size=8))
+    def burst(self, homes: list[int]) -> None:
+        for number in homes:
+            self.submit(number, number // 3, MOST)
+
+    @rule(number=NUMBER)
+    def cancel(self, number: int) -> None:
+        live = [(home, request) for home, sent in self.sent.items() for request in sent]
+        if live:
+            home, request = live[number % len(live)]
+            self.cancelled.add(request)
+            self.group[home].cancel(request)
+
+    @rule()
+    def wait(self) -> None:
+        time.sleep(0.02)
+
+    # -- layers
+
+    @rule(home=NUMBER, guest=NUMBER)
+    def join(self, home: int, guest: int) -> None:
+        name = self.ranks[home % len(self.ranks)]
+        others = [rank for rank in self.ranks if rank != name and (name, rank) not in self.joined]
+        engine = self.group[name]
+        if others and not engine._loop.scheduler.sequences:  # else the cap might be reached late
+            other, cap = others[guest % len(others)], engine._memory.cap
+            with suppress(CapacityError):
+                self.group.join(name, other, engine.sectors_alone() // 2 if cap is None else cap)
+                self.joined.append((name, other))
+
+    @rule(home=NUMBER, layers=st.sets(st.integers(0, LAYERS - 1), min_size=1), to=NUMBER, rounds=st.integers(1, 3))
+    def flip(self, home: int, layers: set[int], to: int, rounds: int) -> None:
+        name = self.ranks[home % len(self.ranks)]
+        path = self.group[name].path
+        owner = path.ranks[min(layers)]
+        targets = [rank for rank in (name, *self.guests(name)) if rank != owner]
+        if targets:
+            same = [layer for layer in sorted(layers) if path.ranks[layer] == owner]
+            with suppress(CapacityError):
+                self.group.move(name, same, targets[to % len(targets)], rounds=rounds)
+
+    @rule(home=NUMBER)
+    def part(self, home: int) -> None:
+        name = self.ranks[home % len(self.ranks)]
+        if self.guests(name):
+            with suppress(CapacityError):
+                self.group.part(name)
+                self.joined = [pair for pair in self.joined if pair[0] != name]
+
+    @rule(home=NUMBER, cohorts=st.integers(1, 3))
+    def set_cohorts(self, home: int, cohorts: int) -> None:
+        self.group[self.ranks[home % len(self.ranks)]].set_cohorts(cohorts)
+
+    # -- memory
+
+    @rule(rank=NUMBER, nbytes=st.sampled_from([1 << 16, 1 << 17, "max"]))
+    def resize(self, rank: int, nbytes: Any) -> None:
+        self.group[self.ranks[rank % len(self.ranks)]].runtime.kv.resize(nbytes)
+
+    @rule(home=NUMBER, sectors=st.integers(6, 40))
+    def set_cap(self, home: int, sectors: int) -> None:
+        name = self.ranks[home % len(self.ranks)]
+        engine, guests = self.group[name], self.guests(name)
+        before = engine._memory.cap
+        if before is None or not guests:
+            return
+        with suppress(CapacityError):
+            if sectors > before:
+                self.allot(name, guests, sectors)
+                engine.set_cap(sectors)
+                return
+            engine.set_cap(sectors)
+            until_s = time.monotonic() + PATIENCE_S
+            while not engine.cap_reached():
+                if time.monotonic() > until_s:
+                    engine.set_cap(before)
+                    return
+                time.sleep(0.005)
+            self.compare(name)  # so that they know what came free
+            self.allot(name, guests, sectors)
+
+    def allot(self, home: str, guests: list[str], sectors: int) -> None:
+        for guest in guests:
+            self.group[guest].allot(home, sectors)
+
+    # -- losses
+
+    @rule(home=NUMBER, which=NUMBER, readable=st.booleans())
+    def lose(self, home: int, which: int, readable: bool) -> None:
+        name = self.ranks[home % len(self.ranks)]
+        engine = self.group[name]
+        if not engine.path.guests:
+            return
+        guest = engine.path.guests[which % len(engine.path.guests)]
+        stage, log = self.group[guest]._stages[name], self.group.logs.pop((name, guest))
+        close = stage.memory.close
+        if readable:
+            stage.memory.close = lambda: None  # type: ignore[method-assign]
+        log.close()
+        self.group[guest].close_stage(name)
+        source = self.group[guest].kv_source()
+        assert source is not None
+        engine.recover(guest, lambda layers: None, {guest: source} if readable else None)
+        stage.memory.close = close  # type: ignore[method-assign]
+        close()
+        for other in self.guests(name):
+            self.group.logs.pop((name, other), None)
+            self.group[other].close_stage(name)
+        self.joined = [pair for pair in self.joined if pair[0] != name]
+        assert engine.path.guests == ()
+
+    # -- books
+
+    @rule(home=NUMBER)
+    def check(self, home: int) -> None:
+        self.group.check()
+        self.compare(self.ranks[home % len(self.ranks)])
+
+    def compare(self, home: str) -> None:
+        """Between two steps, compare what a home has with what its guests have for it."""
+        engine = self.group[home]
+        engine._between_steps(partial(self.compare_now, home))
+
+    def compare_now(self, home: str) -> None:
+        engine = self.group[home]
+        engine._settle()
+        engine._home.flush()
+        if engine.path.guests:
+            engine._home.remove(engine._loop.scheduler.take_removed())
+        for guest, link in engine._home.links.items():
+            stage, until_s = self.group[guest]._stages[home], time.monotonic() + 20
+            while stage._handled < link.sent:
+                assert time.monotonic() < until_s
+                time.sleep(0.001)
+            assert set(stage.memory.mapped_sectors) == set(engine._memory.mapped_sectors)
+            assert len(stage.memory.mapped_sectors) <= stage.memory.allotted
+            assert set(stage.memory.layers) == set(engine.path.layers_of(guest))
+            here = dict(engine._runner.sequences()) if guest in engine.path.guests else {}
+            assert dict(stage._runner.sequences()) == here
+        assert set(engine._memory.layers) == set(engine.path.layers_of(home))
