@@ -155,7 +155,8 @@ class Policy:
             self._check(name, "a share from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)
         self._check("ema_alpha", "above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1)
         self._check("levels", "a tuple of names of variants, each once", _is_names)
-        self._check("kv_low", f"at most kv_high - margin = {self.kv_high - self.margin:.3g}", self._below)
+        high = self.kv_high - self.margin
+        self._check("kv_low", f"at most kv_high - margin = {high:.3g}", lambda low: low <= high + 1e-9)
         self._check("queue_low_s", f"at most queue_high_s = {self.queue_high_s}", lambda v: v <= self.queue_high_s)
 
     @classmethod
@@ -188,9 +189,6 @@ class Policy:
 
     def _check(self, name: str, allowed: str, holds: Callable[[Any], bool]) -> None:
         require(holds(getattr(self, name)), name, getattr(self, name), allowed)
-
-    def _below(self, low: float) -> bool:
-        return low <= self.kv_high - self.margin + 1e-9
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,7 @@ class Scale:
     """Seconds that the others of the group have to take replicas away when they are asked to."""
 
     def __post_init__(self) -> None:
-        shares = ("t_up", "t_down", "kv_high", "margin", "least_gain")
-        for name in shares:
+        for name in ("t_up", "t_down", "kv_high", "margin", "least_gain"):
             require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
         for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
             value = getattr(self, name)
@@ -282,6 +279,8 @@ class Overload:
     """Instances that serve requests together at most."""
     scale_out: int = 0
     """Instances that may be added in all where no drop frees enough; 0: none is."""
+    lookahead: bool = False
+    """Whether steps of a pipeline cost the same, instead of having as many tokens; ranks measure that before."""
     exchange: Literal["live", "stall"] = "live"
     coordinated: bool = True
     """How keys, values and weights go from rank to rank; see `Fleet.drop`. (KunServe, section 4.2)"""
@@ -297,7 +296,7 @@ class Overload:
             require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
         require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
-        for name in ("partial", "best_effort", "coordinated"):
+        for name in ("partial", "best_effort", "lookahead", "coordinated"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         below, high = self.restore_below, self.kv_high - self.margin
         require(below <= high, "restore_below", below, f"at most kv_high - margin = {high:.3g}")

@@ -21,6 +21,7 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--name", default="", help="name of this rank (the fleet chooses one)")
     add_memory(command)
     command.add_argument("--max-requests", type=int, default=256, metavar="N", help="answers computed at a time (256)")
+    command.add_argument("--lookahead", action="store_true", help="measure what steps cost first, for equal ones")
     command.add_argument("--cores", type=int, nargs="+", default=[], metavar="N", help="CPU cores to run on (all)")
 
 
@@ -40,6 +41,7 @@ def rank(options: Namespace) -> int:
         wrap=wrap,
         engine={"max_requests": options.max_requests, "grammars": "llguidance" if find_spec("llguidance") else None},
         cores=tuple(options.cores),
+        lookahead=options.lookahead,
     )
     connection = connect(address, key)  # before minutes are spent on the model
     try:

@@ -16,6 +16,7 @@ from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
+from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.types import Action
 
 PROTOCOL = 2
@@ -53,6 +54,8 @@ class Hello:
     load: EngineLoad = field(default_factory=EngineLoad)
     forms: tuple[tuple[str, ...], ...] = ()
     """`Engine.weights` so far."""
+    cost: ModelCost | None = None
+    """What steps of its model cost; None: nobody asked for that."""
 
 
 @dataclass(frozen=True)

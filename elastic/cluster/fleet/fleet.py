@@ -107,7 +107,7 @@ class Fleet(GroupVerbs):
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
         options = {"wrap": dict(wrap or {}), "engine": dict(engine or {}), "environment": dict(environment or {})}
-        self._starter = RankStarter(self._launcher, self._members, model, options)
+        self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
         self._specs = self._starter.specs(ranks, places, cores)
         self._supervisor = Supervisor(
             self._dispatcher,
@@ -122,7 +122,7 @@ class Fleet(GroupVerbs):
         self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out
-        self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, add)
+        self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = threading.Lock()  # of the state
         self._state = "new"
         self._process = os.getpid()

@@ -18,6 +18,7 @@ from elastic.engines.core.admission import AdmissionLedger, Demand
 from elastic.engines.core.kv_state import KVDirectory, KVFormat
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.pipeline.chunk_cost import Chunk
 
 AHEAD = 1
 """Sequences that an instance may have besides `max_requests`, so that none of its steps waits for the fleet."""
@@ -150,6 +151,11 @@ class Instance:
         if all_blocks(self.kv_format, record) - cached <= self.free_blocks:
             return True
         return can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks)
+
+    def decoding(self) -> list[Chunk]:
+        """Return what its next step has of answers that are being generated: a token of each."""
+        answers = [answer for record in self.records.values() for answer in record.live if answer.tokens]
+        return [Chunk(answer.state.id, answer.computed, 1) for answer in answers]
 
     def fits_alone(self, request: Request) -> bool:
         """Return whether one answer of a request fits there, if nothing else is there, while its limit is as it is."""

@@ -1,4 +1,4 @@
-"""The threads that do what the policies of a fleet say."""
+"""The threads that do what the policies of a fleet say, and what its groups need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.caps.follower import CapFollower, Follows
 from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.overload.controller import OverloadController, Verbs
 from elastic.cluster.fleet.planning.policies import FleetPolicies
@@ -13,7 +14,10 @@ from elastic.cluster.fleet.records.event_log import EventLog
 
 
 class PolicyThreads:
-    """Those of the policies that were chosen, from `start` to `stop`. `add`: see `OverloadController`."""
+    """Those of the policies that were chosen, and one for the caps of groups, from `start` to `stop`.
+
+    `add`: see `OverloadController`.
+    """
 
     def __init__(
         self,
@@ -22,9 +26,10 @@ class PolicyThreads:
         log: EventLog,
         mover: Mover,
         verbs: Verbs,
+        groups: Follows,
         add: Callable[[int], Sequence[str]] | None,
     ) -> None:
-        self._threads: list[Balancer | OverloadController] = []
+        self._threads: list[Balancer | OverloadController | CapFollower] = [CapFollower(groups)]
         self._overload: OverloadController | None = None
         if chosen.balance:
             self._threads.append(Balancer(dispatcher, mover))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from elastic.cluster.rank.rank import Rank
 from elastic.cluster.rank.spec import RankSpec
 from elastic.config import Place, require
 from elastic.engines.base import GrammarCompiler
+from elastic.engines.continuous.chunk_profile import fit_cost
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.stopping import end_tokens
 from elastic.engines.structured import LlguidanceCompiler
 from elastic.errors import ConfigError, ElasticError
 from elastic.memory.places import require_memory
 from elastic.model_files import load_weights, read_tokenizer
+from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.runtime.runtime import Runtime
 from elastic.wrap import unwrap, wrap
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 _loading = threading.Lock()  # transformers changes its modules while it loads: one model at a time in a process
+_measuring = threading.Lock()  # ranks of one process would measure each other
 
 
 @contextmanager
@@ -39,7 +42,7 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
     """
     places = [Place.parse(place) for place in spec.places]
     require_memory(places)
-    if unknown := sorted(spec.engine.keys() - _ENGINE_OPTIONS):
+    if unknown := sorted(spec.engine.keys() - _ENGINE_OPTIONS.keys()):
         raise ConfigError(f"engine: no option {unknown[0]!r}; there are {', '.join(sorted(_ENGINE_OPTIONS))}")
     with ExitStack() as stack:
         model = _load(spec, places)
@@ -52,7 +55,22 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
             options["grammars"] = _grammars(options["grammars"], spec, model)
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
-        yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"])
+        cost = _measured_cost(engine, spec, options) if spec.lookahead else None
+        yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"], cost=cost)
+
+
+def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[str, Any]) -> ModelCost | None:
+    """Fit what steps of an engine cost, and have it use that, unless its options say how long steps are."""
+    most_tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
+    try:
+        with _measuring:
+            cost = fit_cost(engine, most_tokens)
+    except ElasticError as error:
+        logger.warning("rank %s has steps of so many tokens, not of equal cost: %s", spec.name, error)
+        return None
+    if options.get("step_budget") is None:
+        engine.use_cost(cost.whole)
+    return cost
 
 
 def _checkpoint(spec: RankSpec) -> dict[str, Any]:
@@ -91,4 +109,4 @@ def _grammars(name: str, spec: RankSpec, model: Any) -> GrammarCompiler | None:
     return LlguidanceCompiler(tokenizer, ends) if ends else None
 
 
-_ENGINE_OPTIONS = inspect.signature(ContinuousEngine).parameters.keys() - {"model"}
+_ENGINE_OPTIONS = {k: v for k, v in inspect.signature(ContinuousEngine).parameters.items() if k != "model"}

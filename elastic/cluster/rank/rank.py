@@ -25,6 +25,7 @@ from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.kv_state import KVReport
 from elastic.errors import StateError
 from elastic.memory.backends.shared_file import host_name
+from elastic.planning.pipeline.chunk_cost import ModelCost
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.25
@@ -47,10 +48,11 @@ class Rank:
         *,
         max_requests: int = 256,
         beat_s: float = BEAT_S,
+        cost: ModelCost | None = None,
     ) -> None:
         self.engine, self.name = engine, name
         self._connection = connection
-        self._facts, self._max_requests, self._beat_s = facts, max_requests, beat_s
+        self._facts, self._max_requests, self._beat_s, self._cost = facts, max_requests, beat_s, cost
         self._lock = threading.Lock()  # of the three below
         self._outputs: list[Output] = []
         self._starts: list[int] = []
@@ -147,6 +149,7 @@ class Rank:
             self.engine.kv_source(),
             self.engine.load(),
             self._new_forms(),
+            self._cost,
         )
 
     def _listen(self, output: Output) -> None:

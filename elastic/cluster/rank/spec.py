@@ -26,3 +26,5 @@ class RankSpec:
     """Threads that it computes with at the most, where it has no cores of its own; None: as many as torch chooses."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process, set before the model is loaded."""
+    lookahead: bool = False
+    """Whether it measures what its model's steps cost before it serves, for steps that cost the same in a pipeline."""

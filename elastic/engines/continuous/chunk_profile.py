@@ -5,6 +5,7 @@ Batches run as the engine would run them, over its cache in blocks; a prefix is 
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -18,30 +19,33 @@ from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import Chunk, SequenceState, Step
 from elastic.errors import ConfigError, StateError
-from elastic.planning.pipeline.chunk_cost import ChunkProfile, Sample
+from elastic.planning.pipeline.chunk_cost import ChunkProfile, ModelCost, Sample
 from elastic.weights.decoder import find_decoder
 
 Mix = tuple[tuple[int, int], ...]
 """(earlier tokens, new tokens) of each chunk of a batch."""
 
 
-def profile_chunks(engine: ContinuousEngine, mixes: Sequence[Mix], rounds: int = 7, seed: int = 0) -> ChunkProfile:
+def profile_chunks(
+    engine: ContinuousEngine, mixes: Sequence[Mix], rounds: int = 7, seed: int = 0, most_s: float = math.inf
+) -> ChunkProfile:
     """Run batches of these chunks, and return the median of `rounds` of each: of a decoder layer, and of the rest.
 
-    All run in turn, round after round, so that a disturbance does not tell on one of them alone. The engine has not
-    been started. Raises `StateError` if it has, `ConfigError` for batches that its cache has no room for.
+    All run in turn, round after round, so that a disturbance does not tell on one of them alone; no round but the first
+    begins after `most_s` seconds. The engine has not been started. Raises `StateError` if it has, `ConfigError` for
+    batches that its cache has no room for.
     """
-    if engine.serving:
-        raise StateError("the engine is serving; profile it before it is started")
-    stopwatch = _Stopwatch(engine)
+    stopwatch, began_s = _Stopwatch(engine), time.perf_counter()
     order = list(range(len(mixes)))
     choose = random.Random(seed)
     taken: list[list[tuple[float, float]]] = [[] for _ in mixes]
     with stopwatch.attached():
-        for _ in range(rounds):
+        for number in range(rounds):
+            if number and time.perf_counter() - began_s > most_s:
+                break
             choose.shuffle(order)
-            for number in order:
-                taken[number].append(stopwatch.run(mixes[number]))
+            for each in order:
+                taken[each].append(stopwatch.run(mixes[each]))
     layer, rest = [], []
     for mix, pairs in zip(mixes, taken, strict=True):
         layer.append(Sample(mix, statistics.median(of_layer for of_layer, _ in pairs)))
@@ -49,10 +53,41 @@ def profile_chunks(engine: ContinuousEngine, mixes: Sequence[Mix], rounds: int =
     return ChunkProfile(tuple(layer), tuple(rest), stopwatch.layers)
 
 
+def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5) -> ModelCost:
+    """Fit the cost of an engine's model to batches of up to so many tokens, in about `most_s` seconds.
+
+    A slow model is measured in smaller batches. The engine has not been started; raises as `profile_chunks` does.
+    """
+    began_s = time.perf_counter()
+    longest = engine.load().total_blocks * engine.kv_format.block_tokens // _MOST_SEQUENCES
+    longest = min(longest, getattr(engine._config, "max_position_embeddings", None) or longest)
+    tokens, limit, stopwatch = min(8, longest // 2), min(most_tokens, longest // 2), _Stopwatch(engine)
+    if tokens < 1:
+        raise ConfigError("the cost of chunks cannot be measured: the KV cache has room for no batch; give it more")
+    with stopwatch.attached():
+        while 2 * tokens <= limit and stopwatch.run_s(((0, tokens),)) < most_s / 50:
+            tokens *= 2
+    left_s = max(0.0, most_s - (time.perf_counter() - began_s))
+    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds, most_s=left_s).fit()
+
+
+_MOST_SEQUENCES = 8
+
+
+def _telling_mixes(longest: int, most: int) -> list[Mix]:
+    """Return batches that tell what prefixes, tokens, chunks and batches cost; `longest`: of a sequence, in tokens."""
+    half, sizes = longest // 2, dict.fromkeys((most, max(1, most // 2), max(1, most // 8)))
+    alone: list[Mix] = [((start, size),) for size in sizes for start in (0, half // 2, half)]
+    decodes: list[Mix] = [((half, 1),) * count for count in (1, 4, _MOST_SEQUENCES)]
+    return [*alone, *decodes, ((0, most // 2 or 1),) * 2, (*((half, 1),) * 4, (0, most // 2 or 1))]
+
+
 class _Stopwatch:
     """Runs batches, and takes the time at which their layers begin and end."""
 
     def __init__(self, engine: ContinuousEngine) -> None:
+        if engine.serving:
+            raise StateError("the engine is serving; profile it before it is started")
         self._blocks, self._runner, self._device = engine._blocks, engine._runner, engine._model.device
         self._decoder = find_decoder(engine._model)
         self.layers = len(self._decoder.layers)
@@ -84,6 +119,11 @@ class _Stopwatch:
                 self._blocks.forget(name)
         within = self._ended - self._began
         return within / self.layers, seconds - within
+
+    def run_s(self, mix: Mix) -> float:
+        """Return the seconds of a batch."""
+        layer_s, rest_s = self.run(mix)
+        return self.layers * layer_s + rest_s
 
     def _step(self, names: Sequence[str], mix: Mix) -> Step:
         """Give the chunks their blocks, those of their prefixes, too."""

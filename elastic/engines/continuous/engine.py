@@ -79,7 +79,7 @@ class ContinuousEngine(PipelinedEngine):
         self.counters = self.runtime.counters
         self._model = model
         self._config = model.config.get_text_config(decoder=True)
-        self._max_queue = max_queue
+        self._max_queue, self._max_batch_tokens = max_queue, max_batch_tokens
         self._grammars = grammars
         self._lock, self._stack, self._state = threading.Lock(), ExitStack(), "new"
         self._thread: threading.Thread | None = None

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from elastic.engines.continuous.recovery import RecoveringEngine
+from elastic.engines.core.step_budget import CostBudget, PathBudget
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.home import HomeExecutor
@@ -19,6 +20,10 @@ from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, RankLost, StateError
 from elastic.memory.rate_limit import YieldingPace
+from elastic.planning.pipeline.chunk_cost import ChunkCost
+
+LEAST_SHARE = 4
+"""Steps of equal cost have this part of `max_batch_tokens` at least: at the end of the longest prompts."""
 
 
 class PipelinedEngine(RecoveringEngine):
@@ -27,6 +32,8 @@ class PipelinedEngine(RecoveringEngine):
     First `open_stage` at the other rank, here `attach_stage` and `use_transport`; then layers can be exchanged. The
     last rank that is detached parts them.
     """
+
+    _max_batch_tokens: int
 
     # -- at home
 
@@ -47,6 +54,15 @@ class PipelinedEngine(RecoveringEngine):
             self._home.set_cohorts(cohorts)
 
         self._between_steps(share_out)
+
+    def use_cost(self, cost: ChunkCost) -> None:
+        """Have steps cost the same while other ranks compute layers, so that these do not wait for each other.
+
+        Before the engine is started.
+        """
+        scheduler, most = self._loop.scheduler, self._max_batch_tokens
+        equal = CostBudget(cost, max(1, most // LEAST_SHARE), most)
+        scheduler.budget = PathBudget(scheduler.budget, equal, lambda: bool(self.path.guests))
 
     def attach_stage(self, rank: str, log: LogConnection) -> None:
         """Tell a rank of the engine's memory by a log, so that layers can go there.

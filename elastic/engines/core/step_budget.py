@@ -7,7 +7,7 @@ section 4.3): a chunk late in a long prompt costs more than one of the same leng
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -76,6 +76,19 @@ class CostBudget:
                 return tokens + self.cost.tokens_within(chunk, seconds + paid)
             tokens, seconds, paid = tokens + chunk.tokens, seconds - price, self.cost.shared
         return tokens
+
+
+@dataclass(frozen=True)
+class PathBudget:
+    """One budget while an engine computes all of its layers itself, another one while other ranks compute some."""
+
+    alone: StepBudget
+    pipelined: StepBudget
+    is_pipelined: Callable[[], bool]
+
+    def tokens(self, decoding: Iterable[int], queue: Iterable[Chunk]) -> int:
+        """Return the most tokens of a step, by the one or the other."""
+        return (self.pipelined if self.is_pipelined() else self.alone).tokens(decoding, queue)
 
 
 def _tail(chunk: Chunk, tokens: int) -> Chunk:

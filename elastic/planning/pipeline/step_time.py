@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
@@ -26,6 +26,29 @@ def pipeline_step_s(
     hops = len(layers) * hop_s if len(layers) > 1 else 0.0
     busiest = max((sum(stage) for stage in zip(*seconds, strict=True)), default=0.0)
     return max(busiest, max((sum(batch) + hops for batch in seconds), default=0.0))
+
+
+def shared_round_s(
+    model: ModelCost,
+    layers_at: Mapping[str, Mapping[str, int]],
+    running: Mapping[str, Sequence[Chunk]],
+    hops: Mapping[str, int],
+    hop_s: float,
+) -> float:
+    """Return the seconds of a round of instances that compute layers of each other: each has one step in flight.
+
+    `layers_at`: rank -> instance -> how many of its layers it computes; what is not decoder layers each computes at its
+    own rank. The round is over neither before the busiest rank has computed all that it has of it, nor before the
+    slowest instance's step has passed all of its layers and `hops` between ranks.
+    """
+    layer_s = {home: model.layer.batch(chunks) for home, chunks in running.items()}
+    rest_s = {home: model.rest.batch(chunks) for home, chunks in running.items()}
+    busiest = max(
+        (sum(layer_s[home] * count for home, count in at.items()) + rest_s[rank] for rank, at in layers_at.items()),
+        default=0.0,
+    )
+    passed = (model.layers * layer_s[home] + rest_s[home] + hop_s * hops[home] for home in running if running[home])
+    return max(busiest, max(passed, default=0.0))
 
 
 def sharded_step_s(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from elastic.cluster.control.messages import Apply
 from elastic.cluster.control.stage_questions import (
-    Allot,
     AttachStage,
-    CapReached,
     CloseStage,
     DetachStage,
     MeasureRoom,
@@ -24,20 +21,18 @@ from elastic.cluster.control.stage_questions import (
     WeightDigests,
     WeightsOf,
 )
+from elastic.cluster.fleet.groups.caps.change import CapChange
 from elastic.cluster.fleet.groups.flip import ExchangeForm, flip_layer
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
 from elastic.cluster.fleet.groups.transition import Books, LayerFlip, Shape, Transition, plan_transition
 from elastic.engines.core.kv_state import KVFormat
-from elastic.errors import CapacityError, ElasticError, RankLost, StateError
+from elastic.errors import ElasticError, RankLost, StateError
 from elastic.types import Drop, Fetch, Restore
 
 logger = logging.getLogger(__name__)
 LIVE = ExchangeForm()
-POLL_S = 0.02
-SHARES = (1.0, 0.9, 0.5, 0.0)
-"""How much of what there is instances are offered, one after another, until it is had: pages may be held elsewhere."""
 
 
 @dataclass
@@ -55,6 +50,7 @@ class Exchange:
     def __init__(self, ranks: Ranks, group: Group, target: Shape, timeout_s: float, form: ExchangeForm = LIVE) -> None:
         self._ranks, self.group, self._target, self._form = ranks, group, target, form
         self._deadline = Deadline(timeout_s)
+        self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
 
     def run(self) -> Exchanged:
@@ -68,7 +64,7 @@ class Exchange:
         rooms = measure(self._ranks, group.members)
         transition = plan_transition(group.shape, self._target, self._books(rooms), group.caps_in_force())
         try:
-            if not self._lower(transition.caps):
+            if not self._caps.lower(transition.caps):
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
             self._connect(transition, rooms)
             compare_weights(self._ranks, group)
@@ -103,69 +99,19 @@ class Exchange:
 
     # -- caps
 
-    def _lower(self, caps: Mapping[str, int]) -> bool:
-        """Have no instance map more than its cap, and stages keep room for no more; return False if that takes long."""
-        before = dict(self.group.caps)
-        reached = False
-        try:
-            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
-            reached = self._until(self._reached) and self._until(partial(self._allot, caps))
-        finally:
-            if reached:
-                self.group.caps = dict(caps)
-            else:
-                self._take_back(before)
-        return reached
-
-    def _reached(self) -> bool:
-        return all(self._ranks.ask_all(dict.fromkeys(self.group.members, CapReached())).values())
-
-    def _take_back(self, caps: Mapping[str, int | None]) -> None:
-        """Have the caps of before again; of who is lost others take care."""
-        with suppress(RankLost):
-            self._allot({home: cap for home, cap in caps.items() if cap is not None})
-            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
-
-    def _allot(self, caps: Mapping[str, int]) -> bool:
-        """Have stages keep room for caps; False: one has more mapped, or no room."""
-        for home, rank in sorted(self.group.stages):
-            try:
-                if home in caps:
-                    self._ranks.ask(rank, Allot(home, caps[home]))
-            except (CapacityError, StateError) as error:
-                if isinstance(error, RankLost):
-                    raise
-                logger.debug("rank %s cannot keep %d sectors of %s: %s", rank, caps[home], home, error)
-                return False
-        return True
-
     def _raise_caps(self) -> None:
         """Let the instances have what there is now, as far as stages find room for it."""
         group = self.group
         if group.shape.apart and not self._missing():
             group.caps = {home: group.staged.get(home) for home in group.members}
             self._ranks.ask_all({home: SetCap(cap) for home, cap in group.caps.items()})
-            return
-        least = group.caps_in_force()
-        most = self._books(measure(self._ranks, group.members)).caps(group.shape)
-        for share in SHARES:
-            caps = {home: max(cap, int(cap + share * (most[home] - cap))) for home, cap in least.items()}
-            if self._allot(caps):
-                self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
-                group.caps = caps
-                return
-        logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
+        elif not self._caps.raise_to(self._books(measure(self._ranks, group.members)).caps(group.shape)):
+            logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
     def _missing(self) -> list[tuple[str, int]]:
         count = len(next(iter(self.group.shape.paths.values())).ranks)
         weights = self.group.shape.weights
         return [(rank, layer) for rank, have in weights.items() for layer in range(count) if layer not in have]
-
-    def _until(self, done: Callable[[], bool]) -> bool:
-        while not done():
-            if not self._deadline.wait(POLL_S):
-                return False
-        return True
 
     # -- layers
 
@@ -236,7 +182,7 @@ class Exchange:
             if layer in have:
                 action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))), self._form.coordinated)
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
-        if change.deferred and not self._until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
+        if change.deferred and not self._caps.until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
         return int(change.moved_bytes)
 

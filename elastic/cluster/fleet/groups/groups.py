@@ -13,10 +13,12 @@ from elastic.cluster.control.stage_questions import Bulk, Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
+from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
+from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.group import Group
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict
+from elastic.cluster.fleet.groups.group import Deadline, Group
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
@@ -25,11 +27,15 @@ from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
+from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
+from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 
 logger = logging.getLogger(__name__)
+FOLLOW_S = 1.0
+"""How long requests may take to fit in a cap that is lowered for others; a verb waits for no more than that."""
 
 
 class Groups:
@@ -44,6 +50,7 @@ class Groups:
         self._closed = False
         self._repairs: list[threading.Thread] = []
         self._layer_bytes: tuple[int, ...] = ()
+        self._following = False  # whether it is no verb that runs, but caps that change
 
     def status(self) -> tuple[GroupStatus, ...]:
         """Return the groups there are."""
@@ -52,7 +59,7 @@ class Groups:
     @property
     def changing(self) -> bool:
         """Whether a verb is under way."""
-        return self._verbs.locked()
+        return self._verbs.locked() and not self._following
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights: they are the same at all ranks."""
@@ -131,6 +138,17 @@ class Groups:
             self._changed("migrated", group, done, f"layers of {home} to {rank}")
             return Migrated(**vars(done), home=home, rank=rank, layers=chosen)
 
+    def follow_needs(self) -> int:
+        """Have each group's memory go where requests need it; return in how many it did. None, while a verb runs."""
+        if not self._groups or not self._verbs.acquire(blocking=False):
+            return 0
+        try:
+            self._following = True
+            return sum(self._follow(group) for group in self._groups)
+        finally:
+            self._following = False
+            self._verbs.release()
+
     def keep_staging(self) -> None:
         """Have ranks that are by themselves keep room for the first layer of a drop; see `Staging`. It waits for none.
 
@@ -198,9 +216,18 @@ class Groups:
 
     def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
         changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
-        cost = predict(changes, rooms, learned_cost(self._log.events()))
+        model, running = self._running()
+        slower = slowdown(changes, model, running) if model is not None else 0.0
+        cost = predict(changes, rooms, learned_cost(self._log.events()), slower)
         moved_bytes = kv_bytes(changes, rooms)
         return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+
+    def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
+        """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""
+        with self._dispatcher.lock:
+            there = self._dispatcher.instances
+            cost = next((instance.hello.cost for instance in there.values() if instance.hello.cost is not None), None)
+            return cost, {name: instance.decoding() for name, instance in there.items()}
 
     def _drop_group(
         self,
@@ -218,6 +245,15 @@ class Groups:
             kind: EventKind = "dropped" if done.status == "applied" else "drop failed"
             self._changed(kind, group, done, why)
             return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
+
+    def _follow(self, group: Group) -> bool:
+        if group.shape.apart or not is_short(self._dispatcher, group.members):
+            return False
+        rooms = measure(self._ranks, group.members)
+        books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
+        needs, memory = needs_of(self._dispatcher, rooms), shared_memory(books, group.shape)
+        caps = better_caps(memory, needs, books.caps(group.shape), now)
+        return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
         exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from elastic.cluster.control.stage_questions import Room
-from elastic.cluster.control.status import FleetEvent
+from elastic.cluster.control.status import EventKind, FleetEvent
 from elastic.cluster.fleet.groups.transition import Shape, flips_between
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.controller.policies.group_costs import GroupPrice, priced
 from elastic.controller.sensors.sliding_window import moving_average
+from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
+from elastic.planning.pipeline.step_time import shared_round_s
 from elastic.types import MigrateKV
 
+HOP_S = 3e-4
+"""Seconds for the hidden states of a step to go from one rank to the next: about that between processes of a host."""
 Change = tuple[Shape, Shape]
 """A group as it is, and as it is to be."""
 
 
-def predict(changes: Sequence[Change], rooms: Mapping[str, Room], cost: ActionCost) -> GroupPrice:
+def predict(changes: Sequence[Change], rooms: Mapping[str, Room], cost: ActionCost, slower: float = 0.0) -> GroupPrice:
     """Return the price of changes: weights that leave and come, keys and values that are copied, a pause for each flip.
 
-    How much longer steps take afterwards is not of it: that needs a `ChunkCost` of the model.
+    `slower`: the share by which steps are longer afterwards, see `slowdown`.
     """
     leaving = sum(_weight_bytes(rooms, now, target) for now, target in changes)
     coming = sum(_weight_bytes(rooms, target, now) for now, target in changes)
     flips = sum(len(flips_between(now, target)) for now, target in changes)
-    return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, 0.0, cost, CostWeights())
+    return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
@@ -37,12 +43,36 @@ def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
     )
 
 
-def learned_cost(events: Iterable[FleetEvent]) -> ActionCost:
-    """Return the cost of a pause as drops and restores so far had it; of a byte, as moves of KV have it elsewhere."""
+def slowdown(changes: Sequence[Change], model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
+    """Return the share by which the steps of the slowest group are longer afterwards; 0.0 where nothing runs.
+
+    `running`: of each instance, what its next step has.
+    """
+    before_s = max((_round_s(now, model, running) for now, _ in changes), default=0.0)
+    after_s = max((_round_s(target, model, running) for _, target in changes), default=0.0)
+    return after_s / before_s - 1 if before_s > 0 else 0.0
+
+
+def _round_s(shape: Shape, model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
+    layers_at = {r: {home: len(at) for home, at in shape.layers_at(r).items()} for r in shape.members}
+    hops = {home: _hops(path) for home, path in shape.paths.items()}
+    return shared_round_s(model, layers_at, {home: running.get(home, ()) for home in shape.paths}, hops, HOP_S)
+
+
+def _hops(path: LayerPath) -> int:
+    """Count how often a step goes from one rank to another: it begins and ends at home."""
+    return sum(a != b for a, b in pairwise((path.home, *path.ranks, path.home)))
+
+
+EXCHANGES: tuple[EventKind, ...] = ("dropped", "restored", "migrated")
+
+
+def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EXCHANGES) -> ActionCost:
+    """Return the cost of a pause as events of these kinds had it so far, and of a byte as moves of KV elsewhere do."""
     prior = ActionCosts().of(MigrateKV)
     pause_s = prior.pause_s
     for event in events:
-        if event.kind in ("dropped", "restored", "migrated") and event.stalled_ms:
+        if event.kind in kinds and event.stalled_ms:
             pause_s = moving_average(pause_s, event.stalled_ms / 1e3, WEIGHT)
     return ActionCost(prior.byte_s, pause_s)
 

@@ -42,7 +42,7 @@ class Dropped(Exchanged):
     freed_bytes: int = 0
     """Weights that have left: they are room for keys and values. Planned: that would leave."""
     price: GroupPrice | None = None
-    """Planned: what it would cost, in the arbiter's seconds of serving, without the longer steps afterwards."""
+    """Planned: what it would cost, in the arbiter's seconds of serving; with longer steps, where ranks know them."""
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
+from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.price import learned_cost
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
+from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer, needed_bytes
 from elastic.cluster.fleet.overload.readings import FleetReadings
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
+from elastic.controller.fleet_snapshot import FleetSnapshot
+from elastic.controller.policies.action_costs import WEIGHT
 from elastic.controller.policies.overload import OverloadPlan, OverloadPolicy, OverloadState
+from elastic.controller.remedies import Choice, cheapest
+from elastic.controller.sensors.sliding_window import moving_average
 from elastic.errors import ElasticError
 from elastic.planning.arrangement.drop import DropPlan
 
 logger = logging.getLogger(__name__)
 ACT_S = 30.0
 """How long one drop or restore may take; where it may not, all serve on with the layers where they are."""
+
+MOVED: tuple[EventKind, ...] = ("moved",)
+MOVES_S = 3.0
+"""How long moves may take to end an overload; after that they are offered no more until nothing waits."""
 
 
 class Verbs(Protocol):
@@ -34,6 +47,7 @@ class Verbs(Protocol):
         *,
         plan: DropPlan | None = None,
         timeout_s: float = ...,
+        dry_run: bool = ...,
         why: str = ...,
         exchange: Literal["live", "stall"] = ...,
         coordinated: bool = ...,
@@ -52,7 +66,9 @@ class Verbs(Protocol):
 class OverloadController:
     """Asks the policy at each tick, from `start` to `stop`, and does what it says: one thing at a time.
 
-    `add` starts so many more ranks (None: none can come); `settings.scale_out` says how many may be added in all.
+    What a drop costs is compared with that of requests that move (`moves`: somebody has them moved), and of one more
+    instance, and the cheapest that suffices is done. `add` starts so many more ranks (None: none can come);
+    `settings.scale_out` says how many may be added in all.
     """
 
     def __init__(
@@ -69,10 +85,13 @@ class OverloadController:
         """What the policy said last, and the figures that it saw."""
         self._verbs, self._log, self._settings = verbs, log, settings
         self._policy, self._state = OverloadPolicy(settings), OverloadState()
-        self._readings = FleetReadings(dispatcher, moves=moves)
+        self._readings, self._moves = FleetReadings(dispatcher, moves=False), moves
         self._add, self._addable = add, settings.scale_out
         self._adding: threading.Thread | None = None
         self._short = False  # whether it was told that no drop suffices, and requests still wait
+        self._start_s = START_S  # that an instance took to come
+        self._added: Choice | None = None  # why one comes now, if it is instead of a drop
+        self._moving_since: float | None = None  # when it was left to moves to end the overload
         self._fault = ""  # why the last tick could not act
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-fleet-overload", daemon=True)
@@ -105,16 +124,23 @@ class OverloadController:
         if snapshot is None:
             return None
         plan = self._policy.decide(snapshot, self._state)
+        choice = self._choose(snapshot, plan) if plan.drops else None
+        if choice is not None:
+            kept = plan if choice.offer.kind == "drop" else self._policy.decide(_busy(snapshot), self._state)
+            drops = plan.drops if choice.offer.kind == "drop" else ()
+            plan = replace(plan, drops=drops, reason=f"{plan.reason}; {choice.words}", state=kept.state)
         self._state = plan.state
         self.reason = f"{plan.reason}; {plan.figures}"
         waits = snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
         self._tell_shortage(plan, waits)
+        if choice is not None and choice.offer.kind != "drop":
+            self._leave_to(choice, snapshot.at_s)
+        elif not waits:
+            self._moving_since = None
         exchange, coordinated = self._settings.exchange, self._settings.coordinated
         if plan.drops:
-            freed_bytes = sum(group.freed_bytes for group in plan.drops)
-            drops = DropPlan(plan.drops, freed_bytes)
             dropped = self._verbs.drop(
-                plan=drops, timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
+                plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
             )
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
         for members in plan.restores:
@@ -124,22 +150,73 @@ class OverloadController:
             logger.info("layers were restored (%s): %s; %s", restored.status, self.reason, restored.why)
         return plan
 
+    def _choose(self, snapshot: FleetSnapshot, plan: OverloadPlan) -> Choice | None:
+        """Price what could be done instead of a drop, and the drop, and choose.
+
+        Where none suffices it is the drop: requests move beside it, and the policy has instances added.
+        """
+        if self._added is not None and self._is_adding:
+            return self._added
+        planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S)
+        drop, offers, lacking = drop_offer(planned), [], needed_bytes(snapshot)
+        if self._moves and not self._moved_in_vain(snapshot.at_s):
+            cost = learned_cost(self._log.events(), MOVED)
+            offers.append(move_offer(snapshot, self._settings.kv_high, cost))
+        offers.append(drop)
+        if self._add is not None and self._addable and not self._is_adding and not plan.scale_out:
+            offers.append(add_offer(snapshot, self._start_s))
+        choice = cheapest(offers, lacking)
+        return choice if choice is None or choice.suffices else cheapest([drop], lacking)
+
+    def _moved_in_vain(self, now: float) -> bool:
+        return self._moving_since is not None and now - self._moving_since > MOVES_S
+
+    def _leave_to(self, choice: Choice, now: float) -> None:
+        """Have another remedy than a drop; tell once."""
+        if choice.offer.kind == "add":
+            if choice is not self._added:
+                self._added = choice
+                self._log.add("overloaded", why=self.reason)
+                self._add_instances(1)
+        elif self._moving_since is None:
+            self._moving_since = now  # by the balancer
+            self._log.add("overloaded", why=self.reason)
+
     def _tell_shortage(self, plan: OverloadPlan, waits: bool) -> None:
         """Tell once that no drop suffices, and have instances added, if they may be."""
         if plan.scale_out and not self._short:
             self._log.add("overloaded", why=f"{self.reason}; {plan.scale_out} more instances would have room")
         self._short = plan.scale_out > 0 or (self._short and waits)
         count = min(plan.scale_out, self._addable)
-        if self._add is not None and count and (self._adding is None or not self._adding.is_alive()):
-            self._addable -= count
-            self._adding = threading.Thread(target=self._scale_out, args=(count,), daemon=True)
-            self._adding.name = "elastic-fleet-scale-out"
-            self._adding.start()
+        if self._add is not None and count and not self._is_adding:
+            self._add_instances(count)
+
+    @property
+    def _is_adding(self) -> bool:
+        return self._adding is not None and self._adding.is_alive()
+
+    def _add_instances(self, count: int) -> None:
+        """Have instances added, beside the caller."""
+        self._addable -= count
+        self._adding = threading.Thread(target=self._scale_out, args=(count,), daemon=True)
+        self._adding.name = "elastic-fleet-scale-out"
+        self._adding.start()
 
     def _scale_out(self, count: int) -> None:
         assert self._add is not None
+        began_s = time.perf_counter()
         try:
             names = self._add(count)
-            logger.info("added %s: no drop frees enough", ", ".join(names))
+            self._start_s = moving_average(self._start_s, time.perf_counter() - began_s, WEIGHT)
+            logger.info("added %s: %s", ", ".join(names), self.reason)
         except ElasticError as error:
             logger.warning("no instance could be added: %s", error)
+
+
+def _drop_plan(plan: OverloadPlan) -> DropPlan:
+    return DropPlan(plan.drops, sum(group.freed_bytes for group in plan.drops))
+
+
+def _busy(snapshot: FleetSnapshot) -> FleetSnapshot:
+    """Return a snapshot for a policy whose plan is not done: as if something were under way."""
+    return replace(snapshot, groups=tuple(replace(group, busy=True) for group in snapshot.groups))

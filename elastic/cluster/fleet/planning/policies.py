@@ -20,6 +20,11 @@ class FleetPolicies:
     balance: bool = False
     overload: Overload | None = None
 
+    @property
+    def lookahead(self) -> bool:
+        """Whether ranks measure what their steps cost before they serve."""
+        return self.overload is not None and self.overload.lookahead
+
 
 def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
     """Return one policy or several as a record. Raises `ConfigError` for what is none, or is given twice."""

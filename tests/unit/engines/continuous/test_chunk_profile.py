@@ -7,8 +7,10 @@ import pytest
 
 from elastic.engines.base import Output, Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import profile_chunks
+from elastic.engines.continuous.chunk_profile import fit_cost, profile_chunks
+from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError, StateError
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support import architectures
 from support.wrapped_model import small
 
@@ -73,3 +75,29 @@ def test_batches_that_do_not_fit_are_refused_and_leave_nothing(engine: Continuou
         profile_chunks(engine, [((64, 8),) * 2000], rounds=1)
     assert not engine._runner.batch.rows
     profile_chunks(engine, MIXES[:1], rounds=1)
+
+
+def test_the_cost_of_a_model_is_fitted_in_few_rounds(engine: ContinuousEngine) -> None:
+    cost = fit_cost(engine, 64, most_s=0.2)
+    assert cost.layers == len(engine._model.model.layers)
+    assert cost.whole.batch([Chunk("a", 0, 1), Chunk("b", 0, 64)]) > cost.whole(Chunk("a", 0, 1)) > 0
+    engine._blocks.check()
+
+
+def test_no_round_but_the_first_begins_late(engine: ContinuousEngine) -> None:
+    steps = engine._runner.batch.begin_step
+    counted: list[Any] = []
+    engine._runner.batch.begin_step = lambda chunks: (counted.append(chunks), steps(chunks))[1]
+    profile_chunks(engine, MIXES, rounds=5, most_s=0.0)
+    assert len(counted) == 2 * len(MIXES)
+
+
+def test_steps_are_of_equal_cost_only_while_other_ranks_compute_layers(engine: ContinuousEngine) -> None:
+    count = len(engine._model.model.layers)
+    engine.use_cost(ChunkCost(prefix=1.0, own=0.0, token=0.0, chunk=0.0, shared=0.0))
+    budget, queue = engine._loop.scheduler.budget, [Chunk("a", 0, 40), Chunk("b", 100, 10)]
+    assert budget.tokens((), queue) == 64
+    engine._home.path = LayerPath("", ("",) * (count - 1) + ("other",), 1)
+    tokens = budget.tokens((), queue)
+    engine._home.path = LayerPath.alone("", count)
+    assert 64 // 4 <= tokens < 64

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover, Room
+from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover, Room, SetCap
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.targets import shape_keeping
 from elastic.cluster.fleet.groups.transition import Books, Shape, plan_transition
+from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, RankLost
-from support.cluster.fake_group import ALONE, KV, LAYERS, WEIGHT, GroupRank
+from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank
 from support.cluster.fake_rank import FakeLauncher
 from support.serving.generations import Collector
 
@@ -33,6 +34,7 @@ def make(ranks: int) -> tuple[Fleet, list[GroupRank]]:
     options: dict[str, Any] = {"beat_timeout_s": 1e6, "hang_timeout_s": 1e6, "replace": False}
     fleet = Fleet("no model", ranks=ranks, launch=launcher, **options)
     fleet.start()
+    fleet._policies.stop()  # caps follow what is needed when a test says so
     return fleet, list(world.values())
 
 
@@ -315,6 +317,57 @@ def test_a_member_lost_in_the_middle_of_a_drop_ends_the_drop(fleets: Any) -> Non
     assert_alone(fleet, [a])
 
 
+def ask_for(fleet: Fleet, rank: GroupRank, sectors: int) -> None:
+    """Have the fleet know of a request at a rank that waits for so many sectors."""
+    tokens = sectors * SECTOR * 4096 // KV.block_bytes * KV.block_tokens
+    record = new_record(Request((1,), tokens - 1), Collector())
+    instance = fleet._dispatcher.instances[rank.name]
+    instance.records = {record.request.id: record}
+    instance.load = replace(instance.load, waiting=1)
+
+
+def test_caps_go_where_requests_wait_and_stay_there(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    total = sum(fleet.groups()[0].caps.values())
+    b.committed = 3
+    a.fill()
+    assert fleet._groups.follow_needs() == 0  # nobody waits
+    ask_for(fleet, a, 1000)
+    assert fleet._groups.follow_needs() == 1
+    assert not fleet._groups.changing
+    caps = fleet.groups()[0].caps
+    assert (caps["r0"], caps["r1"]) == (a.cap, b.cap)
+    assert caps["r0"] > 0.8 * total > 3 <= caps["r1"]
+    a.fill()
+    for rank in (a, b):
+        rank.check()
+    assert a.committed == caps["r0"]
+    assert fleet._groups.follow_needs() == 0
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b])
+
+
+def test_caps_stay_where_requests_do_not_end(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    before = dict(fleet.groups()[0].caps)
+    b.committed, b.stuck = 0, True
+
+    def grow(question: Any) -> None:
+        if isinstance(question, SetCap):
+            b.committed = before["r1"]  # requests came in between
+
+    b.fails = grow
+    ask_for(fleet, a, 1000)
+    assert fleet._groups.follow_needs() == 0
+    assert fleet.groups()[0].caps == before
+    assert {a.name: a.cap, b.name: b.cap} == before
+    a.fill()
+    for rank in (a, b):
+        rank.check()
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), ranks=st.integers(2, 4))
 def test_verbs_in_any_order_never_need_more_than_there_is(data: st.DataObject, ranks: int) -> None:
@@ -330,13 +383,23 @@ def test_verbs_in_any_order_never_need_more_than_there_is(data: st.DataObject, r
 
             for rank in world:
                 rank.fails = fail
-            verb = data.draw(st.sampled_from(["drop", "restore", "migrate", "fill", "drain"]))
+            verb = data.draw(st.sampled_from(["drop", "restore", "migrate", "fill", "drain", "follow"]))
             if verb == "fill":
                 for rank in world:
                     rank.fill()
             elif verb == "drain":
                 for rank in world:
                     rank.committed = data.draw(st.integers(0, rank.committed))
+            elif verb == "follow":
+                for rank in world:
+                    rank.stuck = data.draw(st.booleans())
+                ask_for(fleet, data.draw(st.sampled_from(world)), data.draw(st.integers(1, 40)))
+                before = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
+                fleet._groups.follow_needs()
+                for rank in world:
+                    rank.stuck = False
+                after = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
+                assert [shape for shape, _ in after] == [shape for shape, _ in before]
             elif verb == "restore":
                 fleet.restore(data.draw(st.sampled_from([None, *(rank.name for rank in world)])), timeout_s=5)
             else:

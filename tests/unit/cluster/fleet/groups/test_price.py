@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic.cluster.control.status import FleetEvent
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.groups.price import learned_cost
+from elastic.cluster.fleet.groups.price import HOP_S, learned_cost, slowdown
+from elastic.cluster.fleet.groups.transition import Shape
+from elastic.cluster.fleet.records.requests import new_record
 from elastic.controller.policies.action_costs import PRIORS, WEIGHT
 from elastic.controller.policies.arbiter import CostWeights
+from elastic.engines.base import Request
+from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.types import MigrateKV
-from support.cluster.fake_group import ALONE, SECTOR, GroupRank
+from support.cluster.fake_group import ALONE, LAYERS, SECTOR, GroupRank
 from support.cluster.fake_group import WEIGHT as PAGES
 from support.cluster.fake_rank import FakeLauncher
+from support.serving.generations import Collector
 
 PRIOR = PRIORS[MigrateKV]
 
@@ -63,3 +70,42 @@ def test_pauses_are_learned_from_what_was_done() -> None:
     learned = learned_cost([event("dropped", 9.0)])
     assert learned.pause_s == pytest.approx(PRIOR.pause_s + WEIGHT * (9e-3 - PRIOR.pause_s))
     assert learned.byte_s == PRIOR.byte_s
+
+
+LAYER, REST = ChunkCost(0.0, 0.0, 1e-3, 0.0, 0.0), ChunkCost(0.0, 0.0, 5e-4, 0.0, 0.0)
+MODEL = ModelCost(LAYER, REST, 2)
+
+
+def shape(*paths: tuple[str, ...]) -> Shape:
+    return Shape({name: LayerPath(name, ranks) for name, ranks in zip("ab", paths, strict=True)}, {})
+
+
+ALONE_EACH = shape(("a", "a"), ("b", "b"))
+PIPELINE = shape(("a", "b"), ("a", "b"))
+
+
+def test_a_full_pipeline_computes_as_much_and_an_uneven_one_waits_for_its_busiest_rank() -> None:
+    ten = [Chunk("", 0, 1)] * 100
+    even = slowdown([(ALONE_EACH, PIPELINE)], MODEL, {"a": ten, "b": ten})
+    assert even == pytest.approx(2 * HOP_S / (100 * 2.5e-3))
+    uneven = slowdown([(ALONE_EACH, shape(("a", "a"), ("a", "b")))], MODEL, {"a": ten, "b": ten})
+    assert uneven == pytest.approx(3.5 / 2.5 - 1)  # three layers of two, and what is around two
+
+
+def test_steps_are_no_longer_where_nothing_runs() -> None:
+    assert slowdown([(ALONE_EACH, PIPELINE)], MODEL, {}) == 0.0
+
+
+def test_the_price_of_a_drop_has_the_longer_steps_when_ranks_know_them(fleet: Fleet) -> None:
+    without = fleet.drop(3 * PAGES * 4096, dry_run=True).price
+    instance = fleet._dispatcher.instances["r0"]
+    instance.client.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
+    record = new_record(Request((1, 2), 9), Collector())
+    record.answers[0].tokens.append(5)
+    instance.records = {record.request.id: record}
+    longer = fleet.drop(3 * PAGES * 4096, dry_run=True).price
+    instance.records = {}
+    assert without is not None
+    assert longer is not None
+    assert longer.slower > without.slower == 0.0
+    assert longer.seconds == pytest.approx(without.seconds + CostWeights().horizon_s * longer.slower)

@@ -14,11 +14,14 @@ from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
 from elastic.cluster.fleet.overload.controller import OverloadController
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading
+from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.policies.overload import OverloadPlan
 from elastic.engines.base import Request
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, StateError
 from elastic.planning.arrangement.drop import DropPlan
+from elastic.planning.arrangement.stages import Held
 from support.cluster.fake_rank import FakeLauncher, FakeRank
 from support.processes import wait_until
 from support.serving.generations import Collector
@@ -38,6 +41,7 @@ class Verbs:
         self.asked: list[tuple[str, str]] = []
         self.forms: list[dict[str, Any]] = []
         self.fault: Exception | None = None
+        self.drop_s = 0.5
         self.entered, self.may_go = threading.Event(), threading.Event()
         self.may_go.set()
 
@@ -50,8 +54,13 @@ class Verbs:
     def layer_bytes(self) -> tuple[int, ...]:
         return WEIGHTS
 
-    def drop(self, *, plan: DropPlan | None = None, timeout_s: float = 0, why: str = "", **form: Any) -> Dropped:
+    def drop(
+        self, *, plan: DropPlan | None = None, timeout_s: float = 0, dry_run: bool = False, why: str = "", **form: Any
+    ) -> Dropped:
         assert plan is not None
+        if dry_run:
+            price = GroupPrice(self.drop_s, plan.freed_bytes, 0, 2, 0.0)
+            return Dropped("planned", groups=plan.groups, freed_bytes=plan.freed_bytes, price=price)
         self.forms.append(form)
         self.asked.append(("drop", why))
         self.entered.set()
@@ -125,7 +134,8 @@ def test_a_burst_has_layers_dropped_and_its_end_has_them_restored(world: Callabl
     assert w.tick().drops
     ((verb, why),) = w.verbs.asked
     assert verb == "drop"
-    assert "requests wait at the fleet, and no instance has KV for them; KV r0 100%, r1 100%" in why
+    assert why.startswith("requests wait at the fleet, and no instance has KV for them; ")
+    assert "offered: drop 0.5 s for 16,384 bytes; drop: the cheapest that suffices; KV r0 100%, r1 100%" in why
     assert w.verbs.group is not None
     assert w.verbs.group.members == ("r0", "r1")
     w.launcher.step(40)
@@ -224,3 +234,79 @@ def test_it_stops_when_what_it_does_is_done(world: Callable[..., World]) -> None
     stopping.join(30)
     assert w.verbs.group is not None
     assert len(w.verbs.asked) == 1
+
+
+class Seen:
+    """Readings that a test makes up: one instance is full, and so much waits at it; the other one is idle."""
+
+    def __init__(self, world: World) -> None:
+        self.waiting_bytes, self.at_s = 4000, 0.0
+        world.controller._readings = self  # type: ignore[assignment]
+
+    def read(self, *_: Any, busy: bool) -> FleetSnapshot:
+        self.at_s += 1.0
+        full = GroupReading((reading("r0"),), 10_000, 10_000, waiting_bytes=self.waiting_bytes, queue_s=1.0, running=1)
+        return FleetSnapshot(self.at_s, (full, GroupReading((reading("r1"),), 10_000, 0)), WEIGHTS)
+
+
+def reading(name: str) -> InstanceReading:
+    return InstanceReading(Held(name, frozenset(range(len(WEIGHTS)))), 10_000)
+
+
+def test_requests_that_can_move_cost_less_than_a_drop_which_follows_if_they_do_not(world: Any) -> None:
+    w = world(moves=True)
+    seen = Seen(w)
+    for _ in range(4):
+        assert not w.tick().drops
+    (event,) = w.log.events()
+    assert event.kind == "overloaded"
+    assert "4,000 bytes lack; offered: move 0.001 s for 9,500 bytes, drop 0.5 s" in event.why
+    assert "move: the cheapest that suffices" in event.why
+    while not w.verbs.asked:  # after MOVES_S
+        assert seen.at_s < 8
+        w.tick()
+    ((verb, why),) = w.verbs.asked
+    assert verb == "drop"
+    assert "move" not in why.split("offered: ")[1]
+
+
+def test_layers_are_dropped_where_moves_would_not_be_enough(world: Any) -> None:
+    w = world(moves=True)
+    Seen(w).waiting_bytes = 9_800
+    while not w.verbs.asked:
+        w.tick()
+    assert "offered: move 0.001 s for 9,500 bytes, drop 0.5 s for" in w.verbs.asked[0][1]
+
+
+def test_layers_are_dropped_where_nothing_would_be_enough(world: Any) -> None:
+    w = world(moves=True)
+    Seen(w).waiting_bytes = 50_000
+    while not w.verbs.asked:
+        w.tick()
+    assert (
+        "offered: drop 0.5 s for 16,384 bytes; drop: the cheapest for its bytes; none suffices" in w.verbs.asked[0][1]
+    )
+
+
+def test_an_instance_is_added_where_a_drop_would_cost_more(world: Any) -> None:
+    added: list[int] = []
+    there = threading.Event()
+
+    def add(count: int) -> tuple[str, ...]:
+        added.append(count)
+        assert there.wait(30)
+        return ("new",)
+
+    w = world(replace(AT_ONCE, scale_out=1), add=add)
+    w.verbs.drop_s = 60.0
+    Seen(w)
+    for _ in range(5):
+        assert not w.tick().drops  # it is on its way
+    there.set()
+    assert w.controller._adding is not None
+    w.controller._adding.join()
+    assert added == [1]
+    assert "add 10 s for 10,000 bytes; add: the cheapest that suffices" in w.log.events()[0].why
+    while not w.verbs.asked:  # no further one may come
+        w.tick()
+    assert w.controller._start_s < 10.0

@@ -1,0 +1,92 @@
+"""Having the instances of a group have other caps, while stages always keep room for what their homes may map."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+
+from elastic.cluster.control.stage_questions import Allot, CapReached, SetCap
+from elastic.cluster.fleet.groups.group import Deadline, Group
+from elastic.cluster.fleet.groups.ranks import Ranks
+from elastic.errors import CapacityError, RankLost, StateError
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.02
+SHARES = (1.0, 0.9, 0.5, 0.0)
+"""How much of what there is instances are offered, one after another, until it is had: pages may be held elsewhere."""
+
+
+class CapChange:
+    """Changes of one group's caps, by one verb at a time. Raises `RankLost` where a rank has gone."""
+
+    def __init__(self, ranks: Ranks, group: Group, deadline: Deadline) -> None:
+        self._ranks, self._group, self._deadline = ranks, group, deadline
+
+    def lower(self, caps: Mapping[str, int]) -> bool:
+        """Have instances map no more than these caps, and stages keep room for no more; the others stay as they are.
+
+        Return False, with the caps of before, if what lives does not fit in them in time.
+        """
+        before = {home: self._group.caps[home] for home in caps}
+        reached = False
+        try:
+            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+            reached = self.until(partial(self._reached, caps)) and self.until(partial(self._allot, caps))
+        finally:
+            if reached:
+                self._group.caps = {**self._group.caps, **caps}
+            else:
+                self._take_back(before)
+        return reached
+
+    def raise_to(self, most: Mapping[str, int]) -> bool:
+        """Let instances have these caps, or as much of them as stages find room for; none has less than before."""
+        least = {home: cap for home, cap in self._group.caps_in_force().items() if home in most}
+        for share in SHARES:
+            caps = {home: max(cap, int(cap + share * (most[home] - cap))) for home, cap in least.items()}
+            if self._allot(caps):
+                self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+                self._group.caps = {**self._group.caps, **caps}
+                return True
+        return False
+
+    def until(self, done: Callable[[], bool]) -> bool:
+        """Ask until it is so; return False if that takes too long."""
+        while not done():
+            if not self._deadline.wait(POLL_S):
+                return False
+        return True
+
+    def _reached(self, homes: Iterable[str]) -> bool:
+        return all(self._ranks.ask_all(dict.fromkeys(homes, CapReached())).values())
+
+    def _take_back(self, caps: Mapping[str, int | None]) -> None:
+        """Have the caps of before again; of who is lost others take care."""
+        with suppress(RankLost):
+            self._allot({home: cap for home, cap in caps.items() if cap is not None})
+            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+
+    def _allot(self, caps: Mapping[str, int]) -> bool:
+        """Have stages keep room for caps; False: one has more mapped, or no room."""
+        for home, rank in sorted(self._group.stages):
+            try:
+                if home in caps:
+                    self._ranks.ask(rank, Allot(home, caps[home]))
+            except (CapacityError, StateError) as error:
+                if isinstance(error, RankLost):
+                    raise
+                logger.debug("rank %s cannot keep %d sectors of %s: %s", rank, caps[home], home, error)
+                return False
+        return True
+
+
+def share_out(change: CapChange, now: Mapping[str, int], caps: Mapping[str, int]) -> bool:
+    """Have instances have these caps: first some have less, then others more. False: what lives does not fit in time.
+
+    Those that were to have more keep what they had then; nobody ever has more than stages keep room for.
+    """
+    lower = {home: cap for home, cap in caps.items() if cap < now[home]}
+    higher = {home: cap for home, cap in caps.items() if cap > now[home]}
+    return change.lower(lower) and change.raise_to(higher)

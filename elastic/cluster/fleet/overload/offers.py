@@ -1,0 +1,51 @@
+"""What a fleet could do against an overload, and what it would cost, in the arbiter's seconds of serving."""
+
+from __future__ import annotations
+
+from elastic.cluster.fleet.groups.results import Dropped
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
+from elastic.controller.policies.action_costs import ActionCost
+from elastic.controller.policies.arbiter import CostWeights
+from elastic.controller.remedies import Offer
+
+START_S = 10.0
+"""How long an instance takes to come, before one did: so long requests wait."""
+
+
+def needed_bytes(snapshot: FleetSnapshot) -> int:
+    """Return the KV that lacks: at each instance or group by itself, and of the fleet's queue beyond all that is free.
+
+    It is what remedies are asked for: at least 1.
+    """
+    lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in snapshot.groups)
+    queued = snapshot.queued_bytes - sum(group.free_bytes for group in snapshot.groups)
+    return max(1, lacking + max(0, queued))
+
+
+def drop_offer(planned: Dropped) -> Offer:
+    """Return the offer of a drop, by its dry run."""
+    assert planned.price is not None
+    return Offer("drop", planned.price.seconds, planned.freed_bytes)
+
+
+def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Offer:
+    """Return the offer to move requests from instances that are short to those that have room, up to a use of it.
+
+    Only between instances that compute all of their layers themselves. What has to be copied is what lacks.
+    """
+    alone = [group for group in snapshot.groups if len(group.members) == 1]
+    lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in alone)
+    spare = sum(_spare_bytes(group, kv_high) for group in alone) if lacking else 0
+    copied = min(lacking, spare)
+    return Offer("move", CostWeights().disturbance * cost.byte_s * copied + cost.pause_s, spare)
+
+
+def add_offer(snapshot: FleetSnapshot, start_s: float) -> Offer:
+    """Return the offer to start one more instance: requests wait until it is there."""
+    members = [member for group in snapshot.groups for member in group.members]
+    return Offer("add", start_s, sum(member.base_bytes for member in members) // max(1, len(members)))
+
+
+def _spare_bytes(group: GroupReading, kv_high: float) -> int:
+    """Return what an instance could take over without being near an overload."""
+    return max(0, int(kv_high * group.capacity_bytes) - group.committed_bytes - group.waiting_bytes)

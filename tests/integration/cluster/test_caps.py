@@ -1,0 +1,57 @@
+"""An instance whose partner is idle gets more than its half of the group's memory, and its answers stay the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+import elastic
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Output, Request
+from support import architectures
+from support.serving.generations import continuation, prompts
+from support.wrapped_model import small
+
+pytestmark = pytest.mark.slow
+ANSWERS, TOKENS, BUDGET = 40, 60, 384 << 10
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.perf_counter() + 30
+    while not done():
+        assert time.perf_counter() < end
+        time.sleep(0.01)
+
+
+def test_a_hot_instance_gets_what_its_idle_partner_does_not_use() -> None:
+    models = [architectures.build("qwen3") for _ in range(2)]
+    for number, model in enumerate(models):
+        elastic.wrap(model, places=small(BUDGET, f"cpu#{number}"))
+    layers = len(models[0].model.layers)
+    heard: dict[int, list[int]] = {answer: [] for answer in range(ANSWERS)}
+
+    def listen(output: Output) -> None:
+        heard[output.index].extend(output.tokens)
+
+    with Fleet.of(*models, engine={"block_tokens": 8, "max_batch_tokens": 64}, beat_timeout_s=60) as fleet:
+        fleet.drop(layers={"r0": range(layers // 2, layers), "r1": range(layers // 2)})
+        fair = dict(fleet.groups()[0].caps)
+        (prompt,) = prompts([30], architectures.VOCAB)
+        request = Request(prompt, TOKENS, n=ANSWERS)  # all answers of a request are one instance's
+        fleet.submit(request, listen)
+        until(lambda: fleet.instance_of(request.id) is not None)
+        hot = fleet.instance_of(request.id)
+        until(lambda: fleet.groups()[0].caps[hot] > fair[hot] or not fleet.instance_of(request.id))
+        caps = fleet.groups()[0].caps
+        assert caps[hot] > 0.6 * sum(caps.values()) > 0.6 * 0.9 * sum(fair.values())
+        assert min(caps.values()) > 0
+        until(lambda: fleet.instance_of(request.id) is None)
+        assert fleet.restore().status == "applied"
+        fleet.check()
+        assert fleet.status().totals.recomputed_tokens == 0
+    expected = continuation(architectures.build("qwen3"), prompt, TOKENS)
+    assert list(heard.values()) == [expected] * ANSWERS
+    for model in models:
+        elastic.unwrap(model)
