@@ -6,8 +6,8 @@ Each round starts fresh processes; works of one row are shuffled within a round.
 the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures were taken:
 
 - `capacity`: half of each dropped: tokens that both instances can hold, over what budgets leave beside the weights that
-  remain, what is fixed, and the pages of one layer that are kept back to stream released layers, in bytes per token:
-  at least .98. Beside it the same over what is left with these pages
+  remain and what is fixed, in bytes per token: at least .98. Beside it the same over what is left without the pages of
+  one layer that each rank keeps back to stream released layers
 - `pause`: P99 of the pause of one flip under load, beyond the step that is in flight: at most 1 ms. Whole drop without
   an exchange of all layers of the model inside, with digests known: at most 5 ms; beside it munmap of as many bytes
 - `exchange`: one instance drops half of its layers, which the other computes for it then; again and again, under load.
@@ -101,7 +101,7 @@ def books(engine: elastic.Fleet) -> dict[str, int]:
 
 
 def capacity(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    before, after, right, with_staging, shares = [], [], [], [], {}
+    before, after, left_tokens, less_staging, shares = [], [], [], [], {}
     for _ in range(rounds):
         with fleet(path, CORES, place=PLACE, engine=ENGINE) as engine:
             before.append(tokens_held(engine))
@@ -109,13 +109,13 @@ def capacity(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
             after.append(tokens_held(engine))
             shares = books(engine)
             left = shares["budget"] - shares["layers"] - shares["fixed"]
-            with_staging.append(left / TOKEN_BYTES)
-            right.append((left - shares["staging"]) / TOKEN_BYTES)
+            left_tokens.append(left / TOKEN_BYTES)
+            less_staging.append((left - shares["staging"]) / TOKEN_BYTES)
     return {
         "tokens_before": statistics.median(before),
         "tokens_after": statistics.median(after),
-        "of_what_budgets_leave": ratio(after, right),
-        "of_that_and_staging": ratio(after, with_staging),
+        "of_what_budgets_leave": ratio(after, left_tokens),
+        "of_that_less_staging": ratio(after, less_staging),
         "more": ratio(after, before),
         "bytes_after": shares,
     }
