@@ -113,7 +113,7 @@ class News:
         return _news, (tuple(to_columns(self.outputs)), self.starts, astuple(self.load), self.kv, self.forms)
 
 
-def _news(columns: tuple[Any, ...], starts: tuple[int, ...], load: tuple[int, ...], kv: Any, forms: Any) -> News:
+def _news(columns: tuple[Any, ...], starts: tuple[int, ...], load: tuple[Any, ...], kv: Any, forms: Any) -> News:
     return News(from_columns(Columns(*columns)), starts, EngineLoad(*load), kv, forms)
 
 

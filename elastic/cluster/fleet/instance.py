@@ -64,6 +64,8 @@ class Instance:
     heard_s: float = field(default_factory=time.perf_counter)
     progress_s: float = field(default_factory=time.perf_counter)
     """When its engine last began a step, or had nothing to do."""
+    cut_off_s: float | None = None
+    """Since when its engine waits for another rank to be given up."""
     unheard: dict[str, _Unheard] = field(default_factory=dict)
     group: tuple[str, ...] = ()
     """The ranks that compute layers of it, or could; none: it is by itself."""
@@ -103,6 +105,8 @@ class Instance:
         """Note a sign of life."""
         if load.steps != self.load.steps or not (load.running or load.waiting):
             self.progress_s = now
+        if load.lost_rank != self.load.lost_rank:
+            self.cut_off_s = now if load.lost_rank else None
         self.heard_s = now
         self.load = load
         self.most_blocks = max(self.most_blocks, load.total_blocks)

@@ -17,6 +17,8 @@ from elastic.errors import ElasticError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
+CUT_OFF_S = 5.0
+"""How long a rank may wait for another, with which it computes layers and has no connection, before that is fenced."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 """How long is waited before each try to replace a rank. After so many in a row without one token it is given up."""
 
@@ -142,5 +144,9 @@ class Supervisor:
                     found.append((instance, f"nothing was heard of it for {self._beat_timeout_s} s"))
                 elif instance.records and now - instance.progress_s > self._hang_timeout_s:
                     found.append((instance, f"its engine began no step for {self._hang_timeout_s} s, with work to do"))
+                elif instance.cut_off_s is not None and now - instance.cut_off_s > CUT_OFF_S:
+                    other = self._dispatcher.instances.get(instance.load.lost_rank)
+                    if other is not None:  # it lives, and nobody else will give it up
+                        found.append((other, f"rank {instance.name} computes layers with it, and has no connection"))
             self._dispatcher.dispatch()  # requests that found no room may be offered again
         return found

@@ -61,12 +61,14 @@ class MovingRequests:
     def load(self) -> EngineLoad:
         """Return how much there is to do; of before, where somebody moves memory just now. It never waits."""
         memory, steps = self._memory, self._loop.scheduler.steps
+        error = self._loop.lost
+        lost = error.rank if error is not None else ""
         if not memory.lock.acquire(blocking=False):
-            return replace(self._load, steps=steps)
+            return replace(self._load, steps=steps, lost_rank=lost)
         try:
             total = memory.capacity * memory.blocks_per_sector(0)
             blocks = self._blocks
-            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps)
+            self._load = EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, steps, lost)
             return self._load
         finally:
             memory.lock.release()

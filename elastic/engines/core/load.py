@@ -20,3 +20,5 @@ class EngineLoad:
     """The same at the limit that is in force, with nothing there."""
     steps: int = 0
     """Steps that were begun so far; it stands still where there is no work, or the engine hangs."""
+    lost_rank: str = ""
+    """The rank that it waits for to be given up: it computes layers of this engine, and its connection has ended."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic import ConfigError, Overloaded, StateError
-from elastic.cluster.control.messages import News
+from elastic.cluster.control.messages import Beat, News
+from elastic.cluster.fleet import supervisor
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.membership import MOST_LOSSES
 from elastic.engines.base import Output, Request, Sampling
@@ -230,6 +232,19 @@ def test_a_rank_whose_engine_hangs_is_fenced(world: Any) -> None:
         hanging.beat()
     w.finish()
     assert "began no step" in next(event.why for event in w.fleet.events() if event.kind == "lost")
+
+
+def test_a_rank_that_another_cannot_reach_is_fenced(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both live, but the one computes layers of the other, which waits until somebody gives it up."""
+    monkeypatch.setattr(supervisor, "CUT_OFF_S", 0.2)
+    w = world(2)
+    waiting, cut_off = w.launcher.ranks.values()
+    while not cut_off.lost:
+        waiting.on_message(Beat(replace(waiting.load(), lost_rank=cut_off.hello.name)))
+        cut_off.beat()
+    assert "has no connection" in next(event.why for event in w.fleet.events() if event.kind == "lost")
+    w.submit()
+    w.finish()
 
 
 # -- moves
