@@ -54,17 +54,21 @@ class HiddenStatesSender:
             if sent < sum(map(len, parts)):
                 self._queue(b"".join(parts)[sent:])
 
-    def end(self, reason: str) -> None:
-        """Send nothing more: the rank was lost, or this end is closed. Can be called twice; the first reason counts."""
+    def end(self, reason: str, grace_s: float = 0.0) -> None:
+        """Send nothing more: the rank was lost, or this end is closed. Can be called twice; the first reason counts.
+
+        The frame that is being sent has so long to be sent to its end; without that the other rank sees no goodbye.
+        """
         with self._changed:
-            if not self._over and self._stream is not None:
-                if self._backlog:
-                    with suppress(OSError):  # it has gone
-                        self._stream.shutdown(socket.SHUT_RDWR)  # its thread closes it
-                else:
-                    self._say_goodbye()
-            self._over = self._over or reason
+            ended, self._over = bool(self._over), self._over or reason
             self._changed.notify_all()
+            if ended or self._stream is None:
+                return
+            if self._backlog and not self._changed.wait_for(lambda: self._stream is None, grace_s):
+                with suppress(OSError):  # it has gone
+                    self._stream.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            elif self._stream is not None:
+                self._say_goodbye()
 
     def _reconnect_if_ended(self) -> None:
         """Have a new connection made if the other end closed the one that stands: it may be there for a later one."""
@@ -145,3 +149,4 @@ class HiddenStatesSender:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+            self._changed.notify_all()

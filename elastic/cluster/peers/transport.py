@@ -15,6 +15,9 @@ from elastic.cluster.peers.sender import HiddenStatesSender
 from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost
 
+GOODBYE_S = 1.0
+"""How long a frame that is being sent may take when its end is closed."""
+
 
 class PeerTransport:
     """A `Transport`. Each rank and direction has a connection of its own."""
@@ -53,7 +56,8 @@ class PeerTransport:
             self.closed = True
             ranks = {*self._senders, *self._receivers}
         for rank in ranks:
-            self.lost(rank, self._closed_words)
+            self._sender(rank).end(self._closed_words, GOODBYE_S)
+            self._receiver(rank).end(self._closed_words)
 
     # -- for the hub
 

@@ -18,7 +18,7 @@ def test_the_demo_writes_the_plain_models_text_while_pages_come_and_go(capsys: p
     assert main(["demo", "--max-new-tokens", "90"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "tokens equal to the plain model's in acts 1 and 2: yes; after act 3, unwrapped, again: yes;" in out
-    assert "16 of 16 answers are the plain model's, token for token" in out
+    assert "32 of 32 answers are the plain model's, token for token" in out
     for word in ("dropped: ", "restored: ", "KV used", "free, not created", "deferred", "applied", "pause ms"):
         assert word in out
 
