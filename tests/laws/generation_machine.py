@@ -41,6 +41,7 @@ PLACES = {
 TIGHT = {"cpu": 764 << 10, "cuda:0": 256 << 20}
 """Bytes: weights, and hardly more than the longest generation needs. There the hard budget may end any generation."""
 LAYOUTS = {"cpu": ["head_major", "batch_major", "token_major"], "cuda:0": ["token_major"]}
+MODELS = ["llama-gqa", "mistral-sliding", "gpt2"]
 PROMPTS = [torch.randint(3, 96, (1 + i % 2, 20 + 45 * i), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 BEAMS: dict[str, Any] = {**OPTIONS, "num_beams": 2}
@@ -194,7 +195,7 @@ class Writer(threading.Thread):
 class Machine(RuleBasedStateMachine):
     device = "cpu"
 
-    @initialize(name=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2"]), data=st.data())
+    @initialize(name=st.sampled_from(MODELS), data=st.data())
     def begin(self, name: str, data: st.DataObject) -> None:
         # everything is drawn before anything is begun: hypothesis may end an example at any draw
         layout = data.draw(st.sampled_from(LAYOUTS[self.device]))
@@ -629,6 +630,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     Machine.device = args.device
+    for name in MODELS:
+        Plain.get(name)
+    gc.collect()
+    gc.freeze()  # what is imported and built by now stays: a collection then looks only through what an example made
     run_state_machine_as_test(
         Machine,
         settings=settings(
