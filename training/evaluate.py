@@ -65,24 +65,33 @@ def bootstrap_error(rises: torch.Tensor, sizes: torch.Tensor, rounds: int = 2000
     return (rises[picks].sum(1) / sizes[picks].sum(1)).std().item()
 
 
-def evaluate(path: pathlib.Path) -> dict[str, float]:
-    """All figures. Losses are bits per byte of the held-out text."""
+def measure(path: pathlib.Path, texts: list[str]) -> list[dict[str, float]]:
+    """Of each text: its bytes, and the bits that the model needs for it, in full and in int4."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts = held_out_texts()
-    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    sizes = torch.tensor([float(len(text.encode())) for text in texts])
-    plain = torch.tensor([nats(model, ids) for ids in encoded]) / math.log(2)
     int4 = quantized(model)
-    rounded = torch.tensor([nats(int4, ids) for ids in encoded]) / math.log(2)
-    raw = "".join(texts).encode()
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [
+        {
+            "bytes": len(text.encode()),
+            "bits": nats(model, ids) / math.log(2),
+            "int4_bits": nats(int4, ids) / math.log(2),
+        }
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def summarize(measured: list[dict[str, float]]) -> dict[str, float]:
+    """All figures, of what was measured of all held-out texts. Losses are bits per byte."""
+    raw = "".join(held_out_texts()).encode()
+    sizes, plain, rounded = (torch.tensor([float(text[name]) for text in measured]) for name in measured[0])
     xz = 8 * len(lzma.compress(raw, preset=9)) / len(raw)
     bits = (plain.sum() / sizes.sum()).item()
     error = bootstrap_error(rounded - plain, sizes)
     rise = ((rounded - plain).sum() / sizes.sum()).item()
     return {
         "held_out_bytes": len(raw),
-        "held_out_texts": len(texts),
+        "held_out_texts": len(measured),
         "bits_per_byte": bits,
         "xz_bits_per_byte": xz,
         "share_of_xz": bits / xz,
@@ -96,10 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=pathlib.Path)
     path = parser.parse_args().model
-    figures = evaluate(path)
+    texts = measure(path, held_out_texts())
+    figures = summarize(texts)
     for name, value in figures.items():
         print(f"{name:28} {value:.4f}" if isinstance(value, float) else f"{name:28} {value}")
-    (path / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (path / "evaluation.json").write_text(json.dumps({**figures, "texts": texts}, indent=2) + "\n")
     print(json.dumps(figures))
 
 
