@@ -20,7 +20,7 @@ from elastic.hooks.replicas.load_balance import ThroughputEstimator
 from elastic.kvcache.layers.split import RowSplitLayer
 from elastic.memory import copy_engine, places
 from support.architectures import CONFIGS, build, prompt
-from support.child_process import in_child, wait_for_the_janitor
+from support.child_process import in_fork, wait_for_the_janitor
 from support.faulty_backend import CALLS, FaultyBackend
 from support.wrapped_model import PAGE, assert_same_bits, bits, small
 
@@ -572,7 +572,7 @@ def test_a_replica_shares_no_bytes_with_its_layer_and_calls_no_hook(wrapped: Any
 
 
 def test_places_on_a_cpu_divide_the_threads() -> None:
-    in_child(
+    in_fork(
         """
         sys.path.insert(0, "tests")
         import torch
@@ -632,7 +632,7 @@ def test_two_models_replicate_on_each_others_places(wrapped: Any) -> None:
 
 
 def test_generations_in_several_threads_while_replicas_come_and_go() -> None:
-    in_child(
+    in_fork(
         """
         sys.path.insert(0, "tests")
         import random, threading, torch

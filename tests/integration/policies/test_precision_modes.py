@@ -20,7 +20,7 @@ from elastic import SLO, CapacityError, ConfigError, Policy, Restore, StateError
 from elastic.controller.decision import Plan
 from elastic.weights.layer import WeightUnit
 from support.architectures import build, prompt
-from support.child_process import in_child, wait_for_the_janitor
+from support.child_process import in_fork, wait_for_the_janitor
 from support.nvml_agreement import require_agreement
 from support.wrapped_model import small, tight
 
@@ -322,7 +322,7 @@ CHILD = """
 
 def child(code: str) -> str:
     paths = [str(Path(__file__).parents[2])]
-    return in_child(textwrap.dedent(CHILD).format(paths=paths) + textwrap.dedent(code)).strip()
+    return in_fork(textwrap.dedent(CHILD).format(paths=paths) + textwrap.dedent(code)).strip()
 
 
 def test_unwrap_while_it_ticks_and_acts() -> None:

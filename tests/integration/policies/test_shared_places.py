@@ -18,7 +18,7 @@ import elastic
 from elastic import Evict, Replicate, Scale
 from elastic.planning.measured_cost import Calibration, LinearLatency
 from support.architectures import build, prompt
-from support.child_process import in_child, wait_for_the_janitor
+from support.child_process import in_fork, wait_for_the_janitor
 from support.wrapped_model import PAGE, assert_same_bits, bits, small
 
 EAGER = Scale(
@@ -258,4 +258,4 @@ print("lent")
 def test_on_threads_of_their_own() -> None:
     """Both controllers at once, with generations, until both lend; then one is unwrapped in the middle of it."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
-    assert in_child(CHILD.format(paths=paths)) == "lent\n"
+    assert in_fork(CHILD.format(paths=paths)) == "lent\n"

@@ -15,7 +15,7 @@ import elastic.cli.bench
 from elastic.assets import MODEL_DIR
 from elastic.bench.replay.records import read_records
 from elastic.cli.main import main
-from support.child_process import in_child
+from support.child_process import in_fork
 from support.serving.live_server import until
 from support.serving.stub_server import stub
 
@@ -225,7 +225,7 @@ def test_a_signal_before_the_run_ends_it_with_its_exit_code() -> None:
     assert main(["bench", "run", "--url", "http://127.0.0.1:9", "--poisson", "5"]) == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     """
-    in_child(code)
+    in_fork(code)
 
 
 def test_a_comparison_leaves_open_what_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

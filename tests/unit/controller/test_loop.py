@@ -20,7 +20,7 @@ from elastic.controller.policies.precision_steps import LayerSize
 from elastic.controller.sensors.monitor import InstanceReadings, Monitor
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import DeviceStats, HostStats, MemoryStats, RequestStats, Snapshot
-from support.child_process import in_child
+from support.child_process import in_fork
 
 KV = MemoryStats(900, 1000, 1000)
 SEEN = Snapshot(0.0, RequestStats(), KV, ("float32",) * 2)
@@ -218,7 +218,7 @@ COMMON = """
 def child(code: str) -> str:
     import textwrap
 
-    return in_child(textwrap.dedent(COMMON) + textwrap.dedent(code)).strip()
+    return in_fork(textwrap.dedent(COMMON) + textwrap.dedent(code)).strip()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from elastic.errors import StateError
 from elastic.hooks.forward_gate import ForwardGate
-from support.child_process import in_child
+from support.child_process import in_fork
 
 
 def test_a_thread_enters_once_and_leaves_with_its_outermost_module() -> None:
@@ -58,7 +58,7 @@ def test_a_refusal_reaches_every_forward() -> None:
 
 @pytest.mark.slow
 def test_writers_exclude_readers_and_each_other_and_all_make_progress() -> None:
-    out = in_child("""
+    out = in_fork("""
         import threading
         from elastic.hooks.forward_gate import ForwardGate
         gate, lock = ForwardGate(), threading.Lock()
@@ -89,7 +89,7 @@ def test_writers_exclude_readers_and_each_other_and_all_make_progress() -> None:
 
 @pytest.mark.slow
 def test_a_waiting_commit_goes_before_new_forwards_and_they_before_the_next_commit() -> None:
-    out = in_child("""
+    out = in_fork("""
         import threading, time
         from elastic.hooks.forward_gate import ForwardGate
         gate, order = ForwardGate(), []
@@ -118,7 +118,7 @@ def test_a_waiting_commit_goes_before_new_forwards_and_they_before_the_next_comm
 
 
 def test_a_suspended_forward_lets_commits_pass_and_goes_on_behind_them() -> None:
-    done = in_child("""
+    done = in_fork("""
         import threading
         from elastic.hooks.forward_gate import ForwardGate
         gate, order = ForwardGate(), []

@@ -23,7 +23,7 @@ from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.checksum import digest
 from elastic.memory.copy_engine import ThreadCopyEngine, copy
 from elastic.memory.host_store import HostStore, HostTensor
-from support.child_process import in_child
+from support.child_process import in_fork
 
 
 def keep(store: HostStore, source: torch.Tensor, **options: Any) -> HostTensor:
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_used_only_for_equal_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_share_the_pages_of_a_checkpoint(tmp_path: Path) -> None:
     save_file({"weight": torch.randn(1 << 20)}, tmp_path / "m.safetensors")
-    out = in_child(f"""
+    out = in_fork(f"""
     import torch, re
     from elastic.memory.checkpoint_file import Checkpoint
     tensor = Checkpoint({str(tmp_path)!r}).find("weight")

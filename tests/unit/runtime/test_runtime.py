@@ -14,7 +14,7 @@ import elastic
 from elastic import CapacityError, ConfigError, ResizeKV, StateError
 from elastic.memory.backends import streams
 from support.architectures import build, prompt
-from support.child_process import in_child, wait_for_the_janitor
+from support.child_process import in_fork, wait_for_the_janitor
 
 MIB = 1 << 20
 
@@ -222,7 +222,7 @@ WRAP = """
 def child(code: str) -> str:
     from pathlib import Path
 
-    return in_child(WRAP.format(tests=str(Path(__file__).parents[2])) + code)
+    return in_fork(WRAP.format(tests=str(Path(__file__).parents[2])) + code)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.base import Listener, Output, Request
 from elastic.errors import CapacityError, ConfigError, Overloaded, StateError
-from support.child_process import in_child
+from support.child_process import in_fork
 from support.serving.fake_engine import FakeEngine, token_after
 
 
@@ -249,7 +249,7 @@ def test_prompts_of_other_lengths_and_wrong_options_are_refused() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_there_is_and_leaves_the_engine_nothing_to_do() -> None:
-    out = in_child(
+    out = in_fork(
         """
         import sys, threading, time, _thread
         sys.path.insert(0, TESTS)

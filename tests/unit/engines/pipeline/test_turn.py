@@ -9,7 +9,7 @@ import pytest
 
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import StateError
-from support.child_process import in_child
+from support.child_process import in_fork
 
 
 def queue_up(turn: Turn, name: str, order: list[str], behind: int) -> threading.Thread:
@@ -69,7 +69,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
 
 @pytest.mark.slow
 def test_one_at_a_time_and_all_make_progress() -> None:
-    done = in_child("""
+    done = in_fork("""
         import threading
         from elastic.engines.pipeline.turn import Turn
         turn, inside, counts = Turn(), [], [0] * 4
