@@ -50,7 +50,7 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output_any_more() -> None:
     [
         (["--model", "/nowhere"], "--model /nowhere: no model there"),
         (["--prompt", "  "], "--prompt '  ' is empty"),
-        (["--place", "cpu=1MiB"], "place cpu has too few free pages"),
+        (["--place", "cpu=1MiB", "--max-new-tokens", "4"], "place cpu has too few free pages"),
         (["--place", "cpu=lots"], "budget of place cpu='lots' is not a size"),
         (["--place", "gpu"], "'gpu' is not a place"),
         (["--place", "cuda:99"], "cuda:99"),
@@ -80,7 +80,7 @@ def test_a_damaged_model_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_the_demo_needs_a_page_size_that_the_system_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--pages", "5000"]) == 2
+    assert main(["demo", "--pages", "5000", "--max-new-tokens", "4"]) == 2
     assert "page_bytes=5000" in capsys.readouterr().err
 
 
