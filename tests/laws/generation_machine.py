@@ -622,7 +622,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", default="cpu", choices=list(PLACES))
     parser.add_argument("--timeout", type=float, default=600)
-    parser.add_argument("--least", type=int, default=0, help="fail with fewer commits of a kind")
+    parser.add_argument(
+        "--least", type=int, default=0, help="fail with fewer commits of a kind, or none of a rarer one"
+    )
     parser.add_argument("--random", action="store_true", help="other examples each time")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
@@ -649,6 +651,8 @@ def main() -> None:
     print(dict(done))
     for kind in ("resizes", "releases", "swaps", "restores", "migrations", "KV migrations"):
         assert done[kind] >= args.least, f"only {done[kind]} {kind}"
+    for kind in ("replicas", "evictions", "partial swaps", "turns", "views", "stale", "weights held"):
+        assert done[kind] or not args.least, f"no {kind}"
 
 
 if __name__ == "__main__":
