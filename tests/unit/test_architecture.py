@@ -24,6 +24,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("actions",),
     ("runtime",),
     ("wrap", "profiling", "engines"),
+    ("estimation",),
     ("cluster",),
     ("",),
     ("server", "bench", "vllm"),
