@@ -6,18 +6,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from elastic.errors import ConfigError
 from elastic.estimation.model_layout import LayerKind, ModelLayout
 from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.planning.estimate.configuration import FULL
-from elastic.planning.sharding.cut_plan import CutPlan, ParameterCut, cut_layer
-from elastic.planning.sharding.ffn import tp_styles
-from elastic.planning.sharding.page_layout import choose_layout
 from elastic.quant.formats.base import KernelTarget
 from elastic.quant.variants.packed_layout import packed_layout
 from elastic.quant.variants.variant import NAMED, config_of
+from elastic.runtime.cutting import layer_cut
+from elastic.weights.shards.layer_cut import LayerCut
 
 
 def kernel_target(device: str, instructions: str) -> KernelTarget:
@@ -59,7 +57,7 @@ class WeightPages:
         """Return the share of a layer's weights that its ranks divide."""
         if tp == 1:
             return 0.0
-        plan = self.cut(kind.name, tp)
+        plan = self.cut(kind.name, tp).plan
         shared = sum(cut.elements(part) for cut in plan.cuts.values() for part in range(tp))
         return shared / plan.elements
 
@@ -77,14 +75,12 @@ class WeightPages:
         return max(self._packed_share(kind, config, tp, part) for part in range(tp))
 
     def _full_share(self, kind: LayerKind, tp: int) -> int:
-        """Count the pages of a share of a layer: what is not cut lies together, a matrix that is on pages of its own.
-
-        Layouts are those that let a share be given back in place. (AMOEBA, section 3.2)
-        """
-        cuts = self.cut(kind.name, tp).cuts
-        whole = {name: layout for name, layout in kind.full.parameters.items() if name not in cuts}
-        shares = [sum(self._cut_pages(kind, cut, tp, part) for cut in cuts.values()) for part in range(tp)]
-        return LayerLayout.pack(whole).page_count(self.page_bytes) + max(shares)
+        """Count the pages of a share of a layer, as `wrap(shards=tp)` lays it out. (AMOEBA, section 3.2)"""
+        cut = self.cut(kind.name, tp)
+        layouts = {name: cut.stored(name, like, self.page_bytes) for name, like in kind.full.parameters.items()}
+        layout = LayerLayout.pack({name: layouts[name] for name in sorted(layouts, key=cut.parted.__contains__)})
+        pages = cut.pages(layout, self.page_bytes)
+        return max(pages.pages((part,)) for part in range(tp))
 
     def _packed_share(self, kind: LayerKind, config: Any, tp: int, part: int) -> int:
         """Count the pages of a share of a layer in a variant: packed after it was cut."""
@@ -92,15 +88,9 @@ class WeightPages:
         full = LayerLayout.pack({name: ParameterLayout.like(tensor) for name, tensor in tensors.items()})
         return packed_layout(kind.having(tensors), full, config, self.target).page_count(self.page_bytes)
 
-    def _cut_pages(self, kind: LayerKind, cut: ParameterCut, tp: int, part: int) -> int:
-        itemsize = kind.slots[cut.name].parameter.element_size()
-        rows = cut.shape[cut.dim] // len(cut.rows[part])  # of each of the matrices that are fused in it
-        layout = choose_layout(rows, cut.row_elements * itemsize, self.page_bytes, tp)
-        return len(cut.rows[part]) * len(layout.pages(part, tp))
-
     def _part(self, kind: LayerKind, tp: int, part: int) -> dict[str, torch.Tensor]:
         """Return a layer's parameters as a rank with this part has them, on the meta device."""
-        cuts = self.cut(kind.name, tp).cuts
+        cuts = self.cut(kind.name, tp).plan.cuts
         tensors = {}
         for name, slot in kind.slots.items():
             shape = list(slot.parameter.shape)
@@ -109,14 +99,10 @@ class WeightPages:
             tensors[name] = torch.empty(shape, dtype=slot.parameter.dtype, device="meta")
         return tensors
 
-    def _cut(self, name: str, tp: int) -> CutPlan:
+    def _cut(self, name: str, tp: int) -> LayerCut:
         """Cut a layer. Raises `ConfigError` where it has no feed-forward network that can be cut into so many parts."""
         kind = self._kind(name)
-        shapes = {n: tuple(slot.parameter.shape) for n, slot in kind.slots.items()}
-        plan: Any = getattr(self.layout.config, "base_model_tp_plan", None)
-        styles = tp_styles(plan, kind.path, shapes)
-        transposed = {n for n, module in kind.module.named_modules() if isinstance(module, Conv1D)}
-        return cut_layer(shapes, self.layout.config.hidden_size, tp, styles=styles, transposed=transposed)
+        return layer_cut(self.layout.decoder, kind.layers[0], kind.slots, self.page_bytes, tp)
 
 
 def variant_config(weights: str) -> Any:

@@ -37,10 +37,13 @@ def cut_layers(
     """
     if shards == 1:
         return [None] * len(decoder.layers)
-    return [_cut(decoder, index, slots[index], pools[index].page_bytes, shards) for index in range(len(decoder.layers))]
+    return [layer_cut(decoder, i, slots[i], pools[i].page_bytes, shards) for i in range(len(decoder.layers))]
 
 
-def _cut(decoder: Decoder, index: int, slots: Mapping[str, ParameterSlot], page_bytes: int, shards: int) -> LayerCut:
+def layer_cut(
+    decoder: Decoder, index: int, slots: Mapping[str, ParameterSlot], page_bytes: int, shards: int
+) -> LayerCut:
+    """Cut one layer into two parts or more, for pages of this size. Raises `ConfigError` as `cut_layers` does."""
     layer, name = decoder.layers[index], decoder.layer_names[index]
     sizes = {n: p.element_size() for n, p in layer.named_parameters()}
     shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}

@@ -127,17 +127,23 @@ def test_eight_bit_caches_hold_nearly_twice_sixteen_bit_ones() -> None:
         kv_shape_of(config, 2, "fp4")
 
 
-def test_shares_of_a_layer_are_what_their_cuts_leave() -> None:
-    """Two ranks hold the layer and, once more, what is not cut; more ranks hold less each."""
-    pages = pages_of(MODEL_DIR, 4096)
-    one, two, four = (pages.layers(range(12), FULL, tp) for tp in (1, 2, 4))
-    plan = pages.cut(pages.layout.kinds[0].name, 2)
-    cut = sum(c.elements(p) for c in plan.cuts.values() for p in range(2)) * 4 / 4096 * 12
-    assert one - cut / 2 <= two <= one - cut / 2 + 12 * 4
-    assert four < two < one
-    assert pages.layers(range(12), "int4", 2) < pages.layers(range(12), "int4", 1)
-    assert pages.cut_share(pages.layout.kinds[0], 1) == 0
-    with pytest.raises(ConfigError, match="256 is the most"):
+@pytest.mark.parametrize("name", ["inside", "qwen3-moe"])
+def test_shares_of_a_layer_have_the_pages_that_wrap_gives_them(name: str) -> None:
+    """Beside what is not cut, each rank holds its part, with the pages that it has in common with the next one."""
+    source, model = (
+        (MODEL_DIR, None) if name == "inside" else (architectures.CONFIGS[name](), architectures.build(name))
+    )
+    model = model or transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    pages = pages_of(source, PAGE)
+    for tp in (2, 4):
+        elastic.wrap(model, places=small(64 << 20), shards=tp)
+        held = [max(layer.pages((part,)) for part in range(tp)) for layer in model.elastic.shard_pages]
+        elastic.unwrap(model)
+        assert held == [pages.layers(range(i, i + 1), FULL, tp) for i in range(len(held))]
+        assert max(held) < pages.layers(range(1), FULL, 1)
+        assert pages.layers(range(1), "int8", tp) < pages.layers(range(1), "int8", 1)
+    assert pages.cut_share(pages.layout.kinds[0], 1) == 0 < pages.cut_share(pages.layout.kinds[0], 2) < 1
+    with pytest.raises(ConfigError, match="is the most"):
         pages.layers(range(1), FULL, 512)
 
 
