@@ -91,7 +91,8 @@ def _compact(model: Any, layers: Sequence[int]) -> Any:
         key=lambda m: sum(p.numel() for p in m.parameters()),
     )
     kept = [found[layer] for layer in layers]
-    kept = [layer if layer not in kept[:number] else copy.deepcopy(layer) for number, layer in enumerate(kept)]
+    configs = {id(config): config for config in (model.config, text)}  # one for all, as whoever changes it expects
+    kept = [copy.deepcopy(each, dict(configs)) if each in kept[:i] else each for i, each in enumerate(kept)]
     for number, layer in enumerate(kept):
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):

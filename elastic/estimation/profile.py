@@ -80,12 +80,12 @@ def fingerprint_layers(kind: LayerKind) -> tuple[int, ...]:
 def _measure(
     model: Any, weights: str, device: torch.device, context: int, step_tokens: int, most_s: float
 ) -> ModelCost:
-    with _engine(model, weights, device, context + step_tokens, step_tokens) as engine:
+    with engine_for(model, weights, device, context + step_tokens, step_tokens) as engine:
         return fit_cost(engine, step_tokens, most_s)
 
 
 @contextmanager
-def _engine(
+def engine_for(
     model: Any, weights: str, device: torch.device, tokens: int, step_tokens: int
 ) -> Iterator[ContinuousEngine]:
     """Serve a model in a variant, on a place that has room for some requests of so many tokens."""

@@ -28,6 +28,7 @@ def test_layers_of_any_kind_compute_as_in_the_model(name: str, tmp_path: Path) -
     for layers in (range(3), *paper_fingerprints(layout_of(model).kinds), (2, 0)):
         small = fingerprint(tmp_path, layers, torch.float32)
         assert small.config.get_text_config().num_hidden_layers == len(layers)
+        assert {id(m.config) for m in small.modules() if hasattr(m, "config")} == {id(small.config)}
         with torch.no_grad():
             assert torch.equal(small(IDS).logits, take_layers(model, layers)(IDS).logits)
     with torch.no_grad():
