@@ -21,6 +21,7 @@ from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, Estimate, Objective, RankBytes, rank
 from elastic.planning.estimate.roofline import BatchCost
+from elastic.planning.measured_cost import LinearLatency
 
 WEIGHTS = (FULL, "int8", "int4", "2:4")
 MOST_REQUESTS = 256
@@ -169,11 +170,10 @@ class Estimator:
             return None
         parts = [_counted([of_kind[self.layout.kind_of[layer].name] for layer in layers]) for layers in stages]
         link = self.costs.link()
-        exchange = type(link)(link.fixed_s, link.each_s * (tp - 1)) if tp > 1 else type(link)(0.0, 0.0)
         return InstanceCost(
             (*parts[:-1], (*parts[-1], (rest, 1))),
             tuple(EXCHANGES * len(layers) if tp > 1 else 0 for layers in stages),
-            exchange,
+            _exchange(link, tp),
             link,
             self.layout.config.hidden_size * self.layout.dtype.itemsize,
             self.step_tokens,
@@ -197,6 +197,11 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: Profile | None) -> Cos
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
     return MeasuredCosts(pages, kind, profile.layers, profile.around)
+
+
+def _exchange(link: LinearLatency, tp: int) -> LinearLatency:
+    """Return the mean seconds of an exchange: each rank sends its heads to all others, and a sum of full width."""
+    return LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
 
 
 def _counted(costs: Sequence[BatchCost]) -> tuple[tuple[BatchCost, int], ...]:

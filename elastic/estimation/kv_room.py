@@ -37,10 +37,7 @@ class KVShape:
 
     def parts(self, tp: int) -> int:
         """Return into how many parts the heads are divided among `tp` ranks; of fewer parts, ranks share one."""
-        parts = tp
-        while self.heads % parts:
-            parts //= 2
-        return parts
+        return math.gcd(self.heads, tp)
 
     def at_rank(self, tp: int) -> KVShape:
         """Return what one of `tp` ranks has."""
