@@ -15,7 +15,8 @@ from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVRoom, kv_shape_of
 from elastic.estimation.model_layout import layout_of, meta_model
 from elastic.estimation.weight_pages import WeightPages, kernel_target
-from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.configuration import FULL, even_stages
+from elastic.planning.estimate.paper import MemoryParts
 from support import architectures
 from support.wrapped_model import PAGE, small
 
@@ -161,3 +162,19 @@ def test_layers_are_grouped_by_kind_and_large_models_need_no_memory() -> None:
     assert pages_of(huge, 2 << 20, torch.bfloat16).layers(range(4), FULL, 1) * (2 << 20) > 19 * 10**9
     with pytest.raises(ConfigError, match="int is no model"):
         meta_model(3)
+
+
+def test_the_papers_sum_is_right_for_shares_and_too_small_for_stages() -> None:
+    """Figure 8, solved for three footprints. N stages repeat what is fixed N - 1 times, and A_p is counted N times."""
+    pages = pages_of(MODEL_DIR, PAGE)
+
+    def of_ranks(tp: int, pp: int) -> list[int]:
+        held = [pages.fixed + pages.layers(layers, FULL, tp) for layers in even_stages(12, pp)]
+        return [each for each in held for _ in range(tp)]
+
+    parts = MemoryParts.solve(*(sum(of_ranks(tp, pp)) for tp, pp in ((1, 1), (1, 2), (2, 1))))
+    assert parts.footprint(1, 2) == sum(of_ranks(1, 2))
+    assert parts.footprint(4, 1) == pytest.approx(sum(of_ranks(4, 1)), rel=0.02)
+    for pp in (4, 6, 12):
+        assert sum(of_ranks(1, pp)) - parts.footprint(1, pp) == (pp - 1) * pages.fixed - pp * pages.fixed / 2
+    assert max(of_ranks(1, 5)) > 1.15 * sum(of_ranks(1, 5)) / 5  # three layers, of twelve at five

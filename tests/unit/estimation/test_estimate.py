@@ -163,3 +163,10 @@ def test_the_command_prints_what_fits_and_why_the_others_do_not(
     assert "longer than the 1024 that the model was made for" in capsys.readouterr().err
     assert main(["estimate", str(tmp_path), "--devices", "h100", "--profile"]) == 2
     assert "name its devices, such as cuda:0, not h100" in capsys.readouterr().err
+
+
+def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    architectures.build("qwen2-sliding").save_pretrained(tmp_path)
+    command = ["estimate", str(tmp_path), "--devices", "cpu#a=32MiB", "--weights", "full"]
+    assert main([*command, "--prompt", "24", "--new-tokens", "8", "--profile"]) == 0
+    assert "1 of 1 configurations fit; seconds: fitted to fingerprints measured here" in capsys.readouterr().out
