@@ -107,18 +107,14 @@ class InstanceCost:
     def running(self, load: Load, most: int) -> int | None:
         """Return how many requests run at a time at the load's rate, of `most`; None: more would have to.
 
-        By Little's law: as many as arrive while one generates.
+        By Little's law: as many as arrive while one generates, which takes no less time with more beside it. So the
+        fewest that suffice are found from below.
         """
-        if not load.rate:
-            return 1 if most else None
-        low, high = 1, most
-        while low <= high:
-            middle = (low + high) // 2
-            if load.rate * load.new * self.tpot_s(load, middle) <= middle:
-                high = middle - 1
-            else:
-                low = middle + 1
-        return low if low <= most else None
+        running, wanted = 0, 1.0
+        while running < wanted <= most:
+            running = math.ceil(wanted)
+            wanted = load.rate * load.new * self.tpot_s(load, running) if load.rate else 1.0
+        return running if wanted <= running else None
 
 
 def _split(count: int, parts: int) -> list[int]:

@@ -75,6 +75,15 @@ def test_requests_that_run_at_a_time_follow_from_the_rate() -> None:
     assert cost.running(Load(10, 100, rate=1000.0), 1 << 20) is None
 
 
+def test_the_fewest_requests_that_suffice_are_found_where_the_first_ones_cost_most() -> None:
+    """A second token meets experts that the first did not: more running at a time may not suffice where fewer do."""
+    experts = Roofline((Work(weight_bytes=1e9, least_met=1 / 16),), 1e15, 1e11)
+    for stages, rate in ((1, 3.0), (4, 9.0), (4, 13.0), (2, 30.0), (1, 40.0)):
+        cost, load = InstanceCost((((experts, 4),),) * stages), Load(16, 32, rate=rate)
+        enough = [n for n in range(1, 65) if rate * load.new * cost.tpot_s(load, n) <= n]
+        assert cost.running(load, 64) == (enough[0] if enough else None)
+
+
 def test_the_most_served_is_what_a_simulated_clock_serves() -> None:
     """Prompts one after another between rounds of a full batch: count what is done in a long time."""
     cost, load, batch = whole(), Load(600, 50), 16
