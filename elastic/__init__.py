@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from elastic.controller.snapshot import Snapshot
     from elastic.engines.base import Engine, Output, Request, Sampling
     from elastic.engines.continuous.engine import ContinuousEngine
+    from elastic.estimation.estimate import estimate
     from elastic.kvcache.hf_cache import ElasticCache
+    from elastic.planning.estimate.performance import Load
+    from elastic.planning.estimate.ranking import Estimate
     from elastic.profiling import profile
     from elastic.quant.formats.integer import Integers
     from elastic.quant.formats.pruned import SemiStructured, Structured, Unstructured
@@ -68,6 +71,7 @@ __all__ = [
     "ElasticCache",
     "ElasticError",
     "Engine",
+    "Estimate",
     "Event",
     "Evict",
     "Fetch",
@@ -77,6 +81,7 @@ __all__ = [
     "Integers",
     "IntegrityError",
     "KVStatus",
+    "Load",
     "Migrate",
     "MigrateKV",
     "Output",
@@ -110,6 +115,7 @@ __all__ = [
     "Unstructured",
     "Variant",
     "WeightsSource",
+    "estimate",
     "profile",
     "runtime",
     "unwrap",
@@ -120,6 +126,9 @@ __all__ = [
 _LATER = {
     "ContinuousEngine": "elastic.engines.continuous.engine",
     **dict.fromkeys(("Engine", "Output", "Request", "Sampling"), "elastic.engines.base"),
+    "Estimate": "elastic.planning.estimate.ranking",
+    "Load": "elastic.planning.estimate.performance",
+    "estimate": "elastic.estimation.estimate",
     "Fleet": "elastic.cluster.fleet.fleet",
     "FleetStatus": "elastic.cluster.control.status",
     "ElasticCache": "elastic.kvcache.hf_cache",  # needs transformers, which `import elastic` does not

@@ -71,7 +71,7 @@ def read_model(path: str, dtype: torch.dtype | str, *, option: str) -> Any:
 
     config = read_config(path, option=option)
     _require_weights(Path(path), option)
-    with _quiet(), reading(f"{option} {path}", "see that its files are whole, and that config.json is theirs"):
+    with quiet(), reading(f"{option} {path}", "see that its files are whole, and that config.json is theirs"):
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -176,7 +176,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' own report of loading, which `_require_all` gives in a line."""
     from transformers.utils import logging as transformers_logging
 

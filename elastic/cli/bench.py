@@ -19,7 +19,7 @@ from elastic.bench.report.compare import Result, read_results, rows, warnings
 from elastic.bench.report.plots import draw, require_matplotlib
 from elastic.bench.report.summary import summarize
 from elastic.bench.traces.prompts import Prompt, random_prompts, text_prompts
-from elastic.cli.bench_options import make_trace
+from elastic.cli.inputs.bench_options import make_trace
 from elastic.cli.inputs.checks import parse_place, read_text, require_file_to_write
 from elastic.cli.inputs.interrupts import terminable
 from elastic.config import SLO

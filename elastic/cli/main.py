@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 from elastic import __version__
 from elastic.assets import MODEL_DIR
-from elastic.cli.bench_options import add_bench
 from elastic.cli.fleet import add_options as add_fleet
+from elastic.cli.inputs.bench_options import add_bench
+from elastic.cli.inputs.estimate_options import add_estimate
 from elastic.cli.rank import add_options as add_rank
 from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
     top.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
     _add_plan(commands.add_parser("plan", help="where to put layers and their replicas, and what that gains"))
+    add_estimate(commands.add_parser("estimate", help="what a model would need and do on devices, without loading it"))
     return root
 
 

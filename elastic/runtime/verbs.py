@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from elastic.actions.results import merge_changes
+from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import (
     Action,
     Change,
@@ -30,7 +31,7 @@ Done = Change | Future[tuple[Change, ...]]
 
 
 class LayerVerbs(ABC):
-    """What can be done to the layers of a model. Each makes actions, and has them done by `apply`."""
+    """What is known of the layers of a model, and can be done to them: verbs make actions, which `apply` has done."""
 
     _weights: ModelWeights
 
@@ -45,6 +46,59 @@ class LayerVerbs(ABC):
     def _change(self, actions: Sequence[Action], wait: bool) -> Done:
         results = self.apply(actions, wait=wait)
         return results if isinstance(results, Future) else merge_changes(results)
+
+    # -- what there is
+
+    @property
+    def at_home(self) -> tuple[int, ...]:
+        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
+        return self._weights.initially_resident
+
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """The decoder layers that have replicas now."""
+        return tuple(sorted(self._weights.replicas))
+
+    def form(self) -> tuple[str, ...]:
+        """Return the variant that each decoder layer is in; `absent` for a released one, `dropped` for one of these."""
+        return self._weights.form()
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The decoder layers whose weights, or some shards of them, are nowhere in this process."""
+        return self._weights.dropped
+
+    @property
+    def layer_pages(self) -> tuple[int, ...]:
+        """Pages of its place that the full weights of each decoder layer have, or had."""
+        return tuple(layer.pages for layer in self._weights.layers)
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights of the decoder layers: for what computes parts of these."""
+        return self._weights
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of each decoder layer. Part p of layer l is shard `l * shards + p`."""
+        return self._weights.shards
+
+    @property
+    def shards_here(self) -> tuple[frozenset[int], ...]:
+        """The parts of each decoder layer, from 0, that are at its place."""
+        return tuple(layer.shards_here for layer in self._weights.layers)
+
+    @property
+    def dropped_shards(self) -> tuple[int, ...]:
+        """The shards whose weights are nowhere in this process."""
+        return self._weights.dropped_shards
+
+    @property
+    def shard_pages(self) -> tuple[ShardPages, ...]:
+        """Pages of its place that the full weights of each decoder layer need, by the parts that are here."""
+        return tuple(layer.shard_pages for layer in self._weights.layers)
+
+    # -- what can be done
 
     @overload
     def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
@@ -61,55 +115,71 @@ class LayerVerbs(ABC):
         return self._change((Release(self._weights.layer_indices(layers)),), wait)
 
     @overload
-    def drop(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
+    def drop(self, layers: Layers = (), *, shards: Sequence[int] = (), wait: Literal[True] = True) -> Change: ...
     @overload
-    def drop(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def drop(
+        self, layers: Layers = (), *, shards: Sequence[int] = (), wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
 
-    def drop(self, layers: Layers, *, wait: bool = True) -> Done:
+    def drop(self, layers: Layers = (), *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have the weights of decoder layers leave this process, without a copy; their pages are KV capacity then.
 
-        `layers` are indices or module names, one or several. A dropped layer cannot be called until it is back, by
-        `fetch` from a process that has the same weights, or by `restore` from the checkpoint. Nothing is copied or
-        hashed, so all layers take milliseconds; but a layer whose digest was never asked for (`rt.digests`) is read
-        once before. Raises `ConfigError` for what is no layer, and for one with shared parameters or adapters;
-        `StateError` for one that was written since the model was wrapped, has replicas or modules elsewhere, or is not
-        at its place in full. With `wait=False`, a future. (KunServe, section 4.1)
+        `layers` are indices or module names, one or several; of `shards`, by number, only these are dropped, while the
+        others stay where they are (AMOEBA, 3.2). A dropped layer cannot be called until it is back, by `fetch` from a
+        process that has the same weights, or by `restore` from the checkpoint. Nothing is copied or hashed, so all
+        layers take milliseconds; but a layer whose digest was never asked for (`rt.digests`) is read once before.
+        Raises `ConfigError` for what is no layer, and for one with shared parameters or adapters; `StateError` for one
+        that was written since the model was wrapped, has replicas or modules elsewhere, or is not at its place in full.
+        With `wait=False`, a future. (KunServe, section 4.1)
         """
         indices = self._weights.layer_indices(layers)
-        self._measure(indices)
-        return self._change((Drop(indices),), wait)
+        self._measure(indices or tuple(self._weights.parts_by_layer(shards)))
+        return self._change((Drop(indices, tuple(shards)),), wait)
 
     @overload
-    def fetch(self, layers: Layers, source: WeightsSource, *, wait: Literal[True] = True) -> Change: ...
+    def fetch(
+        self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: Literal[True] = True
+    ) -> Change: ...
     @overload
-    def fetch(self, layers: Layers, source: WeightsSource, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def fetch(
+        self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
 
-    def fetch(self, layers: Layers, source: WeightsSource, *, wait: bool = True) -> Done:
+    def fetch(self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have dropped decoder layers at their place again, bit for bit, from the memory of another process.
 
-        `source` is the other's `rt.weights_source(layers)`. Where its memory cannot be read any more, the checkpoint
-        is. Pages come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises `ConfigError`
-        for what is no layer, and for a source without them or of another model; `StateError` where the weights cannot
-        be had, or are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a future.
-        (KunServe, section 4.4)
+        `source` is the other's `rt.weights_source(layers)`. With `shards`, by number, and no layers, these alone return
+        beside those that are here, maybe from one source after another. Where its memory cannot be read any more, the
+        checkpoint is. Pages come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises
+        `ConfigError` for what is no layer, and for a source without them or of another model; `StateError` where the
+        weights cannot be had, or are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a
+        future. (KunServe, section 4.4)
         """
-        return self._change((Fetch(self._weights.layer_indices(layers), source),), wait)
+        return self._change((Fetch(self._weights.layer_indices(layers), source, shards=tuple(shards)),), wait)
 
     @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
+    def restore(
+        self, layers: Layers | None = None, *, shards: Sequence[int] = (), wait: Literal[True] = True
+    ) -> Change: ...
     @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def restore(
+        self, layers: Layers | None = None, *, shards: Sequence[int] = (), wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
 
-    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Done:
+    def restore(self, layers: Layers | None = None, *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have the full weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
 
-        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped.
+        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped; or
+        `shards` of dropped layers alone, by number.
         The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
         then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
         Dropped layers are read from host memory or the checkpoint. Raises `ConfigError` for what is no layer,
         `CapacityError` for more layers than the place has room for, and `StateError` for a dropped layer that neither
         has, or has otherwise.
         """
+        if shards:
+            named = () if layers is None else self._weights.layer_indices(layers)
+            return self._change((Restore(named, shards=tuple(shards)),), wait)
         by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
         return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
 

@@ -60,8 +60,8 @@ def held_outside(
 
 
 def _overlapping(model: nn.Module) -> set[int]:
-    """Return the parameters (ids) whose bytes another parameter or buffer has too."""
-    tensors = chain(model.parameters(), model.buffers())
+    """Return the parameters (ids) whose bytes another parameter or buffer has too; on the meta device none has any."""
+    tensors = (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.device.type != "meta")
     extents = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, id(t)) for t in tensors)
     overlapping: set[int] = set()
     farthest = ("", 0, 0, 0)  # of those so far, the one that reaches farthest

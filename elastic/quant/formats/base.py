@@ -12,6 +12,8 @@ from elastic.errors import ConfigError
 
 PackedTensors = Mapping[str, torch.Tensor]
 """The tensors that a packed matrix consists of, by name; contiguous."""
+PartShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of such tensors, by name."""
 Kernel = Callable[[torch.Tensor, PackedTensors], torch.Tensor]
 """x: [tokens, inputs] in any float dtype, and parts -> x @ matrix.T, [tokens, outputs] in the dtype of x."""
 BoundKernel = Callable[[torch.Tensor], torch.Tensor]
@@ -54,6 +56,13 @@ class Format(Protocol):
 
     def supports(self, config: Any, matrix: MatrixShape) -> str | None:
         """Return None, or in words why a matrix of this shape cannot be packed."""
+
+    def part_shapes(self, config: Any, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget) -> PartShapes:
+        """Return the parts that a matrix of this shape and dtype is packed into without samples, in their order.
+
+        Where the weights decide whether there is a part, it is there. Raises `ConfigError` for a format whose parts are
+        known for whole layers only.
+        """
 
     def quantize(
         self, config: Any, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget

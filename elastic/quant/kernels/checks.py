@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from elastic.errors import ConfigError
-from elastic.quant.formats.base import BoundKernel, Kernel, MatrixShape, PackedTensors
+from elastic.quant.formats.base import BoundKernel, Kernel, MatrixShape, PackedTensors, PartShapes
 from elastic.quant.formats.integer import QuantizedMatrix
 
-Required = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of parts by name."""
+Required = PartShapes
+"""Shapes and dtypes of the parts that a kernel reads."""
 
 
 def extras(codes: QuantizedMatrix) -> dict[str, torch.Tensor]:

@@ -30,11 +30,11 @@ from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, Matrix
 from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels.checks import BindKernel, CheckedKernel, bindable
 from elastic.quant.kernels.cpu_dequant import bytes_and_steps, floats, nibbles
-from elastic.quant.kernels.cpu_layout import kernel_group, pack, required, unpack, whole_rows
+from elastic.quant.kernels.cpu_layout import kernel_group, pack, part_shapes, required, unpack, whole_rows
 from elastic.quant.kernels.int4_layout import kernel_agrees
 from elastic.quant.kernels.workspace import scratch
 
-__all__ = ["pack", "paths", "unpack"]
+__all__ = ["pack", "part_shapes", "paths", "unpack"]
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors
+from elastic.quant.formats.base import KernelTarget, MatrixShape, PackedTensors, PartShapes
 from elastic.quant.formats.integer import Integers, QuantizedMatrix
 from elastic.quant.formats.scale_encoding import ScaleEncoding
 from elastic.quant.kernels.checks import Required, extras, read_extras, torch_int4_group
@@ -92,6 +92,14 @@ def required(config: Integers, matrix: MatrixShape) -> Required:
     packed = {8: (2, half), 4: (half,), 3: (half * 3 // 4,)}[config.bits]
     groups = inputs // kernel_group(config, matrix)
     return {"packed": (packed, torch.uint8), "scales": ((groups, outputs, 2), torch.bfloat16)}
+
+
+def part_shapes(config: Integers, matrix: MatrixShape, target: KernelTarget) -> PartShapes:
+    """Return the shapes and dtypes of all parts; with offsets wherever zero points need not be the middle."""
+    shapes = required(config, matrix)
+    if whole_rows(config, matrix) and not config.symmetric:
+        return {**shapes, "offsets": shapes["scales"]}
+    return shapes
 
 
 def _stored_codes(config: Integers, packed: torch.Tensor, matrix: MatrixShape, target: KernelTarget) -> torch.Tensor:

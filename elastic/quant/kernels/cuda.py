@@ -22,9 +22,9 @@ import torch
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors
 from elastic.quant.formats.integer import Integers
 from elastic.quant.kernels.checks import CheckedKernel, bindable
-from elastic.quant.kernels.cuda_layout import ENCODINGS, codes_of, group_of, pack, required, tiled, unpack
+from elastic.quant.kernels.cuda_layout import ENCODINGS, codes_of, group_of, pack, part_shapes, required, tiled, unpack
 
-__all__ = ["pack", "paths", "unpack"]
+__all__ = ["pack", "part_shapes", "paths", "unpack"]
 
 PIECE = 2**24
 """Weights expanded at a time."""

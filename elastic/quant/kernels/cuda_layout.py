@@ -43,6 +43,10 @@ def required(config: Integers, matrix: MatrixShape, target: KernelTarget) -> Req
     return {"packed": ((outputs, inputs * config.bits // 8), torch.uint8), "scales": scales}
 
 
+part_shapes = required
+"""There are no others."""
+
+
 def pack(config: Integers, codes: QuantizedMatrix, target: KernelTarget) -> dict[str, torch.Tensor]:
     """Lay codes, uint8 [outputs, inputs], out as the parts that the table above names."""
     matrix = MatrixShape(*codes.codes.shape)

@@ -9,7 +9,7 @@ import torch
 
 from elastic.errors import ConfigError
 from elastic.quant.formats.awq_search import search_scales
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 from elastic.quant.kernels.checks import reference_kernel
 
@@ -25,6 +25,14 @@ class IntegerFormat:
         if matrix.inputs % size:
             return f"group_size={size} does not divide {matrix.inputs} inputs"
         return None
+
+    def part_shapes(
+        self, config: Integers, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget
+    ) -> PartShapes:
+        """Return the parts that a matrix of this shape is packed into, in their order."""
+        _check_shape(self, config, (matrix.outputs, matrix.inputs))
+        shapes: PartShapes = _kernels_for(target).part_shapes(config, matrix, target)
+        return shapes
 
     def quantize(
         self, config: Integers, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget

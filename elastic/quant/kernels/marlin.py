@@ -21,7 +21,7 @@ import torch
 
 from elastic.errors import BackendUnavailable, ConfigError
 from elastic.quant.formats.awq_search import search_scales
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 from elastic.quant.kernels.checks import CheckedKernel, Required, bindable, extras, read_extras, reference_kernel
 
@@ -45,6 +45,10 @@ class MarlinFormat:
         if matrix.outputs % 64 or matrix.inputs % 128:
             return f"{matrix.outputs} outputs are no multiple of 64, or {matrix.inputs} inputs none of 128"
         return None
+
+    def part_shapes(self, config: Marlin, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget) -> PartShapes:
+        """Return the parts that a matrix of this shape is packed into, in their order."""
+        return required(config, matrix)
 
     def quantize(
         self, config: Marlin, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget

@@ -46,14 +46,19 @@ def paths(
     dtype = parts["packed"].dtype
     shapes: Required = required(config, matrix, dtype)
     if "metadata" in parts:
-        metadata = {"metadata": ((matrix.outputs, matrix.inputs // 16), torch.int16)}
-        shapes = {**{name: shape for name, shape in shapes.items() if name != "mask"}, **metadata}
+        shapes = shapes_with_metadata(shapes, matrix)
     kernels: dict[str, Kernel] = {
         "expanded": CheckedKernel(matrix, shapes, functools.partial(_bind_expanded, matrix=matrix))
     }
     if "metadata" in parts and _kernel_agrees(dtype):
         kernels["sparse"] = CheckedKernel(matrix, shapes, _bind_sparse)
     return kernels
+
+
+def shapes_with_metadata(shapes: Required, matrix: MatrixShape) -> Required:
+    """Return the shapes of parts with metadata in place of the mask."""
+    metadata = {"metadata": ((matrix.outputs, matrix.inputs // 16), torch.int16)}
+    return {**{name: shape for name, shape in shapes.items() if name != "mask"}, **metadata}
 
 
 def with_metadata(parts: PackedTensors) -> dict[str, torch.Tensor]:

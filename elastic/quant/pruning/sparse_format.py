@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from elastic.errors import ConfigError
-from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, PartShapes, register
 from elastic.quant.formats.pruned import SemiStructured, Unstructured
 from elastic.quant.kernels.checks import reference_kernel
 from elastic.quant.pruning import sparse_cpu, sparse_cuda
 from elastic.quant.pruning.criteria import prune
-from elastic.quant.pruning.sparse_layout import pack, value
+from elastic.quant.pruning.sparse_layout import pack, required, value
 
 Sparse = SemiStructured | Unstructured
 
@@ -25,6 +25,13 @@ class SparseFormat:
         if matrix.inputs % 8:
             return f"its {matrix.inputs} inputs are not a multiple of 8"
         return None
+
+    def part_shapes(self, config: Sparse, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget) -> PartShapes:
+        """Return the parts that a matrix of this shape and dtype is packed into, in their order."""
+        shapes = required(config, matrix, dtype)
+        if isinstance(config, SemiStructured) and sparse_cuda.takes(config, matrix, target, dtype):
+            return sparse_cuda.shapes_with_metadata(shapes, matrix)
+        return shapes
 
     def quantize(
         self, config: Sparse, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget

@@ -15,7 +15,15 @@ from collections.abc import Mapping
 import torch
 
 from elastic.errors import ConfigError
-from elastic.quant.formats.base import BoundKernel, Kernel, KernelTarget, MatrixShape, PackedTensors, register
+from elastic.quant.formats.base import (
+    BoundKernel,
+    Kernel,
+    KernelTarget,
+    MatrixShape,
+    PackedTensors,
+    PartShapes,
+    register,
+)
 from elastic.quant.formats.pruned import Structured
 from elastic.quant.kernels.checks import CheckedKernel, Required, reference_kernel
 
@@ -26,6 +34,12 @@ class StructuredFormat:
     def supports(self, config: Structured, matrix: MatrixShape) -> str | None:
         """Return None: a matrix of any shape can be made smaller."""
         return None
+
+    def part_shapes(
+        self, config: Structured, matrix: MatrixShape, dtype: torch.dtype, target: KernelTarget
+    ) -> PartShapes:
+        """Raise `ConfigError`: how much is removed is known for a layer, not for a matrix by itself."""
+        raise ConfigError(f"{config} removes channels that several matrices of a layer share; ask for the whole layer")
 
     def quantize(
         self, config: Structured, weight: torch.Tensor, inputs: torch.Tensor | None, target: KernelTarget

@@ -11,9 +11,8 @@ import pytest
 import elastic
 
 ROOT = Path(elastic.__file__).parent
-FILES = [
-    path for room in ("arrangement", "pipeline", "sharding") for path in sorted((ROOT / "planning" / room).glob("*.py"))
-]
+ROOMS = ("arrangement", "estimate", "pipeline", "sharding")
+FILES = [path for room in ROOMS for path in sorted((ROOT / "planning" / room).glob("*.py"))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")

@@ -1,0 +1,128 @@
+"""`elastic estimate`: configurations of a model on devices, with bytes and seconds, and why others do not fit."""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import cast
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic.cli.inputs.checks import require_at_least
+from elastic.errors import ConfigError
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import WEIGHTS
+from elastic.estimation.estimate import estimate as estimate_all
+from elastic.estimation.profile import Profile, measure_fingerprints
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import Estimate, Objective
+
+_REASONS = 12
+"""Lines of reasons that are shown."""
+
+
+def estimate(options: Namespace) -> int:
+    """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits."""
+    require_at_least(1, options.top, "--top")
+    load = Load(options.prompt, options.new_tokens, options.rate)
+    weights = _names(options.weights, "--weights") if options.weights is not None else WEIGHTS
+    found = estimate_all(
+        options.model,
+        options.devices,
+        load=load,
+        weights=weights,
+        kv=_names(options.kv, "--kv"),
+        minimize=cast(Objective, options.intent.replace("-", "_")),
+        kind=options.kind,
+        profile=_profile(options, weights, load) if options.profile else None,
+        planned=options.planned,
+    )
+    fitting = [each for each in found if each.fits]
+    console = Console()
+    if fitting:
+        console.print(_configurations(fitting[: options.top], options.intent))
+        console.print(_ranks(fitting[0]))
+    console.print(f"{len(fitting)} of {len(found)} configurations fit; seconds: {_basis(found)}", soft_wrap=True)
+    for reason, names in _reasons(found)[:_REASONS]:
+        console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False, markup=False)
+    return 0 if fitting else 2
+
+
+def _profile(options: Namespace, weights: Sequence[str], load: Load) -> Profile:
+    """Measure fingerprints on the first of the devices, which is of this machine."""
+    first = parse_devices(options.devices, options.kind)[0]
+    device = first.name.partition("#")[0]
+    if first.kind.name == device and first.kind.type != "cpu":
+        raise ConfigError(
+            f"--profile measures on this machine: name its devices, such as cuda:0, not {first.kind.name}"
+        )
+    return measure_fingerprints(options.model, weights, device=device, context=load.tokens)
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    """Return the names in a list. Raises `ConfigError` for an empty one, and for one that is there twice."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"{option} {text!r} has an empty name, or one twice; separate names by commas")
+    return names
+
+
+def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
+    """Tabulate the best configurations."""
+    table = Table(title=f"the least {intent} first")
+    table.add_column("configuration", no_wrap=True)
+    for name in ("at a time", "TTFT, s", "TPOT, ms", "latency, s", "tokens/s", "GiB", "GiB s", "GPU s"):
+        table.add_column(name, justify="right")
+    for each in estimates:
+        table.add_row(
+            str(each.configuration),
+            str(each.requests),
+            f"{each.ttft_s:.3g}",
+            f"{1e3 * each.tpot_s:.3g}",
+            f"{each.latency_s:.3g}",
+            f"{each.tokens_s:.0f}",
+            f"{each.memory_bytes / 2**30:.2f}",
+            f"{each.cost:.2g}",
+            f"{3600 * each.gpu_hours:.2g}",
+        )
+    return table
+
+
+def _ranks(best: Estimate) -> Table:
+    """Tabulate what each rank of a configuration holds, in MiB."""
+    table = Table("device", "layers", "fixed", "weights", "staging", "batches", "keys, values", "place", title="MiB")
+    for number, rank in enumerate(best.ranks):
+        layers = best.stages[number // best.configuration.tp]
+        parts = (
+            rank.fixed,
+            rank.layers,
+            rank.staging,
+            rank.activations + rank.copied,
+            rank.kv,
+            rank.place_bytes,
+        )
+        table.add_row(rank.device, f"{layers[0]}-{layers[-1]}", *(f"{part / 2**20:,.1f}" for part in parts))
+    return table
+
+
+def _basis(estimates: Sequence[Estimate]) -> str:
+    """Say where the seconds are from."""
+    basis = estimates[0].basis
+    words = {
+        "measured": "fitted to fingerprints measured here; links are assumed",
+        "data sheet": "predicted at the peak rates of a data sheet, no less than that; --profile measures",
+    }
+    return words.get(basis, "assumed of one core; --profile measures")
+
+
+def _reasons(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:
+    """Return the reasons of those that do not fit, each with the configurations that it is of, as text."""
+    without = [each for each in estimates if not each.fits]
+    order = sorted(without, key=lambda each: each.why_not)
+    found = []
+    for reason, group in itertools.groupby(order, key=lambda each: each.why_not):
+        names = [str(each.configuration) for each in group]
+        found.append((reason, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")))
+    return found

@@ -1,0 +1,93 @@
+"""Where the seconds of an estimate are from: data sheets, or fingerprints that were measured on such a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic.errors import ConfigError
+from elastic.estimation.kv_room import KVShape
+from elastic.estimation.model_layout import LayerKind
+from elastic.estimation.weight_pages import WeightPages
+from elastic.estimation.work import layer_work, rest_work
+from elastic.planning.estimate.devices import LINK_LATENCY_S, DeviceKind
+from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
+from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.pipeline.chunk_cost import ChunkCost
+
+
+class Costs(Protocol):
+    """Seconds of the parts of a model on a kind of device."""
+
+    @property
+    def basis(self) -> str:
+        """Where they are from."""
+
+    def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
+        """Return the cost of a layer in a variant at one of `tp` ranks. Raises `ConfigError` where it is not known."""
+
+    def rest(self, weights: str) -> BatchCost:
+        """Return the cost of what is around the layers."""
+
+    def link(self) -> LinearLatency:
+        """Return the seconds for so many bytes from one device to another."""
+
+
+class SheetCosts:
+    """Seconds at the rates of a data sheet: no less than these."""
+
+    def __init__(self, pages: WeightPages, device: DeviceKind) -> None:
+        self.pages = pages
+        self.device = device
+        self.basis = "assumed" if device.source.startswith("assumed") else "data sheet"
+        self._layers: dict[tuple[str, str, KVShape, int], Roofline] = {}
+
+    def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
+        """Return the cost of one layer in a variant at one of `tp` ranks."""
+        key = kind.name, weights, kv, tp
+        if key not in self._layers:
+            work = layer_work(self.pages, kind, weights, kv, tp)
+            self._layers[key] = Roofline(work, self.device.flops_s, self.device.bytes_s)
+        return self._layers[key]
+
+    def rest(self, weights: str) -> BatchCost:
+        """Return the cost of the head; weights are full there."""
+        return Roofline((rest_work(self.pages.layout),), self.device.flops_s, self.device.bytes_s)
+
+    def link(self) -> LinearLatency:
+        """Return the seconds for so many bytes."""
+        return _link(self.device)
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Seconds that were fitted to measurements of fingerprints."""
+
+    pages: WeightPages
+    device: DeviceKind
+    """Of which the links are: they were not measured."""
+    layers: Mapping[tuple[str, str], ChunkCost]
+    """(kind of layer, weights) -> the cost of one layer."""
+    around: Mapping[str, ChunkCost]
+    """Weights -> the cost of what is around the layers."""
+    basis: str = "measured"
+
+    def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
+        """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""
+        found = self.layers.get((kind.name, weights))
+        if found is None:
+            raise ConfigError(f"{kind.name} in {weights} was not measured; profile it too")
+        return sharded_cost(found, self.pages.cut_share(kind, tp), tp)
+
+    def rest(self, weights: str) -> BatchCost:
+        """Return the cost of what is around the layers."""
+        return self.around[weights]
+
+    def link(self) -> LinearLatency:
+        """Return the seconds for so many bytes."""
+        return _link(self.device)
+
+
+def _link(device: DeviceKind) -> LinearLatency:
+    return LinearLatency(LINK_LATENCY_S, 1 / device.link_bytes_s)

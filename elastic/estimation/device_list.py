@@ -1,0 +1,56 @@
+"""Devices from text: places of a budget, or so many of a data sheet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from elastic.config import Place, parse_bytes
+from elastic.errors import ConfigError
+from elastic.memory.places import free_bytes
+from elastic.planning.assumed_speeds import ASSUMED
+from elastic.planning.estimate.devices import SHEETS, Device, DeviceKind, of_cpu, several, sheet
+
+_SHEET = re.compile(r"(?:(?P<count>\d+)\*)?(?P<kind>[\w-]+)(?:=(?P<size>.+))?", re.ASCII)
+
+
+def parse_devices(devices: str | Sequence[str | Device], kind: str | None = None) -> list[Device]:
+    """Return the devices that are named: by text such as "cuda:0=80GiB,cuda:1=80GiB", "cpu#a=1GiB" or "8*h100=70GiB".
+
+    `kind` is the data sheet of places on CUDA. Raises `ConfigError` for what is none, or named twice.
+    """
+    items = [part.strip() for part in devices.split(",")] if isinstance(devices, str) else list(devices)
+    found = [device for item in items for device in ([item] if isinstance(item, Device) else _parse(item, kind))]
+    names = [device.name for device in found]
+    if not found or len(set(names)) < len(names):
+        raise ConfigError(f"devices={names} names none, or one twice; write such as '8*h100' or 'cuda:0=80GiB'")
+    return found
+
+
+def _parse(text: str, kind: str | None) -> list[Device]:
+    match = _SHEET.fullmatch(text)
+    if match is not None and match["kind"] in SHEETS:
+        size = None if match["size"] is None else parse_bytes(match["size"], option=f"devices: {text!r}")
+        count = int(match["count"] or 1)
+        if not 1 <= count <= 4096:
+            raise ConfigError(f"devices: {text!r} are {count} devices; use 1 to 4096")
+        return several(sheet(match["kind"], option="devices"), count, size)
+    try:
+        place = Place.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"devices: {text!r} is neither a data sheet ({', '.join(SHEETS)}) nor a place") from error
+    return [_of_place(place, kind)]
+
+
+def _of_place(place: Place, kind: str | None) -> Device:
+    """Return the device of a place; without a budget, one of a data sheet has all of its memory, a CPU what is free."""
+    if place.device.type == "cpu":
+        nbytes = free_bytes(place.device) if place.budget_bytes is None else place.budget_bytes
+        speed = ASSUMED["cpu"]
+        return Device(place.name, of_cpu(nbytes, speed.flops, speed.memory, speed.link), nbytes)
+    if kind is None:
+        raise ConfigError(
+            f"devices: what {place.name} is cannot be seen; name its data sheet, one of {', '.join(SHEETS)}"
+        )
+    known: DeviceKind = sheet(kind, option="kind")
+    return Device(place.name, known, known.memory_bytes if place.budget_bytes is None else place.budget_bytes)

@@ -1,0 +1,209 @@
+"""`estimate`: what every configuration of a model on some devices would hold, and how fast it would be. (iServe)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.errors import ConfigError
+from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.kv_room import KVRoom, KVShape, kv_shape_of
+from elastic.estimation.model_layout import ModelLayout, layout_of
+from elastic.estimation.profile import Profile
+from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
+from elastic.estimation.work import activation_bytes, copied_share
+from elastic.planning.estimate.configuration import FULL, Configuration, configurations, even_stages
+from elastic.planning.estimate.devices import Device, DeviceKind
+from elastic.planning.estimate.performance import InstanceCost, Load
+from elastic.planning.estimate.ranking import Candidate, Estimate, Objective, RankBytes, rank
+from elastic.planning.estimate.roofline import BatchCost
+from elastic.planning.measured_cost import LinearLatency
+
+WEIGHTS = (FULL, "int8", "int4", "2:4")
+MOST_REQUESTS = 256
+"""That an engine runs at a time, by default."""
+EXCHANGES = 2
+"""For each layer that ranks share: heads are gathered, and what the feed-forward network gives is added up."""
+
+
+def estimate(
+    model: Any,
+    devices: str | Sequence[str | Device],
+    *,
+    load: Load | None = None,
+    weights: Sequence[str] = WEIGHTS,
+    kv: Sequence[str] = (FULL,),
+    minimize: Objective = "cost",
+    kind: str | None = None,
+    profile: Profile | None = None,
+    dtype: torch.dtype | None = None,
+    step_tokens: int = 512,
+    block_tokens: int = 32,
+    prefetch_buffers: int = 0,
+    planned: bool = False,
+) -> tuple[Estimate, ...]:
+    """Rank the configurations of a model on devices: those that fit by what is to be small, then the others with why.
+
+    `model` is a directory, of which `config.json` is enough, a config, or a model; no weights are read. `devices` are
+    places ("cuda:0=80GiB", of the data sheet `kind`) or data sheets ("8*h100", "2*a6000=40GiB"), separated by commas in
+    text. A size is all that the model may have there, with what batches take. The space is TP x PP x `weights` (FULL,
+    or names of variants, pruned ones too) x `kv` (FULL or "int8"). `load` are the requests (default: one at a time, of
+    512 tokens that get 128). `profile`: measured fingerprints; None: rates of data sheets, no less than which it takes.
+    `dtype`: None is the model's own, on CPUs float32, as it would be loaded. `step_tokens` and `block_tokens` are those
+    of the engine, `prefetch_buffers` what `wrap` keeps for released layers (1 without a policy). `planned`: estimate as
+    well what this version cannot run. Raises `ConfigError` for what cannot be estimated.
+    """
+    found = parse_devices(devices, kind)
+    layout = layout_of(model, torch.float32 if dtype is None and found[0].kind.type == "cpu" else dtype)
+    estimator = Estimator(
+        layout, found, load or Load(512, 128), step_tokens, block_tokens, prefetch_buffers, profile, planned
+    )
+    for name in weights:
+        if name != FULL:
+            variant_config(name)
+    space = configurations(len(found), len(layout.decoder.layers), weights, kv)
+    return rank(estimator.candidates(space), estimator.load, minimize)
+
+
+@dataclass
+class Estimator:
+    """What configurations of one model on some devices need, one at a time."""
+
+    layout: ModelLayout
+    devices: Sequence[Device]
+    load: Load
+    step_tokens: int
+    block_tokens: int
+    prefetch_buffers: int
+    profile: Profile | None = None
+    planned: bool = False
+
+    def __post_init__(self) -> None:
+        """Sort the devices, those with the most memory first. Raises `ConfigError` for unlike kinds."""
+        kinds = {device.kind.name for device in self.devices}
+        if len(kinds) != 1:
+            raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: an estimate is for devices of one kind")
+        most = getattr(self.layout.config, "max_position_embeddings", None)
+        if most and self.load.tokens > most:
+            raise ConfigError(
+                f"requests of {self.load.tokens} tokens are longer than the {most} that the model was made for"
+            )
+        self.devices = sorted(self.devices, key=lambda device: -device.memory_bytes)
+        kind = self.devices[0].kind
+        self.pages = WeightPages(self.layout, kind.page_bytes, kernel_target(kind.type, kind.instructions))
+        self.costs: Costs = _costs(self.pages, kind, self.profile)
+
+    def candidates(self, space: Iterator[Configuration]) -> Iterator[Candidate]:
+        """Yield what is known of each configuration; of one that cannot be, the reason."""
+        for configuration in space:
+            try:
+                yield self.candidate(configuration)
+            except ConfigError as error:
+                stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
+                yield Candidate(configuration, stages, (), 0, 0, None, self.costs.basis, str(error))
+
+    def candidate(self, configuration: Configuration) -> Candidate:
+        """Return what is known of a configuration. Raises `ConfigError` where the model cannot be cut or packed so."""
+        tp, form = configuration.tp, configuration.kv
+        kv = kv_shape_of(self.layout.config, self.layout.dtype.itemsize, form)
+        stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
+        rooms = [self.room(kv, tp, layers) for layers in stages]
+        ranks, requests = self.ranks(configuration, stages, rooms, 1)
+        if requests > 1:  # logits of all that run at a time are more, which leaves room for fewer
+            ranks, requests = self.ranks(configuration, stages, rooms, min(requests, MOST_REQUESTS))
+        return Candidate(
+            configuration,
+            stages,
+            ranks,
+            min(requests, MOST_REQUESTS),
+            sum(tp * self.request_bytes(room, layers) for room, layers in zip(rooms, stages, strict=True)),
+            self.instance_cost(configuration, stages, kv),
+            self.costs.basis,
+            "" if self.planned else unserved(configuration),
+        )
+
+    def room(self, kv: KVShape, tp: int, layers: range) -> KVRoom:
+        """Return the blocks of a stage at one of its ranks."""
+        return KVRoom(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
+
+    def ranks(
+        self, configuration: Configuration, stages: Sequence[range], rooms: Sequence[KVRoom], running: int
+    ) -> tuple[tuple[RankBytes, ...], int]:
+        """Return what each rank holds with so many requests in a batch, and the requests that all have room for."""
+        ranks, requests, tp = [], [], configuration.tp
+        for number, layers in enumerate(stages):
+            for device in self.devices[number * tp : (number + 1) * tp]:
+                held = self.rank(device, layers, configuration, running)
+                ranks.append(held)
+                requests.append(rooms[number].requests(held.kv // self.pages.page_bytes, self.load.tokens))
+        return tuple(ranks), min(requests)
+
+    def rank(self, device: Device, layers: range, configuration: Configuration, running: int) -> RankBytes:
+        """Return what a rank holds of some layers. Raises `ConfigError` where these cannot be cut or packed so."""
+        page = self.pages.page_bytes
+        fixed = self.pages.fixed * page
+        own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
+        staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
+        batch = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        left = device.memory_bytes - fixed - own - staging - batch
+        copied = int(copied_share(len(layers)) * left) if left > 0 else 0
+        return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
+
+    def request_bytes(self, room: KVRoom, layers: range) -> int:
+        """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""
+        share = copied_share(len(layers))
+        return round(room.request_bytes(self.load.tokens) / (1 - share))
+
+    def instance_cost(self, configuration: Configuration, stages: Sequence[range], kv: KVShape) -> InstanceCost | None:
+        """Return the seconds of an instance's batches; None where they were not measured."""
+        tp, weights = configuration.tp, configuration.weights
+        try:
+            of_kind = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
+            rest = self.costs.rest(weights)
+        except ConfigError:
+            if self.profile is None:
+                raise
+            return None
+        parts = [_counted([of_kind[self.layout.kind_of[layer].name] for layer in layers]) for layers in stages]
+        link = self.costs.link()
+        return InstanceCost(
+            (*parts[:-1], (*parts[-1], (rest, 1))),
+            tuple(EXCHANGES * len(layers) if tp > 1 else 0 for layers in stages),
+            _exchange(link, tp),
+            link,
+            self.layout.config.hidden_size * self.layout.dtype.itemsize,
+            self.step_tokens,
+        )
+
+
+def unserved(configuration: Configuration) -> str:
+    """Say why this version cannot run a configuration; "": it can."""
+    if configuration.kv != FULL:
+        return "keys and values are kept in the model's dtype by this version"
+    if configuration.tp > 1 and configuration.weights != FULL:
+        return "layers in a variant are not shared by ranks in this version"
+    return ""
+
+
+def _costs(pages: WeightPages, kind: DeviceKind, profile: Profile | None) -> Costs:
+    if profile is None:
+        return SheetCosts(pages, kind)
+    if profile.device != kind.type:
+        raise ConfigError(
+            f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
+        )
+    return MeasuredCosts(pages, kind, profile.layers, profile.around)
+
+
+def _exchange(link: LinearLatency, tp: int) -> LinearLatency:
+    """Return the mean seconds of an exchange: each rank sends its heads to all others, and a sum of full width."""
+    return LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
+
+
+def _counted(costs: Sequence[BatchCost]) -> tuple[tuple[BatchCost, int], ...]:
+    counts: Mapping[int, int] = {id(cost): sum(other is cost for other in costs) for cost in costs}
+    return tuple((cost, counts[key]) for key, cost in {id(cost): cost for cost in costs}.items())

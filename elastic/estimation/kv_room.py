@@ -1,0 +1,106 @@
+"""Keys and values: what a request takes at a rank, and how many requests its pages have room for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic.engines.executor.layer_groups import layer_groups
+from elastic.errors import ConfigError
+from elastic.kvcache.storage.sector_space import BlockGroup, sector_layer_pages
+from elastic.planning.estimate.configuration import FULL
+
+SCALE_BYTES = 2
+"""Of an 8-bit cache: of the keys of one token and head, and of its values."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The keys and values of one token in one layer."""
+
+    heads: int
+    dim: int
+    itemsize: int
+    scale_bytes: int = 0
+    """For the keys, or the values, of one head."""
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one token without scales."""
+        return 2 * self.heads * self.dim * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.value_bytes + 2 * self.heads * self.scale_bytes
+
+    def parts(self, tp: int) -> int:
+        """Return into how many parts the heads are divided among `tp` ranks; of fewer parts, ranks share one."""
+        return math.gcd(self.heads, tp)
+
+    def at_rank(self, tp: int) -> KVShape:
+        """Return what one of `tp` ranks has."""
+        return replace(self, heads=self.heads // self.parts(tp))
+
+
+def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
+    """Return the shape by a text config. Raises `ConfigError` for an unknown form, and for keys unlike values."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key, value = getattr(config, "qk_head_dim", None) or dim, getattr(config, "v_head_dim", None) or dim
+    if key != value:
+        raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have both of one size")
+    if form == FULL:
+        return KVShape(kv_heads, key, itemsize)
+    if form == "int8":
+        return KVShape(kv_heads, key, 1, SCALE_BYTES)
+    raise ConfigError(f"kv={form!r} is not known; use {FULL!r} or 'int8'")
+
+
+class KVRoom:
+    """Blocks of some of a model's layers in the pages of a rank, as the engine would have them.
+
+    Scales lie on pages of their own, so that blocks of values fill pages.
+    """
+
+    def __init__(self, config: Any, shape: KVShape, block_tokens: int, page_bytes: int, layers: range) -> None:
+        """Raises `ConfigError` for layers without a cache in blocks."""
+        self._block_tokens = block_tokens
+        self._page_bytes = page_bytes
+        groups = layer_groups(config)
+        block_bytes, with_scales = block_tokens * shape.value_bytes, shape.token_bytes / shape.value_bytes
+        sizes = sector_layer_pages([BlockGroup(group.layers, block_bytes) for group in groups], page_bytes)
+        self.groups = [
+            (group.window, math.ceil(size * with_scales * len(here)), size * page_bytes // block_bytes)
+            for group, size in zip(groups, sizes, strict=True)
+            if (here := [layer for layer in group.layers if layer in layers])
+        ]
+        """Of each group with a layer here: its window, pages of a sector here, blocks of a sector."""
+
+    def pages(self, requests: int, tokens: int) -> int:
+        """Count the pages that so many requests of so many tokens take."""
+        return sum(
+            -(-requests * self._blocks(tokens, window) // blocks) * pages for window, pages, blocks in self.groups
+        )
+
+    def requests(self, pages: int, tokens: int) -> int:
+        """Count the requests of so many tokens that these pages have room for at a time."""
+        if not self.groups or self.pages(1, tokens) > pages:
+            return 0
+        low, high = 1, 2
+        while self.pages(high, tokens) <= pages:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.pages(middle, tokens) <= pages else (low, middle)
+        return low
+
+    def request_bytes(self, tokens: int) -> int:
+        """Return the bytes of one request among many."""
+        each = (self._blocks(tokens, window) * pages / blocks for window, pages, blocks in self.groups)
+        return round(sum(each) * self._page_bytes)
+
+    def _blocks(self, tokens: int, window: int | None) -> int:
+        return -(-(tokens if window is None else min(tokens, window)) // self._block_tokens)

@@ -1,0 +1,129 @@
+"""A model without weights, and its decoder layers by kind: layers of one kind are alike in all but their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.errors import ConfigError
+from elastic.memory.weight_layout import LayerLayout
+from elastic.model_files import read_config, reading
+from elastic.quant.variants.eligible import LayerParameters, head_sizes
+from elastic.weights.decoder import Decoder, find_decoder
+from elastic.weights.eligible import held_outside, layer_slots
+from elastic.weights.paging import stored_layout
+from elastic.weights.parameter_slot import ParameterSlot
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Decoder layers of one class, with parameters of the same names, shapes and dtypes, and one kind of attention."""
+
+    name: str
+    layers: tuple[int, ...]
+    attention: str
+    """Of `config.layer_types`, such as "sliding_attention"; "": the model does not tell."""
+    module: nn.Module
+    """The first of them."""
+    slots: Mapping[str, ParameterSlot]
+    """Its parameters that live in pages, by their names in the layer."""
+    path: str
+    """Its name in the model."""
+
+    @cached_property
+    def full(self) -> LayerLayout:
+        """How it lies in pages."""
+        return LayerLayout.pack({n: stored_layout(f"{self.path}.{n}", s.parameter) for n, s in self.slots.items()})
+
+    @cached_property
+    def parameters(self) -> LayerParameters:
+        """What quantization sees of it."""
+        return self.having({name: slot.parameter for name, slot in self.slots.items()})
+
+    def having(self, tensors: Mapping[str, torch.Tensor]) -> LayerParameters:
+        """Return the same with tensors of other shapes, `[...]`, such as those of a shard."""
+        modules = {name: slot.homes[0][0] for name, slot in self.slots.items()}
+        pairs = {name: (modules[name], tensor) for name, tensor in tensors.items()}
+        return LayerParameters(self.path, pairs, head_sizes=head_sizes(self.module))
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """A model whose parameters have shapes, and no data."""
+
+    model: Any
+    decoder: Decoder
+    kinds: tuple[LayerKind, ...]
+    fixed: Mapping[str, int]
+    """Bytes of what stays in ordinary tensors, by owner: embedding, head, norms, buffers."""
+
+    @property
+    def config(self) -> Any:
+        """The model's text config."""
+        return self.decoder.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its first parameter."""
+        return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
+
+    @cached_property
+    def kind_of(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        by_layer = {layer: kind for kind in self.kinds for layer in kind.layers}
+        return tuple(by_layer[layer] for layer in range(len(self.decoder.layers)))
+
+
+def layout_of(source: Any, dtype: torch.dtype | None = None) -> ModelLayout:
+    """Return the layout of a model directory, a config, or a model, in a dtype; None: its own.
+
+    Of a directory, `config.json` is enough. Raises `ConfigError` for what is no decoder.
+    """
+    model = source if isinstance(source, nn.Module) else meta_model(source, dtype)
+    decoder = find_decoder(model)
+    slots = layer_slots(model, decoder)
+    fixed: dict[str, int] = {}
+    for held in held_outside(model, decoder, slots).values():
+        for owner, nbytes in held.items():
+            fixed[owner] = fixed.get(owner, 0) + nbytes
+    return ModelLayout(model, decoder, _kinds(decoder, slots), fixed)
+
+
+def meta_model(source: Any, dtype: torch.dtype | None = None) -> Any:
+    """Make the model of a directory or a config on the meta device: it has no data, whatever its size."""
+    from transformers import AutoModelForCausalLM
+
+    path = isinstance(source, str | Path)
+    config = read_config(str(source), option="MODEL") if path else source
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(
+            f"{type(source).__name__} is no model; give a directory with config.json, a config or a model"
+        )
+    own = getattr(config, "dtype", None) or torch.bfloat16
+    what = f"MODEL {source}" if path else type(config).__name__
+    with torch.device("meta"), reading(what, "see that its config.json is whole"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or own)
+
+
+def _kinds(decoder: Decoder, slots: list[dict[str, ParameterSlot]]) -> tuple[LayerKind, ...]:
+    """Group the layers, in the order of the first of each kind."""
+    types = getattr(decoder.config, "layer_types", None) or [""] * len(decoder.layers)
+    groups: dict[object, list[int]] = {}
+    for index, (layer, attention) in enumerate(zip(decoder.layers, types, strict=True)):
+        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+        groups.setdefault((type(layer), attention, shapes, tuple(slots[index])), []).append(index)
+    kinds: list[LayerKind] = []
+    for layers in groups.values():
+        first = layers[0]
+        attention = types[first]
+        name = f"{type(decoder.layers[first]).__name__}{f' {attention}' if attention else ''}"
+        name += f" from {first}" if any(kind.name == name for kind in kinds) else ""
+        layer, path = decoder.layers[first], decoder.layer_names[first]
+        kinds.append(LayerKind(name, tuple(layers), attention, layer, slots[first], path))
+    return tuple(kinds)

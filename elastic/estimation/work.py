@@ -1,0 +1,121 @@
+"""What layers of a model compute and read for a batch, and the memory that a batch takes while it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.engines.executor.layer_groups import layer_groups
+from elastic.estimation.kv_room import KVShape
+from elastic.estimation.model_layout import LayerKind, ModelLayout
+from elastic.estimation.weight_pages import WeightPages, variant_config
+from elastic.memory.weight_layout import LayerLayout
+from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.roofline import Work
+from elastic.quant.formats.base import KernelTarget
+from elastic.quant.formats.pruned import Structured
+from elastic.quant.variants.packed_layout import packed_layout
+
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "num_selected_experts", "top_k")
+"""Names in configs of how many experts a token is sent to."""
+_SCORE_BYTES = 16
+"""For a pair of tokens of a prompt: the mask, how it is made, and its form for the kernel."""
+_GROUPS = ("whole", "cut", "experts")
+_LOGIT_COPIES = 4
+"""Copies in float32 of what is sampled from."""
+
+
+def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> tuple[Work, ...]:
+    """Return what one of `tp` ranks does for a layer in a variant.
+
+    Matrices that all ranks have whole, shares of matrices, experts, and attention.
+    """
+    config = pages.layout.config
+    cuts = pages.cut(kind.name, tp).plan.cuts.keys() if tp > 1 else ()
+    bytes_of = _stored_bytes(kind, weights, pages.target)
+    smaller = weights != FULL and isinstance(variant_config(weights), Structured)
+    read, met = dict.fromkeys(_GROUPS, 0.0), dict.fromkeys(_GROUPS, 0.0)
+    for name, slot in kind.slots.items():
+        parameter = slot.parameter
+        group = "experts" if parameter.ndim == 3 else "cut" if name in cuts else "whole"
+        read[group] += bytes_of[name]
+        if parameter.ndim > 1:
+            met[group] += bytes_of[name] / parameter.element_size() if smaller else parameter.numel()
+    chosen = _share_of_experts(config, kind)
+    shared = [
+        Work(read["cut"], 2 * met["cut"]),
+        Work(read["experts"], 2 * chosen * met["experts"], least_met=chosen),
+        _attention(config, kind, kv),
+    ]
+    parts = [Work(read["whole"], 2 * met["whole"]), *(work.shared(tp, kv.parts(tp)) for work in shared)]
+    return tuple(work for work in parts if work.weight_bytes or work.kv_bytes)
+
+
+def _attention(config: Any, kind: LayerKind, kv: KVShape) -> Work:
+    windows = {layer: group.window for group in layer_groups(config) for layer in group.layers}
+    flops = 4.0 * config.num_attention_heads * kv.dim
+    return Work(pair_flops=flops, kv_bytes=float(kv.token_bytes), window=windows.get(kind.layers[0]))
+
+
+def rest_work(layout: ModelLayout) -> Work:
+    """Return what is done around the layers: the head, for the last token of each chunk."""
+    head = layout.model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None:
+        return Work()
+    return Work(float(weight.nbytes), chunk_flops=2.0 * weight.numel())
+
+
+def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, context: int) -> int:
+    """Bound the bytes that one batch takes while it is computed, but for the keys and values that decode steps copy.
+
+    step_tokens: new tokens of the batch; running: its requests; context: the longest of them. What is alive at the same
+    time: hidden states, and one of attention, a feed-forward network, and logits.
+    """
+    config: Any = layout.config
+    itemsize, hidden = layout.dtype.itemsize, config.hidden_size
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    seen = context * 4 * kv_heads * dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
+    attention = step_tokens * (4 * heads + 6 * kv_heads) * dim * itemsize + seen + step_tokens * context * _SCORE_BYTES
+    inner = max(_width(kind) for kind in layout.kinds)
+    chosen = max(_chosen(config, kind) for kind in layout.kinds)
+    network = step_tokens * chosen * (4 * inner + 2 * hidden) * itemsize
+    logits = running * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
+    return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
+
+
+def copied_share(layers: int) -> float:
+    """Return the share of a rank's room for keys and values that decode steps copy: of one layer, to twice its size.
+
+    Requests of alike lengths are read together, all as long as the longest, which is twice the shortest at most.
+    """
+    return 2 / (layers + 2)
+
+
+def _stored_bytes(kind: LayerKind, weights: str, target: KernelTarget) -> dict[str, int]:
+    """Return the bytes of each parameter of a layer in a variant."""
+    stored: LayerLayout = kind.full
+    if weights != FULL:
+        stored = packed_layout(kind.parameters, kind.full, variant_config(weights), target)
+    nbytes = dict.fromkeys(kind.slots, 0)
+    for name, entry in stored.parameters.items():
+        nbytes[name if name in nbytes else name.rpartition("/")[0]] += entry.nbytes
+    return nbytes
+
+
+def _width(kind: LayerKind) -> int:
+    """Return the largest dimension inside of a layer."""
+    return max(max(slot.parameter.shape[-2:]) for slot in kind.slots.values() if slot.parameter.ndim > 1)
+
+
+def _chosen(config: Any, kind: LayerKind) -> int:
+    """Return how many experts a token is sent to; 1 for a layer without."""
+    if not any(slot.parameter.ndim == 3 for slot in kind.slots.values()):
+        return 1
+    return next((count for name in _CHOSEN if isinstance(count := getattr(config, name, None), int)), 1)
+
+
+def _share_of_experts(config: Any, kind: LayerKind) -> float:
+    experts = max((slot.parameter.shape[0] for slot in kind.slots.values() if slot.parameter.ndim == 3), default=1)
+    return min(1.0, _chosen(config, kind) / experts)

@@ -1,0 +1,64 @@
+"""The configurations in which a model could be deployed. (iServe, sections 1 and 3)"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+from elastic.planning.sharding.bounds import is_degree
+
+FULL = "full"
+"""The weights as the model has them, or keys and values in the model's dtype."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to deploy a model on `tp * pp` ranks."""
+
+    tp: int = 1
+    """Ranks that share each layer."""
+    pp: int = 1
+    """Stages, one behind another."""
+    weights: str = FULL
+    """The variant of all decoder layers, such as "int4" or "2:4"."""
+    kv: str = FULL
+    """The form of keys and values."""
+
+    def __post_init__(self) -> None:
+        if not is_degree(self.tp) or self.pp < 1:
+            raise ConfigError(f"tp={self.tp}, pp={self.pp} cannot be; tp is a power of two, pp at least 1")
+
+    @property
+    def ranks(self) -> int:
+        """Devices that it takes."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        """Return such as `TP2 PP1 int4`; keys and values are named where they have a form of their own."""
+        return f"TP{self.tp} PP{self.pp} {self.weights}" + (f" KV {self.kv}" if self.kv != FULL else "")
+
+
+def configurations(
+    devices: int, layers: int, weights: Sequence[str] = (FULL,), kv: Sequence[str] = (FULL,)
+) -> Iterator[Configuration]:
+    """Yield all configurations on up to so many devices, the fewest ranks first.
+
+    Eight devices have 15 pairs of degrees, as in the paper; no stage is without a layer. Raises `ConfigError` for no
+    device.
+    """
+    if devices < 1:
+        raise ConfigError(f"devices={devices}: an estimate needs at least one")
+    degrees = [1 << power for power in range(devices.bit_length())]
+    pairs = [(tp, pp) for tp in degrees for pp in range(1, min(devices // tp, layers) + 1)]
+    for tp, pp in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])):
+        for variant, form in itertools.product(weights, kv):
+            yield Configuration(tp, pp, variant, form)
+
+
+def even_stages(layers: int, stages: int) -> tuple[range, ...]:
+    """Cut layers into consecutive stages that differ by one layer at most, the longer ones first."""
+    each, more = divmod(layers, stages)
+    bounds = [0, *itertools.accumulate(each + (stage < more) for stage in range(stages))]
+    return tuple(range(first, last) for first, last in itertools.pairwise(bounds))

@@ -1,0 +1,93 @@
+"""Kinds of devices, from their data sheets. What is predicted with them was not measured.
+
+Rates are peaks: of dense products in 16 bits, of the device's memory, and of its link to another one, in one direction
+(half of what sheets call bidirectional). Sizes are decimal, as printed. Latencies are on no sheet: `LINK_LATENCY_S` is
+assumed of all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+
+LINK_LATENCY_S = 2e-5
+CUDA_PAGE_BYTES = 2 << 20
+CPU_PAGE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What is known of a device before anything runs on it."""
+
+    name: str
+    type: str
+    """"cpu" or "cuda"."""
+    instructions: str
+    """What packed weights are laid out for, such as "sm90"; "": what this machine has."""
+    memory_bytes: int
+    flops_s: float
+    bytes_s: float
+    link_bytes_s: float
+    source: str
+    """Where the figures are from."""
+
+    @property
+    def page_bytes(self) -> int:
+        """The usual size of a page there."""
+        return CPU_PAGE_BYTES if self.type == "cpu" else CUDA_PAGE_BYTES
+
+
+def _cuda(
+    name: str, instructions: str, memory_gb: int, tflops: float, gb_s: float, link_gb_s: float, source: str
+) -> DeviceKind:
+    nbytes = memory_gb * 10**9
+    return DeviceKind(name, "cuda", instructions, nbytes, tflops * 1e12, gb_s * 1e9, link_gb_s * 1e9, source)
+
+
+_A100 = "NVIDIA A100 data sheet, SXM; NVLink 600 GB/s both ways"
+_HOPPER = "SXM; 1,979 TFLOPS with sparsity; NVLink 900 GB/s both ways"
+SHEETS: Mapping[str, DeviceKind] = {
+    kind.name: kind
+    for kind in (
+        _cuda("a100-40gb", "sm80", 40, 312, 1555, 300, _A100),
+        _cuda("a100-80gb", "sm80", 80, 312, 2039, 300, _A100),
+        _cuda("a6000", "sm86", 48, 154.8, 768, 32, "NVIDIA RTX A6000 data sheet; PCIe 4.0 x16, as NVLink joins pairs"),
+        _cuda("l40s", "sm89", 48, 362, 864, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16, 64 GB/s both ways"),
+        _cuda("h100", "sm90", 80, 989.4, 3350, 450, f"NVIDIA H100 data sheet, {_HOPPER}"),
+        _cuda("h200", "sm90", 141, 989.4, 4800, 450, f"NVIDIA H200 data sheet, {_HOPPER}"),
+    )
+}
+"""By name. Each figure was compared with a second publication of it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device that a model may be put on."""
+
+    name: str
+    kind: DeviceKind
+    memory_bytes: int
+    """What the model may have of it, with keys and values and activations."""
+
+
+def sheet(name: str, *, option: str) -> DeviceKind:
+    """Return a kind of device by its name. Raises `ConfigError` for an unknown one."""
+    if name not in SHEETS:
+        near = difflib.get_close_matches(name, SHEETS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{option}={name!r} is no known kind of device; there are {', '.join(SHEETS)}{hint}")
+    return SHEETS[name]
+
+
+def of_cpu(memory_bytes: int, flops_s: float, bytes_s: float, link_bytes_s: float) -> DeviceKind:
+    """Return the kind of this machine's processor, whose rates are assumed."""
+    return DeviceKind("cpu", "cpu", "", memory_bytes, flops_s, bytes_s, link_bytes_s, "assumed of one core")
+
+
+def several(kind: DeviceKind, count: int, memory_bytes: int | None = None) -> list[Device]:
+    """Return so many devices of a kind, each with so much memory; None: all that it has."""
+    nbytes = kind.memory_bytes if memory_bytes is None else memory_bytes
+    return [Device(f"{kind.name}#{number}", kind, nbytes) for number in range(count)]

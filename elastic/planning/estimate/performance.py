@@ -1,0 +1,121 @@
+"""Latency and throughput of an instance, from the seconds of its batches. (iServe, section 5.3)
+
+Where equation 1 has latency = TTFT + tokens · TPOT, the first token's time is in TTFT alone here: n tokens take
+TTFT + (n - 1) · TPOT. TPOT depends on the batch and on the context, and on prompts that are computed in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.errors import ConfigError
+from elastic.planning.estimate.roofline import BatchCost
+from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.pipeline.chunk_cost import Chunk
+
+NO_LINK = LinearLatency(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are all alike."""
+
+    prompt: int
+    """Tokens."""
+    new: int
+    """Tokens generated."""
+    rate: float = 0.0
+    """Requests a second; 0: one request at a time."""
+
+    def __post_init__(self) -> None:
+        if self.prompt < 1 or self.new < 1 or not 0 <= self.rate < math.inf:
+            raise ConfigError(f"{self} cannot be; give prompts and outputs of 1 token or more, and a rate of 0 or more")
+
+    @property
+    def tokens(self) -> int:
+        """What a request has in the cache when it ends, at most."""
+        return self.prompt + self.new
+
+    def decoding(self, requests: int) -> list[Chunk]:
+        """Return a step of so many requests, each in the middle of its output."""
+        return [Chunk(str(number), self.prompt + self.new // 2, 1) for number in range(requests)]
+
+
+@dataclass(frozen=True)
+class InstanceCost:
+    """Seconds of the parts of an instance."""
+
+    stages: tuple[tuple[tuple[BatchCost, int], ...], ...]
+    """For each stage, costs of kinds of layers and how many there are; of the last, of what is around them too."""
+    sums: tuple[int, ...] = ()
+    """For each stage, how many times its ranks exchange what they have computed."""
+    all_reduce: LinearLatency = NO_LINK
+    """Seconds of such an exchange, for so many bytes."""
+    hop: LinearLatency = NO_LINK
+    """Seconds from one stage to the next, for so many bytes."""
+    token_bytes: int = 0
+    """The hidden state of one token."""
+    step_tokens: int = 512
+    """The most new tokens of one batch."""
+
+    def stage_s(self, stage: int, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds that a batch keeps one stage busy."""
+        if not chunks:
+            return 0.0
+        nbytes = self.token_bytes * sum(chunk.tokens for chunk in chunks)
+        exchanged = self.sums[stage] * self.all_reduce(nbytes) if self.sums else 0.0
+        return math.fsum(count * cost.batch(chunks) for cost, count in self.stages[stage]) + exchanged
+
+    def pass_s(self, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of a batch through all stages, its tokens back at the first one."""
+        nbytes = self.token_bytes * sum(chunk.tokens for chunk in chunks)
+        hops = len(self.stages) * self.hop(nbytes) if len(self.stages) > 1 else 0.0
+        return math.fsum(self.stage_s(stage, chunks) for stage in range(len(self.stages))) + hops
+
+    def prompt(self, load: Load) -> list[Chunk]:
+        """Return the chunks of a prompt, as many tokens each as a batch may have."""
+        starts = range(0, load.prompt, self.step_tokens)
+        return [Chunk("prompt", start, min(self.step_tokens, load.prompt - start)) for start in starts]
+
+    def ttft_s(self, load: Load, running: int = 0) -> float:
+        """Return the seconds to the first token of a request that waits for none, beside so many that are decoding."""
+        beside = load.decoding(running)
+        return math.fsum(self.pass_s([chunk, *beside]) for chunk in self.prompt(load))
+
+    def round_s(self, load: Load, running: int) -> float:
+        """Return the seconds in which every one of so many requests gets a token; each stage has a batch of its own."""
+        cohorts = [load.decoding(count) for count in _split(running, len(self.stages)) if count]
+        busiest = max(math.fsum(self.stage_s(s, each) for each in cohorts) for s in range(len(self.stages)))
+        return max([busiest, *(self.pass_s(each) for each in cohorts)])
+
+    def prompt_busy_s(self, load: Load) -> float:
+        """Return for how long a prompt keeps the busiest stage from other work."""
+        chunks = self.prompt(load)
+        return max(math.fsum(self.stage_s(s, [chunk]) for chunk in chunks) for s in range(len(self.stages)))
+
+    def tpot_s(self, load: Load, running: int) -> float:
+        """Return the seconds from token to token, with prompts at the load's rate in between; inf: they take it all."""
+        left = 1 - load.rate * self.prompt_busy_s(load)
+        return self.round_s(load, running) / left if left > 0 else math.inf
+
+    def most_rate(self, load: Load, running: int) -> float:
+        """Return how many requests a second it serves with so many running at a time."""
+        return 1 / (load.new * self.round_s(load, running) / running + self.prompt_busy_s(load))
+
+    def running(self, load: Load, most: int) -> int | None:
+        """Return how many requests run at a time at the load's rate, of `most`; None: more would have to.
+
+        By Little's law: as many as arrive while one generates, which takes no less time with more beside it. So the
+        fewest that suffice are found from below.
+        """
+        running, wanted = 0, 1.0
+        while running < wanted <= most:
+            running = math.ceil(wanted)
+            wanted = load.rate * load.new * self.tpot_s(load, running) if load.rate else 1.0
+        return running if wanted <= running else None
+
+
+def _split(count: int, parts: int) -> list[int]:
+    return [count // parts + (part < count % parts) for part in range(parts)]

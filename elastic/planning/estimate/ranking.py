@@ -1,0 +1,173 @@
+"""Configurations that fit, in order, and the reasons of those that do not. (iServe, sections 4.1 and 6)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from elastic.errors import ConfigError
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.performance import InstanceCost, Load
+
+Objective = Literal["latency", "cost", "memory", "gpu_hours"]
+"""Cost is memory times latency, as in the paper, where it is the default too."""
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds, in bytes: all of them together are its device's memory."""
+
+    device: str
+    total: int
+    fixed: int
+    """Embedding, head, norms and buffers, which every rank has."""
+    layers: int
+    """The weights of its layers, in pages."""
+    staging: int
+    """Kept back for swaps."""
+    activations: int
+    """For the largest batch, outside of pages."""
+    copied: int
+    """For the keys and values of one layer that decode steps copy, if all that is left is in use."""
+
+    @property
+    def kv(self) -> int:
+        """What is left for keys and values; below zero: what is lacking."""
+        return self.total - self.used - self.copied
+
+    @property
+    def place_bytes(self) -> int:
+        """The budget of the place that the rank has there: all that lies in pages, or is charged to them."""
+        return self.fixed + self.layers + self.staging + self.kv
+
+    @property
+    def used(self) -> int:
+        """All but what is left for keys and values."""
+        return self.fixed + self.layers + self.staging + self.activations
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with what must be known to judge it."""
+
+    configuration: Configuration
+    stages: tuple[range, ...]
+    """The layers of each stage."""
+    ranks: tuple[RankBytes, ...]
+    """Stage by stage, the ranks that share one side by side."""
+    requests: int
+    """How many requests of the load the rank with the least room for keys and values has room for."""
+    request_bytes: int
+    """Keys and values of one request at all ranks, with what decode steps copy of it."""
+    cost: InstanceCost | None
+    """Seconds of its batches; None: they are not known."""
+    basis: str
+    """Where the seconds are from: "measured", "data sheet" or "assumed"."""
+    unserved: str = ""
+    """Why this version cannot run it; "": it can."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one configuration would do with a load. Seconds are predictions."""
+
+    configuration: Configuration
+    stages: tuple[range, ...]
+    ranks: tuple[RankBytes, ...] = field(repr=False)
+    basis: str
+    why_not: str
+    """Why it cannot be used; "": it can."""
+    requests: int
+    """That can run at a time."""
+    running: int = 0
+    """That run at a time at the load's rate."""
+    ttft_s: float = math.nan
+    tpot_s: float = math.nan
+    latency_s: float = math.nan
+    """TTFT and the time of all tokens after the first."""
+    tokens_s: float = math.nan
+    """The most tokens generated a second."""
+    rate: float = math.nan
+    """The most requests served a second."""
+    memory_bytes: int = 0
+    """Of all ranks, with the keys and values of what runs."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be used."""
+        return not self.why_not
+
+    @property
+    def cost(self) -> float:
+        """GiB seconds of one request's latency. (Section 4.1)"""
+        return self.memory_bytes / 2**30 * self.latency_s
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices together for one request's latency."""
+        return self.configuration.ranks * self.latency_s / 3600
+
+    def value(self, minimize: Objective) -> float:
+        """Return what is to be small."""
+        values = {"latency": self.latency_s, "cost": self.cost, "memory": self.memory_bytes}
+        return float(values.get(minimize, self.gpu_hours))
+
+
+def rank(candidates: Iterable[Candidate], load: Load, minimize: Objective = "cost") -> tuple[Estimate, ...]:
+    """Return an estimate of every candidate: those that fit, the best first; then the others, as they came.
+
+    Equals stand in the order of their latency, then of their ranks. Raises `ConfigError` for an unknown objective.
+    """
+    if minimize not in OBJECTIVES:
+        raise ConfigError(f"minimize={minimize!r} is not known; use one of {', '.join(OBJECTIVES)}")
+    made = [judge(candidate, load) for candidate in candidates]
+    good = sorted(
+        (each for each in made if each.fits),
+        key=lambda each: (each.value(minimize), each.latency_s, each.configuration.ranks),
+    )
+    return (*good, *(each for each in made if not each.fits))
+
+
+def judge(candidate: Candidate, load: Load) -> Estimate:
+    """Return the estimate of one candidate."""
+    own = candidate.configuration, candidate.stages, candidate.ranks, candidate.basis
+    why_not = candidate.unserved or _shortage(candidate, load)
+    if why_not or candidate.cost is None:
+        return Estimate(*own, why_not or "its seconds are not known; measure it", max(0, candidate.requests))
+    cost, requests = candidate.cost, candidate.requests
+    most = cost.most_rate(load, requests)
+    running = cost.running(load, requests)
+    if running is None:
+        why_not = f"serves {most:.3g} requests/s at most, of {load.rate:g}, {requests} at a time"
+        return Estimate(*own, why_not, requests, rate=most, tokens_s=most * load.new)
+    ttft_s, tpot_s = cost.ttft_s(load, running - 1), cost.tpot_s(load, running)
+    memory = sum(each.used for each in candidate.ranks) + running * candidate.request_bytes
+    return Estimate(
+        *own,
+        "",
+        requests,
+        running,
+        ttft_s,
+        tpot_s,
+        ttft_s + (load.new - 1) * tpot_s,
+        most * load.new,
+        most,
+        memory,
+    )
+
+
+def _shortage(candidate: Candidate, load: Load) -> str:
+    """Say which rank lacks memory for its weights, or for a single request; "" if none does."""
+    tight = min(candidate.ranks, key=lambda each: each.kv)
+    if tight.kv < 0:
+        return f"{tight.device} lacks {_gib(-tight.kv)}: it needs {_gib(tight.used)} without keys and values"
+    if candidate.requests < 1:
+        return f"{tight.device} has {_gib(tight.kv)} left for keys and values: no request of {load.tokens} tokens fits"
+    return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

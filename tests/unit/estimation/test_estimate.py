@@ -1,0 +1,172 @@
+"""`elastic.estimate` and the command: what is ranked, what does not fit, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.cli.main import main
+from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.continuous.chunk_profile import profile_chunks
+from elastic.errors import ConfigError
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.estimate import estimate
+from elastic.estimation.model_layout import layout_of
+from elastic.estimation.profile import Profile
+from elastic.estimation.work import activation_bytes
+from elastic.planning.pipeline.chunk_cost import ChunkCost
+from support import architectures
+
+LLAMA_2_70B = transformers.LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+)
+
+
+def test_a_model_larger_than_this_machine_is_ranked_from_its_config() -> None:
+    """Half of 138 GB of weights do not fit 48 GB; int4 fits one device, as full weights in four do."""
+    load = elastic.Load(prompt=1024, new=100)
+    found = estimate(LLAMA_2_70B, "4*a6000", load=load, weights=("full", "int4"), minimize="latency")
+    by_name = {str(each.configuration): each for each in found}
+    assert len(by_name) == 14
+    assert by_name["TP1 PP1 int4"].fits
+    assert by_name["TP1 PP4 full"].fits
+    assert "a6000#0 lacks" in by_name["TP1 PP2 full"].why_not
+    assert "not shared by ranks" in by_name["TP2 PP1 int4"].why_not
+    fitting = [each for each in found if each.fits]
+    assert found[: len(fitting)] == tuple(fitting)
+    assert [each.latency_s for each in fitting] == sorted(each.latency_s for each in fitting)
+    assert {each.basis for each in found} == {"data sheet"}
+    best = by_name["TP1 PP4 full"]
+    least_s = 137e9 / 768e9  # to read the weights once
+    assert least_s < best.tpot_s < 1.1 * least_s
+    assert sum(rank.layers for rank in best.ranks) == pytest.approx(80 * 2 * 855_638_016 + 80 * 2 * 8192 * 2, rel=0.01)
+    assert all(rank.used + rank.copied + rank.kv == rank.total for rank in best.ranks)
+    hours = min(fitting, key=lambda each: each.gpu_hours)
+    assert hours.configuration.ranks == 1
+
+
+def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> None:
+    """A place of the estimated budget has room for the estimated requests and not for one more."""
+    load = elastic.Load(prompt=100, new=28)
+    found = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int4"), prefetch_buffers=1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    for each in found:
+        weights = each.configuration.weights
+        elastic.wrap(model, places=f"cpu={each.ranks[0].place_bytes}", variants=() if weights == "full" else (weights,))
+        try:
+            if weights != "full":
+                model.elastic.swap(range(12), weights)
+            engine = ContinuousEngine(model, share_prefixes=False)
+            names = [str(number) for number in range(each.requests + 1)]
+            for name in names:
+                engine._blocks.expect([name], load.tokens)
+            admitted = [engine._blocks.admit(n, [0] * load.tokens, load.tokens, share=False) is not None for n in names]
+            for name in names:
+                engine._blocks.forget(name)
+            engine.stop()
+            assert admitted == [True] * each.requests + [False]
+            assert each.requests > 10
+        finally:
+            elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe", "qwen2-sliding"])
+def test_batches_take_no_more_memory_than_is_estimated(name: str) -> None:
+    """The most bytes of tensors that are alive in a step of the engine, at several lengths and batches."""
+    model = architectures.build(name)
+    elastic.wrap(model, places="cpu=16MiB")
+    engine = ContinuousEngine(model, max_batch_tokens=128, share_prefixes=False)
+    layout = layout_of(model)
+    try:
+        for mix in (((0, 128),), ((256, 64),), ((100, 1),) * 16, ((0, 64), (200, 1), (180, 32))):
+            with torch.profiler.profile(profile_memory=True) as profiler:
+                profile_chunks(engine, [mix], 1)
+            alive = most = 0
+            for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+                if event.name() == "[memory]":
+                    alive += event.nbytes()
+                    most = max(most, alive)
+            tokens, context = sum(new for _, new in mix), max(start + new for start, new in mix)
+            seen = sum(start + new for start, new in mix if new == 1)
+            kv = layout.config.num_key_value_heads * layout.config.hidden_size // layout.config.num_attention_heads
+            bound = activation_bytes(layout, tokens, len(mix), context) + 2 * seen * 2 * kv * 4
+            assert bound / 4 < most <= bound, mix
+    finally:
+        engine.stop()
+        elastic.unwrap(model)
+
+
+def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> None:
+    (kind,) = layout_of(MODEL_DIR).kinds
+    cost = ChunkCost(1e-8, 1e-8, 1e-5, 1e-4, 9e-5)
+    profile = Profile("cpu", {(kind.name, "full"): cost}, {"full": cost})
+    load = elastic.Load(prompt=100, new=50)
+    full, int8 = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int8"), profile=profile)
+    assert full.basis == "measured"
+    assert full.ttft_s == pytest.approx(13 * (100 * (1e-8 * 101 + 1e-5) + 1e-4))
+    assert full.latency_s == pytest.approx(full.ttft_s + 49 * full.tpot_s)
+    assert "measure it" in int8.why_not
+    with pytest.raises(ConfigError, match="it was measured on cpu, the devices are h100"):
+        estimate(MODEL_DIR, "h100", profile=profile)
+
+
+def test_devices_are_places_or_data_sheets() -> None:
+    sheets = parse_devices("2*h100=70GiB, l40s")
+    assert [(d.name, d.memory_bytes) for d in sheets] == [
+        ("h100#0", 70 << 30),
+        ("h100#1", 70 << 30),
+        ("l40s#0", 48 * 10**9),
+    ]
+    (place,) = parse_devices("cuda:1=20GiB", "a100-80gb")
+    assert (place.name, place.memory_bytes, place.kind.instructions) == ("cuda:1", 20 << 30, "sm80")
+    for text, words in (
+        ("h101", "neither a data sheet"),
+        ("cuda:0=1GiB", "name its data sheet"),
+        ("cpu=1GiB,cpu=1GiB", "or one twice"),
+        ("0*h100", "use 1 to 4096"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_devices(text)
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        parse_devices("cuda:0=1GiB", "h10")
+    with pytest.raises(ConfigError, match="devices of one kind"):
+        estimate(MODEL_DIR, sheets)
+
+
+def test_the_command_prints_what_fits_and_why_the_others_do_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """From `config.json` alone."""
+    config = json.loads((Path(MODEL_DIR) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["estimate", str(tmp_path), "--devices", "cpu#a=20MiB,cpu#b=20MiB", "--weights", "full,int4"]
+    assert main([*command, "--prompt", "200", "--new-tokens", "100", "--intent", "memory"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "the least memory first" in lines[0]
+    assert next(line for line in lines if "TP1" in line).split()[1:4] == ["TP1", "PP1", "int4"]
+    assert any("of 6 configurations fit; seconds: assumed of one core" in line for line in lines)
+    assert "  TP2 PP1 int4: layers in a variant are not shared by ranks in this version" in lines
+    assert main([*command[:4], "--rate", "1e6"]) == 2
+    assert "requests/s at most" in capsys.readouterr().out
+    assert main([*command, "--prompt", "2000"]) == 2
+    assert "longer than the 1024 that the model was made for" in capsys.readouterr().err
+    assert main(["estimate", str(tmp_path), "--devices", "h100", "--profile"]) == 2
+    assert "name its devices, such as cuda:0, not h100" in capsys.readouterr().err
+
+
+def test_the_command_measures_fingerprints_of_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    architectures.build("qwen2-sliding").save_pretrained(tmp_path)
+    command = ["estimate", str(tmp_path), "--devices", "cpu#a=32MiB", "--weights", "full"]
+    assert main([*command, "--prompt", "24", "--new-tokens", "8", "--profile"]) == 0
+    assert "1 of 1 configurations fit; seconds: fitted to fingerprints measured here" in capsys.readouterr().out
