@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from elastic.engines.pipeline.path import LayerPart, StagePlan
-from elastic.engines.pipeline.tensor_parallel.cut_modules import CutModules, PartWeights
+from elastic.engines.pipeline.tensor_parallel.cut_modules import CutModules
 from elastic.engines.pipeline.tensor_parallel.exchange import Awaited, ShardedCache, StepExchange
 from elastic.engines.pipeline.transport import StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
@@ -37,13 +37,14 @@ class StageForward:
     computed by several ranks.
     """
 
-    def __init__(self, model: Any, turn: Turn, weights: PartWeights | None = None) -> None:
+    def __init__(self, model: Any, turn: Turn) -> None:
         self._model, self._turn, self._runtime = model, turn, runtime(model)
         layers = find_decoder(model).layers
         if len(layers) < 2:
             raise ConfigError("a model of one layer cannot be computed by several ranks")
         self._indices = {layer: index for index, layer in enumerate(layers)}
-        self._cuts = CutModules(layers, weights) if weights is not None and weights.shards > 1 else None
+        weights = self._runtime.weights
+        self._cuts = CutModules(layers, weights) if weights.shards > 1 else None
         self._installed = [layer for layer in layers if install_override(layer)]
         try:
             if not all(map(dispatches, layers)):

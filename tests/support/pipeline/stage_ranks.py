@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.pytorch_utils import Conv1D
 
 import elastic
 from elastic.engines.continuous.compatibility import kv_shape
@@ -25,10 +24,7 @@ from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.kvcache.storage.paged import BlockMemory
-from elastic.planning.sharding.cut_plan import CutPlan, ParameterCut, cut_layer
-from elastic.planning.sharding.ffn import tp_styles
 from elastic.planning.sharding.heads import kv_shards
-from elastic.weights.decoder import find_decoder
 from support import architectures
 from support.serving.generations import SERVED
 from support.wrapped_model import layers, small
@@ -36,53 +32,17 @@ from support.wrapped_model import layers, small
 BLOCK = 8
 
 
-class WholeWeights:
-    """The parts of layers that are all here: views of the model's parameters."""
-
-    def __init__(self, model: Any, shards: int) -> None:
-        self.shards = shards
-        decoder = find_decoder(model)
-        self._parameters = [dict(layer.named_parameters()) for layer in decoder.layers]
-        self._plans = []
-        for layer, name in zip(decoder.layers, decoder.layer_names, strict=True):
-            shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
-            styles = tp_styles(getattr(decoder.config, "base_model_tp_plan", None), name, shapes)
-            transposed = [n for n, module in layer.named_modules() if isinstance(module, Conv1D)]
-            size = decoder.config.hidden_size
-            self._plans.append(cut_layer(shapes, size, shards, styles=styles, transposed=transposed))
-
-    def cut_plan(self, layer: int) -> CutPlan:
-        return self._plans[layer]
-
-    def part_tensors(self, layer: int, parts: tuple[int, ...]) -> Mapping[str, tuple[torch.Tensor, ...]]:
-        found = self._parameters[layer]
-        return {name: tuple(_pieces(found[name], cut, parts)) for name, cut in self._plans[layer].cuts.items()}
-
-
-def _pieces(parameter: torch.Tensor, cut: ParameterCut, parts: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """The rows of parts, matrix by matrix of a fused one; those side by side are one tensor."""
-    rows = [cut.rows[part][fused] for fused in range(len(cut.rows[0])) for part in parts]
-    joined = [rows[0]]
-    for run in rows[1:]:
-        if run.start == joined[-1].stop:
-            joined[-1] = range(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    for run in joined:
-        yield parameter.narrow(cut.dim, run.start, len(run))
-
-
 class Rank:
     """A copy of a model, its turn, and blocks for two sequences of up to 96 tokens."""
 
     def __init__(self, name: str, rank: str, exchange: QueueExchange, stack: ExitStack, shards: int = 1) -> None:
         self.model = architectures.build(name)
-        elastic.wrap(self.model, places=small(16 << 20, f"cpu#{rank}"))
+        elastic.wrap(self.model, places=small(16 << 20, f"cpu#{rank}"), shards=shards)
         stack.callback(elastic.unwrap, self.model)
         self.rank, self.turn, self.shards = rank, Turn(), shards
         self.transport_of: Callable[[str], Transport] = partial(exchange.transport, rank)
         """Its transport for the instance of a home."""
-        self.forward = StageForward(self.model, self.turn, WholeWeights(self.model, shards))
+        self.forward = StageForward(self.model, self.turn)
         stack.callback(self.forward.close)
         if name in SERVED:
             self.make_cache(stack)

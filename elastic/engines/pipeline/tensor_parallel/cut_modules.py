@@ -5,30 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from elastic.engines.pipeline.tensor_parallel.exchange import StepExchange
 from elastic.engines.pipeline.tensor_parallel.experts import Experts
-from elastic.engines.pipeline.tensor_parallel.matrices import InnerMatrix, OuterMatrix, Parts, PartTensors
+from elastic.engines.pipeline.tensor_parallel.matrices import InnerMatrix, OuterMatrix, Parts
 from elastic.errors import ConfigError
 from elastic.hooks.forward_override import dispatches, install_override, remove_override
-from elastic.planning.sharding.cut_plan import CutPlan, FFNCut
-
-
-class PartWeights(Protocol):
-    """The weights of a model whose layers are cut; `weights.model.ModelWeights` is one."""
-
-    @property
-    def shards(self) -> int:
-        """Parts of each layer; 1: they are not cut."""
-
-    def cut_plan(self, layer: int) -> CutPlan | None:
-        """Return how a layer is cut."""
-
-    def part_tensors(self, layer: int, parts: Parts) -> PartTensors:
-        """Return what parts of a layer have of its cut parameters. Raises `StateError` for a part that is not here."""
+from elastic.planning.sharding.cut_plan import FFNCut
+from elastic.weights.model import ModelWeights
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class _CutModule:
 class CutModules:
     """All modules of a model's feed-forward networks that are cut. From its making to `close` they ask the plan."""
 
-    def __init__(self, layers: Sequence[nn.Module], weights: PartWeights) -> None:
+    def __init__(self, layers: Sequence[nn.Module], weights: ModelWeights) -> None:
         """Raises `ConfigError` where another library has replaced the forward method of one of them."""
         self._weights = weights
         self._modules: dict[nn.Module, _CutModule] = {}
