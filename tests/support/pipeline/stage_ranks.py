@@ -62,6 +62,7 @@ class Rank:
         (kv,) = self.model.elastic.kv.memory.shares()
         memory = BlockMemory(kv, block_groups(groups, shape.elements * 4, cut))
         stack.callback(memory.close)
+        self.memory = memory
         self.batch = InputBatch([group.window for group in groups], BLOCK)
         self.cache = PagedCache(memory, groups, self.batch.tables, LAYOUTS["head_centric"](shape), self.model.dtype)
         stack.callback(self.cache.close)
@@ -81,6 +82,11 @@ class Rank:
     def clear(self) -> None:
         for group, blocks in enumerate(self.blocks):
             self.cache.clear(group, blocks)
+
+    def keep(self, parts: Sequence[int]) -> None:
+        """Have blocks of some parts of layers alone, by their numbers over all layers."""
+        self.memory.remove_layers(set(self.memory.layers) - set(parts))
+        self.cache.refresh()
 
     def inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         batch, ids = self.batch.begin_step(chunks)
