@@ -46,9 +46,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @cache
-def exact(name: str) -> Any:
-    """The model in float64."""
-    model = architectures.build(name).double()
+def exact(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in float64, with the weights that it has in another dtype."""
+    model = architectures.build(name, dtype).double()
     model.config._experts_implementation = "eager"  # no other is there for float64
     return model
 
@@ -75,6 +75,16 @@ def test_a_text_gives_the_logits_of_one_rank_to_rounding(name: str, shards: int,
         assert error(logits, expected) <= 2 * error(plain, expected), path
         assert torch.equal(logits.argmax(-1), plain.argmax(-1)), path
     assert not ranks.exchange.boxes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@torch.no_grad()
+def test_a_text_gives_them_in_half_precision(name: str, stack: ExitStack) -> None:
+    ranks = Ranks(name, "abcd", stack, 4, torch.bfloat16)
+    expected = exact(name, torch.bfloat16)(**whole_text()).logits
+    plain = architectures.build(name, torch.bfloat16)(**whole_text()).logits
+    for step, path in enumerate(PATHS[4]):
+        assert error(ranks.logits(ranks.path(path), step, whole_text), expected) <= 2 * error(plain, expected)
 
 
 @pytest.mark.parametrize("shards", PATHS)
@@ -126,6 +136,28 @@ def test_a_rank_needs_no_keys_and_values_but_those_of_its_shards(stack: ExitStac
     for step in range(3):
         logits = ranks.logits(path, step, lambda rank, step=step: rank.inputs(chunks(step)))
         assert torch.equal(logits, expected[step])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "phi3", "qwen3-moe"])
+@torch.no_grad()
+def test_a_rank_needs_no_weights_but_those_of_its_shards(name: str, stack: ExitStack) -> None:
+    """They are dropped, so that its pages are others'; and come back from the ranks that have them."""
+    ranks = Ranks(name, "ab", stack, 4)
+    path, plain = ranks.path("aabb/abba/bbbb"), architectures.build(name)(**whole_text()).logits
+    runtimes = {rank: ranks.ranks[rank].model.elastic for rank in "ab"}
+    expected = ranks.logits(path, 0, whole_text)
+    for rank, other in ("ab", "ba"):
+        runtimes[rank].digests(shards=path.shards_of(other))
+        runtimes[rank].drop(shards=path.shards_of(other))
+    for step in (1, 2):
+        assert torch.equal(ranks.logits(path, step, whole_text), expected)
+    for rank, other in ("ab", "ba"):
+        with pytest.raises(StateError, match="dropped"):
+            ranks.ranks[rank].model(**whole_text())
+        come = path.shards_of(other)
+        runtimes[rank].fetch((), runtimes[other].weights_source(shards=come), shards=come)
+        assert torch.equal(ranks.ranks[rank].model(**whole_text()).logits, plain)
+        runtimes[rank].check()
 
 
 def test_any_path_gives_them(stack: ExitStack) -> None:
