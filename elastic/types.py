@@ -40,7 +40,9 @@ class Drop:
     A dropped layer cannot be called until it is back; a pipeline passes over it. (KunServe, section 4.1)
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
+    """Only these shards, of any layers: part p of layer l is `l * shards + p`. The layers are theirs, said or not."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class LayerPages:
     layout: str
     """A checksum of names, shapes, dtypes and offsets of its parameters: layers with equal ones lie alike."""
     digest: int
-    """A checksum of the weights."""
+    """A checksum of the weights, of all shards."""
+    shards: tuple[int, ...] = (0,)
+    """The parts of the layer, from 0, that are there."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Fetch:
     source: WeightsSource = field(repr=False)
     coordinated: bool = True
     """Whether what computes beside it goes first, in a rank that computes layers with others."""
+    shards: tuple[int, ...] = ()
+    """As for `Drop`."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +127,11 @@ class Swap:
 class Restore:
     """Action: the full weights of these decoder layers (indices) return to their place, bit for bit."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
     parts: tuple[str, ...] = ()
     """As for `Swap`."""
+    shards: tuple[int, ...] = ()
+    """As for `Drop`: of dropped layers."""
 
 
 @dataclass(frozen=True)
