@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import count
+from random import Random
 from types import MethodType
 from typing import Any
 
@@ -312,6 +313,44 @@ def test_instances_that_compute_each_others_shards_have_a_batch_of_each_in_fligh
     expected = outputs["a", "a"][0].logits
     for (rank, home), given_back in outputs.items():
         assert all(torch.equal(out.logits, expected) if rank == home else out is None for out in given_back)
+
+
+def test_steps_that_fail_leave_those_of_other_instances_alone(stack: ExitStack) -> None:
+    """Four instances, each over all four ranks, in sixteen threads; some modules fail at times, some are slow."""
+    chance, exchange = Random(1), QueueExchange()
+    ranks = {rank: Rank("llama-gqa", rank, exchange, stack, 4) for rank in "abcd"}
+    ways = {home: LayerPath(home, tuple(chance.sample("aabbccdd" * 2, 12)), shards=4) for home in "abcd"}
+    expected = architectures.build("llama-gqa")(**whole_text()).logits
+
+    def sometimes(*called: Any) -> None:
+        if chance.random() < 0.02:
+            fail()
+        time.sleep(chance.choice((0, 0, 0, 0.001)))
+
+    for rank in ranks.values():
+        for layer in layers(rank.model):
+            stack.callback(layer.mlp.register_forward_pre_hook(sometimes).remove)
+
+    def outcomes(rank: str, home: str) -> list[Any]:
+        found: list[Any] = []
+        for step in range(10):
+            try:
+                found.append(ranks[rank].run(ways[home], step, whole_text()))
+            except (Broken, StateError) as error:
+                found.append(error)
+        return found
+
+    threads = stack.enter_context(ThreadPoolExecutor(16))
+    futures = {(rank, home): threads.submit(outcomes, rank, home) for home in ways for rank in ranks}
+    found = {key: future.result(60) for key, future in futures.items()}
+    for home in ways:
+        for step, output in enumerate(found[home, home]):
+            if isinstance(output, Exception):
+                assert str(output) == "broken"
+            else:
+                torch.testing.assert_close(output.logits, expected)
+                assert {found[rank, home][step] for rank in ranks if rank != home} == {None}
+    assert not exchange.boxes
 
 
 def test_other_threads_have_whole_layers_meanwhile(stack: ExitStack) -> None:
