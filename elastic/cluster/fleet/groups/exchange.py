@@ -1,9 +1,10 @@
-"""Having a group become another shape, layer by layer, while it serves."""
+"""Having a group become another shape, some layers at a time, while it serves."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -22,11 +23,11 @@ from elastic.cluster.control.stage_questions import (
     WeightsOf,
 )
 from elastic.cluster.fleet.groups.caps.change import CapChange
-from elastic.cluster.fleet.groups.flip import ExchangeForm, flip_layer
+from elastic.cluster.fleet.groups.flip import ExchangeForm, FlipDone, flip_layers
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import Books, LayerFlip, Shape, Transition, plan_transition
+from elastic.cluster.fleet.groups.transition import Books, FlipRound, LayerFlip, Shape, Transition, plan_transition
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.types import Drop, Fetch, Restore
@@ -62,7 +63,8 @@ class Exchange:
         """
         group = self.group
         rooms = measure(self._ranks, group.members)
-        transition = plan_transition(group.shape, self._target, self._books(rooms), group.caps_in_force())
+        books, most = self._books(rooms), self._form.layers_per_step
+        transition = plan_transition(group.shape, self._target, books, group.caps_in_force(), most)
         try:
             if not self._caps.lower(transition.caps):
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
@@ -142,18 +144,39 @@ class Exchange:
     def _change(self, transition: Transition) -> None:
         for rank in self.group.members:
             self._drop_unneeded(rank)
-        for flip in transition.flips:
-            self._fetch(flip.target, (flip.layer,))
-            self._flip(flip)
-            self._drop_unneeded(flip.source)
+        for flips in transition.rounds:
+            for flip in flips:
+                self._fetch(flip.target, flip.layers)
+            failed = self._flip(flips)
+            if lost := next((error for error in failed if isinstance(error, RankLost)), None):
+                raise lost
+            for source in dict.fromkeys(flip.source for flip in flips):
+                self._drop_unneeded(source)
+            if failed:
+                raise failed[0]
         for rank, wanted in self._target.weights.items():
             self._fetch(rank, wanted)
 
-    def _flip(self, flip: LayerFlip) -> None:
+    def _flip(self, flips: FlipRound) -> list[ElasticError]:
+        """Flip layers of several instances side by side; return the errors of those that failed."""
+        shape, coordinated = self.group.shape, self._form.coordinated
+        with ThreadPoolExecutor(len(flips), "elastic-flip") as threads:
+            begun = [
+                threads.submit(flip_layers, self._ranks, shape.paths[flip.home], flip, coordinated=coordinated)
+                for flip in flips
+            ]
+        failed = []
+        for flip, answer in zip(flips, begun, strict=True):
+            try:
+                self._note(flip, answer.result())
+            except ElasticError as error:
+                failed.append(error)
+        return failed
+
+    def _note(self, flip: LayerFlip, done: FlipDone) -> None:
         shape, counts = self.group.shape, self.counts
-        done = flip_layer(self._ranks, shape.paths[flip.home], flip, coordinated=self._form.coordinated)
         self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
-        counts.flips += 1
+        counts.flips += len(flip.layers)
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 

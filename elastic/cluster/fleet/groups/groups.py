@@ -23,7 +23,7 @@ from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
 from elastic.cluster.fleet.groups.staging import Staging
-from elastic.cluster.fleet.groups.transition import Books, Shape
+from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
@@ -92,7 +92,7 @@ class Groups:
             rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
             planned = plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most)
             if dry_run:
-                return self._dry_run(planned, rooms)
+                return self._dry_run(planned, rooms, form.layers_per_step)
             done = []
             for each in planned.groups:
                 shape_of = partial(targets.planned_shape, plan=each)
@@ -214,13 +214,13 @@ class Groups:
             )
         return plan
 
-    def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
+    def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room], layers_per_step: int | None) -> Dropped:
         changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
         model, running = self._running()
         slower = slowdown(changes, model, running) if model is not None else 0.0
-        cost = predict(changes, rooms, learned_cost(self._log.events()), slower)
-        moved_bytes = kv_bytes(changes, rooms)
-        return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+        cost = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
+        flips, moved_bytes = sum(len(flips_between(*change)) for change in changes), kv_bytes(changes, rooms)
+        return Dropped("planned", flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
 
     def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
         """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind, FleetEvent
-from elastic.cluster.fleet.groups.transition import Shape, flips_between
+from elastic.cluster.fleet.groups.transition import LayerFlip, Shape, flips_between
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.controller.policies.group_costs import GroupPrice, priced
@@ -23,23 +24,37 @@ Change = tuple[Shape, Shape]
 """A group as it is, and as it is to be."""
 
 
-def predict(changes: Sequence[Change], rooms: Mapping[str, Room], cost: ActionCost, slower: float = 0.0) -> GroupPrice:
+def predict(
+    changes: Sequence[Change],
+    rooms: Mapping[str, Room],
+    cost: ActionCost,
+    slower: float = 0.0,
+    layers_per_step: int | None = 1,
+) -> GroupPrice:
     """Return the price of changes: weights that leave and come, keys and values that are copied, a pause for each flip.
 
-    `slower`: the share by which steps are longer afterwards, see `slowdown`.
+    `slower`: the share by which steps are longer afterwards, see `slowdown`. Where there is room for fewer than
+    `layers_per_step` layers (None: all) at a time, there are more pauses than are counted.
     """
     leaving = sum(_weight_bytes(rooms, now, target) for now, target in changes)
     coming = sum(_weight_bytes(rooms, target, now) for now, target in changes)
-    flips = sum(len(flips_between(now, target)) for now, target in changes)
+    flips = sum(_pauses(flips_between(now, target), layers_per_step) for now, target in changes)
     return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
+
+
+def _pauses(flips: Sequence[LayerFlip], layers_per_step: int | None) -> int:
+    """Count the pauses for these flips of single layers."""
+    ways = Counter((flip.home, flip.source, flip.target) for flip in flips)
+    return sum(-(-count // (layers_per_step or count)) for count in ways.values())
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
     """Return the keys and values that live requests have, and are promised, in layers that change their rank."""
     flips = [flip for now, target in changes for flip in flips_between(now, target)]
     return sum(
-        rooms[flip.home].committed_sectors * rooms[flip.home].sector_pages[flip.layer] * rooms[flip.home].page_bytes
+        rooms[flip.home].committed_sectors * rooms[flip.home].sector_pages[layer] * rooms[flip.home].page_bytes
         for flip in flips
+        for layer in flip.layers
     )
 
 

@@ -3,13 +3,17 @@
 Nothing may need room before something has made it. A layer that flips needs room at the rank that it goes to, for its
 keys and values at the cap of its instance, and for its weights where they are not there; then it frees what it leaves.
 So layers that leave one rank alternate with those that come to it; where even the first finds no room, caps fall.
+
+What has room at the same time goes at the same time: several layers of an instance at one pause of it, and those of
+several instances side by side. Each such round makes more room for the next one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from elastic.cluster.control.stage_questions import Room
@@ -19,12 +23,20 @@ from elastic.errors import CapacityError
 
 
 class LayerFlip(NamedTuple):
-    """A layer of one instance that another rank computes from then on."""
+    """Layers of one instance that another rank computes from then on: one pause of the instance."""
 
     home: str
-    layer: int
+    layers: tuple[int, ...]
     source: str
     target: str
+
+    def with_more(self, layers: tuple[int, ...]) -> LayerFlip:
+        """Return the flip of further layers, too."""
+        return self._replace(layers=(*self.layers, *layers))
+
+
+FlipRound = tuple[LayerFlip, ...]
+"""Flips of different instances that go side by side: all of them have room before any of them has made some."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,8 @@ class Shape:
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
-        paths = {**self.paths, flip.home: self.paths[flip.home].moved((flip.layer,), flip.target)}
-        weights = {**self.weights, flip.target: self.weights[flip.target] | {flip.layer}}
+        paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.layers, flip.target)}
+        weights = {**self.weights, flip.target: self.weights[flip.target].union(flip.layers)}
         shape = Shape(paths, weights)
         return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
 
@@ -70,8 +82,13 @@ class Shape:
 class Transition:
     """Flips in an order that works, while no instance has more sectors than its cap."""
 
-    flips: tuple[LayerFlip, ...]
+    rounds: tuple[FlipRound, ...]
     caps: Mapping[str, int] = field(hash=False)
+
+    @property
+    def flips(self) -> tuple[LayerFlip, ...]:
+        """All of them."""
+        return tuple(flip for each in self.rounds for flip in each)
 
 
 class Books:
@@ -102,8 +119,8 @@ class Books:
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
         here = shape.paths[flip.home].layers_of(flip.target)
-        more = self.sector_pages(flip.target, (*here, flip.layer)) - self.sector_pages(flip.target, here)
-        weights = () if flip.layer in shape.weights[flip.target] else (flip.layer,)
+        more = self.sector_pages(flip.target, (*here, *flip.layers)) - self.sector_pages(flip.target, here)
+        weights = frozenset(flip.layers) - shape.weights[flip.target]
         return caps[flip.home] * more + self._weights(flip.target, weights)
 
     def alone(self, home: str) -> int:
@@ -138,24 +155,30 @@ class Books:
         return caps
 
 
-def plan_transition(now: Shape, target: Shape, books: Books, caps: Mapping[str, int]) -> Transition:
+def plan_transition(
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None = None
+) -> Transition:
     """Order the flips from one shape to another, and say which caps leave them room: as high as may be.
 
-    `caps` are those in force. Raises `CapacityError` if an instance would have no sector at all.
+    `caps` are those in force; `layers_per_step` is how many layers of an instance flip at one pause at the most, None:
+    as many as there is room for. Raises `CapacityError` if an instance would have no sector at all.
     """
     final = books.caps(target)
     caps = {home: min(cap, final[home]) for home, cap in caps.items()}
+    most = layers_per_step or max(len(path.ranks) for path in now.paths.values())
     while True:
-        flips, stuck = _walk(now, target, books, caps)
+        rounds, stuck = _walk(now, target, books, caps, partial(_round, most))
+        if stuck is not None:
+            rounds, stuck = _walk(now, target, books, caps, _single)
         if stuck is None:
-            return Transition(tuple(flips), caps)
+            return Transition(tuple(rounds), caps)
         caps = _lowered(*stuck, books, caps)
 
 
 def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:
-    """List the layers that change their rank."""
+    """List the layers that change their rank, each by itself."""
     return [
-        LayerFlip(home, layer, source, goal)
+        LayerFlip(home, (layer,), source, goal)
         for home, path in now.paths.items()
         for layer, (source, goal) in enumerate(zip(path.ranks, target.paths[home].ranks, strict=True))
         if source != goal
@@ -164,34 +187,82 @@ def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:
 
 Stuck = tuple[Shape, LayerFlip, int]
 """A flip that has no room, and the pages that lack."""
+RoundOf = Callable[[list[LayerFlip], Shape, Books, Mapping[str, int]], FlipRound]
+"""Chooses what flips next, of single layers, the caps being these: at least one that has room, or nothing."""
 
 
-def _walk(now: Shape, target: Shape, books: Books, caps: Mapping[str, int]) -> tuple[list[LayerFlip], Stuck | None]:
-    """Flip what leaves its target the most room, as long as there is one; return the flips, and what is stuck."""
+def _walk(
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], round_of: RoundOf
+) -> tuple[list[FlipRound], Stuck | None]:
+    """Flip round by round, as long as there is room for one; return the rounds, and what is stuck."""
     shape = replace(now, weights={rank: now.kept(rank, target.weights) for rank in now.weights})
     left = flips_between(now, target)
-    done: list[LayerFlip] = []
+    done: list[FlipRound] = []
     while left:
-        rooms = {flip: books.free(flip.target, shape, caps) - books.needed(flip, shape, caps) for flip in left}
-        best = max(left, key=lambda flip: rooms[flip])
-        if rooms[best] < 0:
-            return done, (shape, best, -rooms[best])
-        shape = shape.after(best, target.weights)
-        left.remove(best)
-        done.append(best)
+        chosen = round_of(left, shape, books, caps)
+        if not chosen:
+            best = max(left, key=lambda flip: _left(flip, shape, books, caps))
+            return done, (shape, best, -_left(best, shape, books, caps))
+        for flip in chosen:
+            shape = shape.after(flip, target.weights)
+        gone = {(flip.home, layer) for flip in chosen for layer in flip.layers}
+        left = [flip for flip in left if (flip.home, *flip.layers) not in gone]
+        done.append(chosen)
     return done, None
+
+
+def _single(left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
+    """Choose the layer that leaves its target the most room, by itself."""
+    best = max(left, key=lambda flip: _left(flip, shape, books, caps))
+    return (best,) if _left(best, shape, books, caps) >= 0 else ()
+
+
+def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
+    """Choose a layer of each instance in turn, up to `most` of each, as long as all of them have room at once."""
+    free = {rank: books.free(rank, shape, caps) for rank in books.pages}
+    chosen: dict[str, LayerFlip] = {}
+    waiting = sorted(left, key=lambda flip: -_left(flip, shape, books, caps))
+    for _ in range(most):
+        for home in shape.paths:
+            for flip in [flip for flip in waiting if flip.home == home]:
+                if (joined := _joined(chosen.get(home), flip)) is None:
+                    continue
+                needed = books.needed(joined, shape, caps) - _needed(chosen.get(home), shape, books, caps)
+                if needed <= free[flip.target]:
+                    chosen[home] = joined
+                    free[flip.target] -= needed
+                    waiting.remove(flip)
+                    break
+    return tuple(flip._replace(layers=tuple(sorted(flip.layers))) for flip in chosen.values())
+
+
+def _joined(before: LayerFlip | None, flip: LayerFlip) -> LayerFlip | None:
+    """Return two flips as one; None: they are between other ranks."""
+    if before is None:
+        return flip
+    same = (before.source, before.target) == (flip.source, flip.target)
+    return before.with_more(flip.layers) if same else None
+
+
+def _needed(flip: LayerFlip | None, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
+    return 0 if flip is None else books.needed(flip, shape, caps)
+
+
+def _left(flip: LayerFlip, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
+    """Count the pages that a flip leaves its target."""
+    return books.free(flip.target, shape, caps) - books.needed(flip, shape, caps)
 
 
 def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Mapping[str, int]) -> dict[str, int]:
     """Lower the cap that then has the most slack, of the instances that have layers where a flip finds no room."""
     at = {**shape.layers_at(flip.target)}
-    at[flip.home] = (*at.get(flip.home, ()), flip.layer)
+    at[flip.home] = (*at.get(flip.home, ()), *flip.layers)
     lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, layers)) for home, layers in at.items()}
     home = max(lower, key=lambda home: (lower[home] > 0, lower[home] - books.rooms[home].committed_sectors))
     if lower[home] <= 0:
         room = books.rooms[flip.target]
         raise CapacityError(
-            f"rank {flip.target!r} has no room for layer {flip.layer} of instance {flip.home!r}, "
+            f"rank {flip.target!r} has no room for layer {flip.layers[0]} of instance {flip.home!r}, "
             "however small the caches are; give the ranks more memory",
             requested_bytes=lacking * room.page_bytes,
             free_bytes=max(0, books.free(flip.target, shape, caps)) * room.page_bytes,

@@ -42,6 +42,7 @@ class GroupVerbs:
         why: str = "by hand",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Dropped:
         """Have instances drop layers that they hold twice, and compute them for each other; the memory is KV cache.
 
@@ -51,7 +52,8 @@ class GroupVerbs:
         nothing is computed again. With `dry_run` nothing is done. (KunServe, section 4)
 
         With `exchange="stall"` instances stop for all of it, as the paper's do; with `coordinated=False` copies let
-        nothing pass (section 4.2): both are what the others are measured against.
+        nothing pass (section 4.2): both are what the others are measured against. `layers_per_step` layers of an
+        instance change their rank at one pause of it, at the most; None: as many as there is room for.
 
         Raises `CapacityError` if no drop frees so much, or the ranks have no memory for what is asked; `ConfigError`
         for ranks that cannot reach each other, and layers that none would keep; `RankLost`.
@@ -59,7 +61,7 @@ class GroupVerbs:
         _require_no_listener()
         if sum(given is not None for given in (need, layers, plan)) != 1:
             raise ConfigError("drop: give one of need=, layers= and plan=")
-        form = ExchangeForm(exchange, coordinated)
+        form = ExchangeForm(exchange, coordinated, layers_per_step)
         if layers is not None:
             if dry_run:
                 raise ConfigError("drop: dry_run= goes with need= or plan=")
@@ -76,6 +78,7 @@ class GroupVerbs:
         why: str = "by hand",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Restored:
         """Have instances compute all of their layers themselves again: of a rank's group, or of all; they part then.
 
@@ -83,7 +86,7 @@ class GroupVerbs:
         them, or from the checkpoint; keys and values come back layer by layer. (KunServe, section 4.4)
         """
         _require_no_listener()
-        return self._groups.restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated))
+        return self._groups.restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated, layers_per_step))
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
@@ -103,13 +106,14 @@ class GroupVerbs:
         timeout_s: float = TIMEOUT_S,
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Migrated:
         """Have another rank compute layers of an instance, from now on; no weights are dropped.
 
         Its keys and values are there then, and count against that rank's memory. (CoCoServe, section 3.3)
         """
         _require_no_listener()
-        return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated))
+        return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated, layers_per_step))
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
