@@ -1,4 +1,4 @@
-"""Hidden states as bytes on a stream: a head of three numbers, then the elements as they are in memory."""
+"""Tensors as bytes on a stream: a head of four numbers, then the elements as they are in memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from elastic.cluster.peers.mailbox import What
 from elastic.engines.pipeline.transport import Key, StepFailure
 
-_HEAD = struct.Struct("<qqq")  # step, layer, bytes; of a failure -1 - bytes
+_HEAD = struct.Struct("<qqqq")  # step, layer, site, bytes; of a failure -1 - bytes
 MOST_BYTES = 1 << 32
 """The bound on one frame."""
 _GOODBYE = -(1 << 62)
-GOODBYE = _HEAD.pack(0, 0, _GOODBYE)
+GOODBYE = _HEAD.pack(0, 0, 0, _GOODBYE)
 """The last frame of an end that was closed: it is not lost."""
 
 
 class Frame(NamedTuple):
-    """What came for a key."""
+    """What came for a key; a failure is one of the whole step."""
 
     key: Key
     what: What
@@ -42,10 +42,10 @@ def encode(key: Key, hidden: torch.Tensor) -> list[memoryview]:
     return [memoryview(_HEAD.pack(*key, elements.numel())), memoryview(elements.numpy())]  # type: ignore[arg-type]
 
 
-def encode_failure(key: Key, failure: StepFailure) -> list[memoryview]:
+def encode_failure(step: int, failure: StepFailure) -> list[memoryview]:
     """Return the parts of the frame of a failure."""
     text = failure_text(failure)
-    return [memoryview(_HEAD.pack(*key, -1 - len(text))), memoryview(text)]
+    return [memoryview(_HEAD.pack(*Key(step, 0), -1 - len(text))), memoryview(text)]
 
 
 def failure_text(failure: StepFailure) -> bytes:
@@ -60,14 +60,14 @@ def failure_of(text: torch.Tensor) -> StepFailure:
 
 def read(stream: socket.socket) -> Frame:
     """Return the next frame. Raises `Ended`."""
-    step, layer, nbytes = _HEAD.unpack(_read_bytes(stream, _HEAD.size).numpy().tobytes())
+    *numbers, nbytes = _HEAD.unpack(_read_bytes(stream, _HEAD.size).numpy().tobytes())
     if nbytes == _GOODBYE:
         raise Ended(orderly=True)
     if not -MOST_BYTES <= nbytes <= MOST_BYTES:
         raise Ended(orderly=False)
     if nbytes < 0:
-        return Frame(Key(step, layer), failure_of(_read_bytes(stream, -1 - nbytes)))
-    return Frame(Key(step, layer), _read_bytes(stream, nbytes))
+        return Frame(Key(*numbers), failure_of(_read_bytes(stream, -1 - nbytes)))
+    return Frame(Key(*numbers), _read_bytes(stream, nbytes))
 
 
 def _read_bytes(stream: socket.socket, count: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import RankLost, StateError
 
 What = torch.Tensor | StepFailure
-"""Hidden states as bytes, [bytes]; or why there are none."""
+"""A tensor as bytes, [bytes]; or why there is none."""
 
 
 class Mailbox:
@@ -21,25 +21,32 @@ class Mailbox:
         self.changed = threading.Condition()
         self.lost = ""
         """Why nothing more comes."""
-        self._arrived: dict[Key, What] = {}
+        self._arrived: dict[Key, torch.Tensor] = {}
+        self._failed: dict[int, StepFailure] = {}  # steps of which nothing more comes
         self._forgotten: set[int] = set()
 
     # -- with `changed` held
 
     def put(self, key: Key, what: What) -> None:
-        """Keep what came, unless its step is forgotten."""
-        if key.step not in self._forgotten:
+        """Keep what came, a failure for all that did not come of its step, unless the step is forgotten."""
+        if key.step in self._forgotten:
+            return
+        if isinstance(what, StepFailure):
+            self._failed[key.step] = what
+        else:
             self._arrived[key] = what
-            self.changed.notify_all()
+        self.changed.notify_all()
 
     def has(self, key: Key) -> bool:
         """Return whether a wait for a key is over, well or not."""
-        return bool(key in self._arrived or self.lost)
+        return bool(key in self._arrived or key.step in self._failed or self.lost)
 
     def take(self, key: Key) -> What:
         """Return what came for a key. Raises `RankLost` where nothing can come any more."""
         if key in self._arrived:
             return self._arrived.pop(key)
+        if key.step in self._failed:
+            return self._failed[key.step]
         raise RankLost(self.lost, rank=self.rank)
 
     # -- without
@@ -48,6 +55,7 @@ class Mailbox:
         """Keep nothing of a step, now or later."""
         with self.changed:
             self._forgotten.add(step)
+            self._failed.pop(step, None)
             for key in [key for key in self._arrived if key.step == step]:
                 del self._arrived[key]
 
@@ -61,11 +69,12 @@ class Mailbox:
         """Nothing more comes, and what has come is dropped. The first reason counts."""
         with self.changed:
             self._arrived.clear()
+            self._failed.clear()
         self.finish(reason)
 
 
 def as_hidden(what: What, like: torch.Tensor, frm: str, key: Key) -> torch.Tensor:
-    """Return hidden states in the form of `like`. Raises `StateError` for others, and the error of a failure."""
+    """Return a tensor in the form of `like`. Raises `StateError` for another, and the error of a failure."""
     if isinstance(what, StepFailure):
         raise what.error()
     if what.numel() != like.nbytes:

@@ -25,7 +25,7 @@ from elastic.engines.pipeline.transport import Key, StepFailure
 from elastic.errors import ConfigError, RankLost, StateError
 
 TIMEOUT_S = 10.0
-_HEAD, _NUMBERS = 4, 1 << 20  # a head: step, layer, bytes, kind
+_HEAD, _NUMBERS = 5, 1 << 20  # a head: step, layer, site, bytes, kind
 _HIDDEN, _FAILURE, _ALIVE, _GOODBYE = range(4)
 Message = tuple[list[int], torch.Tensor | None]
 
@@ -58,17 +58,17 @@ class TorchTransport:
             pair.start()
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
-        """Send hidden states; see `Transport`."""
+        """Send a tensor; see `Transport`."""
         elements = hidden.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8)
         self._pair(to).send(([*key, elements.numel(), _HIDDEN], elements))
 
-    def fail(self, to: str, key: Key, failure: StepFailure) -> None:
-        """Say that hidden states will not come; see `Transport`."""
+    def fail(self, to: str, step: int, failure: StepFailure) -> None:
+        """Say that nothing more of a step will come; see `Transport`."""
         text = torch.frombuffer(bytearray(frames.failure_text(failure)), dtype=torch.uint8)
-        self._pair(to).send(([*key, text.numel(), _FAILURE], text))
+        self._pair(to).send(([*Key(step, 0), text.numel(), _FAILURE], text))
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
-        """Wait for hidden states; see `Transport`."""
+        """Wait for a tensor; see `Transport`."""
         box = self._pair(frm).box
         with box.changed:
             box.changed.wait_for(lambda: box.has(key))
@@ -124,7 +124,7 @@ class _Pair:
     def close(self) -> None:
         """Say goodbye. Can be called twice."""
         self.box.end("the transport was closed")
-        self._outbox.put(([0, 0, 0, _GOODBYE], None))
+        self._outbox.put((_head(_GOODBYE), None))
 
     def join(self) -> None:
         """Wait for the threads."""
@@ -138,12 +138,12 @@ class _Pair:
             work()
         except RuntimeError as error:  # torch's for anything that goes wrong
             self.box.finish(f"rank {self._rank!r} has gone: {error}")
-            self._outbox.put(([0, 0, 0, _GOODBYE], None))  # for the thread that sends
+            self._outbox.put((_head(_GOODBYE), None))  # for the thread that sends
 
     def _send_all(self) -> None:
         """Send what is queued, or that this rank is alive."""
         for number in itertools.count():
-            head, payload = [0, 0, 0, _ALIVE], None
+            head, payload = _head(_ALIVE), None
             with suppress(queue.Empty):
                 head, payload = self._outbox.get(timeout=self._timeout.total_seconds() / 4)
             tag = 2 * (number % _NUMBERS)
@@ -158,10 +158,10 @@ class _Pair:
             tag = 2 * (number % _NUMBERS)
             head = torch.empty(_HEAD, dtype=torch.int64)
             self._group.recv([head], self._index, tag).wait(self._timeout)
-            step, layer, nbytes, kind = head.tolist()
+            *numbers, nbytes, kind = head.tolist()
             if kind == _GOODBYE:
                 self.box.finish(f"rank {self._rank!r} has closed its transport")
-                self._outbox.put(([0, 0, 0, _GOODBYE], None))  # it waits for ours
+                self._outbox.put((_head(_GOODBYE), None))  # it waits for ours
                 return
             if kind == _ALIVE:
                 continue
@@ -169,4 +169,9 @@ class _Pair:
             self._group.recv([elements], self._index, tag + 1).wait(self._timeout)
             with self.box.changed:
                 what = elements if kind == _HIDDEN else frames.failure_of(elements)
-                self.box.put(Key(step, layer), what)
+                self.box.put(Key(*numbers), what)
+
+
+def _head(kind: int) -> list[int]:
+    """Return the head of a message of a kind that is about no step."""
+    return [*Key(0, 0), 0, kind]

@@ -32,15 +32,15 @@ class PeerTransport:
         self.closed = False
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
-        """Send hidden states; see `Transport`."""
+        """Send a tensor; see `Transport`."""
         self._send(to, frames.encode(key, hidden))
 
-    def fail(self, to: str, key: Key, failure: StepFailure) -> None:
-        """Say that hidden states will not come; see `Transport`."""
-        self._send(to, frames.encode_failure(key, failure))
+    def fail(self, to: str, step: int, failure: StepFailure) -> None:
+        """Say that nothing more of a step will come; see `Transport`."""
+        self._send(to, frames.encode_failure(step, failure))
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
-        """Wait for hidden states; see `Transport`."""
+        """Wait for a tensor; see `Transport`."""
         return as_hidden(self._receiver(frm).receive(key), like, frm, key)
 
     def forget(self, step: int) -> None:

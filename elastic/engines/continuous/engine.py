@@ -29,14 +29,14 @@ from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
-from elastic.engines.executor.layer_groups import layer_groups
+from elastic.engines.executor.layer_groups import block_groups, layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
-from elastic.kvcache.storage.sector_space import BlockGroup
+from elastic.planning.sharding.heads import kv_shards
 from elastic.runtime.runtime import Runtime, runtime
 
 logger = logging.getLogger(__name__)
@@ -89,12 +89,14 @@ class ContinuousEngine(PipelinedEngine):
             stack.callback(self.runtime.observe, True)
             kv = _one_pool(model)
             groups = layer_groups(self._config)
-            shape = BlockShape(block_tokens, *kv_shape(model))
-            sizes = [BlockGroup(group.layers, shape.elements * model.dtype.itemsize) for group in groups]
+            heads, dim = kv_shape(model)
+            parts = kv_shards(self.shards, heads)
+            shape = BlockShape(block_tokens, heads // parts, dim)
+            sizes = block_groups(groups, shape.elements * model.dtype.itemsize, parts)
             windows = [group.window for group in groups]
-            forms = tuple((group.layers, group.window) for group in groups)
+            forms = tuple((size.layers, window) for size, window in zip(sizes, windows, strict=True))
             dtype = str(model.dtype).removeprefix("torch.")
-            self.kv_format = KVFormat(block_tokens, block_layout, dtype, shape.heads, shape.dim, forms)
+            self.kv_format = KVFormat(block_tokens, block_layout, dtype, shape.heads, dim, forms, parts)
             self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, block_tokens, share_prefixes)
             memory = self._blocks.memory
             assert isinstance(memory, BlockMemory)
@@ -115,6 +117,11 @@ class ContinuousEngine(PipelinedEngine):
             kv.pool.listeners.append(self._loop.wake)
             stack.callback(kv.pool.listeners.remove, self._loop.wake)
             self._stack = stack.pop_all()
+
+    @property
+    def shards(self) -> int:
+        """Into how many shards each decoder layer is cut; 1: layers are whole."""
+        return int(getattr(self.runtime, "shards", 1))
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:

@@ -157,7 +157,7 @@ class LayerExchange(HostedStages):
             return
 
         def give_up() -> None:
-            used = sorted(set(layers) & set(self.path.layers_of(self.rank)))
+            used = sorted(set(layers) & set(self.path.shards_of(self.rank)))
             if used:
                 raise StateError(f"layers {used} of {self.rank!r} are computed here; they cannot be given up")
             self._drop_kv(layers)

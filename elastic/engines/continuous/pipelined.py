@@ -96,7 +96,7 @@ class PipelinedEngine(RecoveringEngine):
 
         def detach() -> None:
             if rank in self.path.guests:
-                raise StateError(f"rank {rank!r} computes layers of {self.rank!r}: {self.path.layers_of(rank)}")
+                raise StateError(f"rank {rank!r} computes layers of {self.rank!r}: {self.path.shards_of(rank)}")
             self._home.detach(rank)
             if not self._home.links:
                 self._part(self.path)

@@ -88,7 +88,7 @@ class RecoveringEngine(LayerExchange):
         """Say where the keys and values of the layers elsewhere are, by the rank that computed them."""
         sources = {}
         for rank in self.path.guests:
-            layers = self.path.layers_of(rank)
+            layers = self.path.shards_of(rank)
             if rank not in memories:
                 sources[rank] = self._home.still_at(rank, layers, LAST_WORD_S)
                 continue

@@ -18,7 +18,11 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The form of blocks. Engines with equal ones can take over each other's blocks as they are."""
+    """The form of blocks. Engines with equal ones can take over each other's blocks as they are.
+
+    Where decoder layers are cut, what is called a layer here, and wherever keys and values lie, is one part of the KV
+    heads of one: `layer * kv_shards + part`.
+    """
 
     block_tokens: int
     layout: str
@@ -26,9 +30,12 @@ class KVFormat:
     dtype: str
     """A name of `ITEM_BYTES`."""
     heads: int
+    """KV heads of one layer."""
     dim: int
     groups: tuple[tuple[tuple[int, ...], int | None], ...]
     """For each group of layers these, and their sliding window."""
+    kv_shards: int = 1
+    """In how many parts each decoder layer is."""
 
     @property
     def block_bytes(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from elastic.engines.executor.attention_metadata import AttentionMetadata, DecodeGroup, PromptChunk
-from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 
 
 def attend(
@@ -15,41 +15,46 @@ def attend(
     values: torch.Tensor,
     cache: torch.Tensor,
     layout: BlockLayout,
+    parts: CacheParts,
     batch: AttentionMetadata,
     scaling: float | None,
 ) -> torch.Tensor:
     """Write new keys and values, and let the new tokens see what they may.
 
-    Query [heads, new, dim], keys and values [kv_heads, new, dim], of all sequences after one another; cache
-    [elements], of the layer. Returns [new, heads, dim].
+    Query [heads, new, dim], keys and values [kv_heads, new, dim], of all sequences after one another, and of the heads
+    of some parts; cache [elements], of the layer. Returns [new, heads, dim].
     """
     out = None
     if batch.prompts:  # before new tokens overwrite old ones that have just left a sliding window
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         for prompt in batch.prompts:
             new = prompt.at
-            out[new] = _prompt(query[:, new], keys[:, new], values[:, new], cache, layout, prompt, scaling)
+            out[new] = _prompt(query[:, new], keys[:, new], values[:, new], cache, layout, parts, prompt, scaling)
     if batch.written is not None:
         keys, values = keys.index_select(1, batch.written), values.index_select(1, batch.written)
-    layout.write(cache, batch.write, keys, values)
+    layout.write(cache, batch.write.of(parts), keys, values)
     for group in batch.decodes:
         if group.at is None:
-            return _decode(query, cache, layout, group, scaling)
+            return _decode(query, cache, layout, parts, group, scaling)
         if out is None:
             out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        out[group.at] = _decode(query[:, group.at], cache, layout, group, scaling)
+        out[group.at] = _decode(query[:, group.at], cache, layout, parts, group, scaling)
     assert out is not None
     return out
 
 
 def _decode(
-    query: torch.Tensor, cache: torch.Tensor, layout: BlockLayout, group: DecodeGroup, scaling: float | None
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    layout: BlockLayout,
+    parts: CacheParts,
+    group: DecodeGroup,
+    scaling: float | None,
 ) -> torch.Tensor:
     """Query [heads, sequences, dim]; returns [sequences, heads, dim]."""
     heads, sequences, dim = query.shape
-    kv_heads = layout.shape.heads
-    keys, values = layout.read(cache, group.read, sequences)
-    packed = query.transpose(0, 1).reshape(sequences, kv_heads, heads // kv_heads, dim)
+    keys, values = layout.read(cache, group.read.of(parts), sequences, parts.heads)
+    packed = query.transpose(0, 1).reshape(sequences, parts.heads, heads // parts.heads, dim)
     out = scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
     return out.reshape(sequences, heads, dim)
 
@@ -60,12 +65,13 @@ def _prompt(
     values: torch.Tensor,
     cache: torch.Tensor,
     layout: BlockLayout,
+    parts: CacheParts,
     prompt: PromptChunk,
     scaling: float | None,
 ) -> torch.Tensor:
     """Query [heads, new, dim], keys and values [kv_heads, new, dim]; returns [new, heads, dim]."""
     if prompt.read is not None:
-        old_keys, old_values = layout.read(cache, prompt.read, 1)
+        old_keys, old_values = layout.read(cache, prompt.read.of(parts), 1, parts.heads)
         keys = torch.cat([old_keys[0][:, prompt.past], keys], 1)
         values = torch.cat([old_values[0][:, prompt.past], values], 1)
     out = scaled_dot_product_attention(

@@ -6,13 +6,34 @@ groups whose lengths differ by less than two. The others, prompts or parts of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchTokens, BlockTable, Ints
+
+
+class PartsIndex:
+    """An index of a layout for parts of a layer's cache: for each choice of these made when it is first asked for.
+
+    What it is made of it has itself: the tables may change meanwhile.
+    """
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """`make` is given what the layout calls the `places` of parts."""
+        self._make = make
+        self._made: dict[CacheParts, torch.Tensor] = {}
+
+    def of(self, parts: CacheParts) -> torch.Tensor:
+        """Return the index for parts."""
+        index = self._made.get(parts)
+        if index is None:
+            index = self._made[parts] = self._make(parts.places)
+        return index
 
 
 @dataclass(frozen=True)
@@ -22,8 +43,8 @@ class DecodeGroup:
     count: int
     at: torch.Tensor | None
     """[count]: their tokens in the batch; None: all of it, in order."""
-    read: torch.Tensor
-    """The layout's index of their blocks, each table padded with its first block."""
+    read: PartsIndex
+    """Of their blocks, each table padded with its first block."""
     mask: torch.Tensor
     """[count, 1, 1, blocks * tokens per block]: 0 for tokens that are seen, else minus infinity."""
 
@@ -34,8 +55,8 @@ class PromptChunk:
 
     at: slice
     """Its tokens in the batch."""
-    read: torch.Tensor | None
-    """The layout's index of its blocks; None: it holds no token yet."""
+    read: PartsIndex | None
+    """Of its blocks; None: it holds no token yet."""
     past: torch.Tensor | slice
     """The slots of those tokens before that the new ones see, in the order of the text."""
     mask: torch.Tensor | None
@@ -48,8 +69,8 @@ class AttentionMetadata:
 
     decodes: tuple[DecodeGroup, ...]
     prompts: tuple[PromptChunk, ...]
-    write: torch.Tensor
-    """The layout's index of the new tokens."""
+    write: PartsIndex
+    """Of the new tokens."""
     written: torch.Tensor | None
     """[tokens]: those of the batch that are written; None: all."""
 
@@ -62,7 +83,7 @@ class MetadataBuilder:
         self._table = table
         self._device = device
         self._dtype = dtype
-        self._reads: dict[tuple[bytes, int], torch.Tensor] = {}  # of decode groups: rows, blocks -> index
+        self._reads: dict[tuple[bytes, int], PartsIndex] = {}  # of decode groups: rows, blocks -> index
         self._version = -1  # of the table, when these were made
         self._slots = torch.arange(0)
 
@@ -93,7 +114,7 @@ class MetadataBuilder:
         mask.masked_fill_(self._slots[:slots] >= self._to_device(seen)[:, None], -torch.inf)
         return DecodeGroup(len(rows), at, self._read_index(rows, longest), mask[:, None, None])
 
-    def _read_index(self, rows: Ints, blocks: int) -> torch.Tensor:
+    def _read_index(self, rows: Ints, blocks: int) -> PartsIndex:
         """Return the index that reads so many blocks of each row, [rows * blocks * …]."""
         table = self._table
         if table.version != self._version:
@@ -104,7 +125,7 @@ class MetadataBuilder:
             tables = table.blocks[rows, :blocks]
             if (table.counts[rows] < blocks).any():
                 tables = np.where(np.arange(blocks) < table.counts[rows, None], tables, tables[:, :1])
-            index = self._reads[key] = self._layout.read_index(self._to_device(tables))
+            index = self._reads[key] = PartsIndex(partial(self._layout.read_index, self._to_device(tables)))
         return index
 
     def _prompt(self, batch: BatchTokens, i: int) -> PromptChunk:
@@ -118,13 +139,14 @@ class MetadataBuilder:
         read = past = None
         if seen:
             used = int(table.counts[row]) if window is not None else -(-start // table.block_tokens)
-            read = self._layout.read_index(self._to_device(table.blocks[row : row + 1, :used]))
+            blocks = self._to_device(table.blocks[[row], :used])  # a copy
+            read = PartsIndex(partial(self._layout.read_index, blocks))
             past = None if window is None else self._to_device(table.slots(np.arange(start - seen, start)))
         ago = seen + torch.arange(count)[:, None] - torch.arange(seen + count)
         visible = ago >= 0 if window is None else (ago >= 0) & (ago < window)
         return PromptChunk(at, read, slice(0, seen) if past is None else past, visible.to(self._device))
 
-    def _write_index(self, batch: BatchTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _write_index(self, batch: BatchTokens) -> tuple[PartsIndex, torch.Tensor | None]:
         """Make the index of the tokens that are written; of more than a window, those that are seen afterwards."""
         table, counts = self._table, batch.counts
         positions = batch.positions
@@ -135,7 +157,7 @@ class MetadataBuilder:
             positions, rows, written = positions[kept], rows[kept], self._to_device(kept)
         blocks, offsets = np.divmod(table.slots(positions), table.block_tokens)
         physical = self._to_device(table.blocks[rows, blocks])
-        return self._layout.write_index(physical, self._to_device(offsets)), written
+        return PartsIndex(partial(self._layout.write_index, physical, self._to_device(offsets))), written
 
     def _to_device(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

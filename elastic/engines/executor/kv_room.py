@@ -15,7 +15,7 @@ class KVRoom:
     """For the engine, and for other instances whose layers are computed here."""
     page_bytes: int
     sector_pages: tuple[int, ...]
-    """Of each decoder layer, wherever it is, the pages of a sector in it."""
+    """Of each layer, or part of its KV heads, wherever it is, the pages of a sector in it."""
     sectors: int
     """For which there are addresses."""
     committed: int

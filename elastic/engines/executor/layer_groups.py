@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.errors import ConfigError
+from elastic.kvcache.storage.sector_space import BlockGroup
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -30,3 +32,15 @@ def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
     for layer, kind in enumerate(kinds):
         layers.setdefault(kind, []).append(layer)
     return tuple(LayerGroup(tuple(members), window if kind == SLIDING else None) for kind, members in layers.items())
+
+
+def block_groups(groups: Sequence[LayerGroup], block_bytes: int, kv_shards: int) -> tuple[BlockGroup, ...]:
+    """Return the blocks that groups of decoder layers have, each layer in so many parts, of `block_bytes` in each."""
+    return tuple(
+        BlockGroup(
+            tuple(layer * kv_shards + part for layer in group.layers for part in range(kv_shards)),
+            block_bytes,
+            kv_shards,
+        )
+        for group in groups
+    )

@@ -7,16 +7,48 @@ same time, each in the thread of its place; keys and values stay where the cache
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from elastic.engines.executor.attention import attend
 from elastic.engines.executor.attention_metadata import AttentionMetadata, MetadataBuilder
-from elastic.engines.executor.block_layout import BlockLayout
+from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchTokens, BlockTable, Ints
 from elastic.engines.executor.layer_groups import LayerGroup
+from elastic.errors import ConfigError, StateError
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.copy_engine import to_device
+from elastic.planning.sharding.heads import heads_of, kv_parts
+
+Heads = slice | torch.Tensor
+"""Which heads of a tensor."""
+
+
+@dataclass(frozen=True)
+class HeadChoice:
+    """The heads that are attended for in a layer."""
+
+    parts: CacheParts
+    """Of the layer's cache, with all keys and values for it."""
+    kv: Heads
+    """Those of the keys and values that are in these parts."""
+    query: Heads
+    own: torch.Tensor | None = None
+    """Those of `query` that were asked for, where others are computed along; None: all."""
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """The cache of one decoder layer."""
+
+    group: int
+    elements: torch.Tensor
+    """Of all of its parts, one behind another."""
+    parts: tuple[int, ...]
+    """Those that are here."""
+    choices: dict[tuple[tuple[int, ...] | None, int, int], HeadChoice] = field(default_factory=dict)
+    """What was attended for: shards, of how many, of how many query heads."""
 
 
 class PagedCache:
@@ -32,35 +64,102 @@ class PagedCache:
     ) -> None:
         self.device = memory.kv.device
         self.layout = layout
+        self.kv_shards = memory.groups[0].group.kv_shards
+        """Parts of a layer's cache."""
         self.builders = [MetadataBuilder(layout, table, self.device, dtype) for table in tables]
-        self.layers: dict[int, tuple[int, torch.Tensor]] = {}
-        """Layer -> its group, its elements."""
-        assert [group.layers for group in groups] == [ranges.group.layers for ranges in memory.groups]
+        self.layers: dict[int, CachedLayer] = {}
+        """By decoder layer."""
+        assert block_layers(memory) == [group.layers for group in groups]
         self._memory = memory
         self._dtype = dtype
+        self._parts: dict[tuple[int, tuple[int, ...]], CacheParts] = {}  # group, parts
         self.refresh()
 
     def refresh(self) -> None:
         """Show the layers that are here now, and no others: layers have come or gone. No step is in flight."""
-        memory, layers = self._memory, {}
-        for index, ranges in enumerate(memory.groups):
-            elements = memory.sectors * memory.blocks_per_sector(index) * self.layout.shape.elements
-            for layer in ranges.layers:
-                layers[layer] = index, ranges.view(layer, self._dtype)[:elements]
-        self.layers = layers
+        self.layers = {}
+        for index, ranges in enumerate(self._memory.groups):
+            here: dict[int, list[int]] = {}
+            for number in ranges.layers:
+                here.setdefault(number // self.kv_shards, []).append(number % self.kv_shards)
+            elements = self.kv_shards * self._part_blocks(index) * self.layout.shape.elements
+            for layer, parts in here.items():
+                self.layers[layer] = CachedLayer(index, ranges.view_parts(layer, self._dtype)[:elements], tuple(parts))
 
     def clear(self, group: int, blocks: Ints) -> None:
         """Fill blocks [count] with zeros in every layer of a group that is here.
 
         Slots that nobody wrote weigh 0, and 0 times NaN, which bytes of an earlier owner may be, is NaN.
         """
-        index = torch.from_numpy(blocks).to(self.device)
-        for layer in self._memory.groups[group].layers:
-            self.layout.clear(self.layers[layer][1], index)
+        given = torch.from_numpy(blocks).to(self.device)
+        indices: dict[tuple[int, ...], torch.Tensor] = {}
+        for cached in self.layers.values():
+            if cached.group == group:
+                index = indices.get(cached.parts)
+                if index is None:
+                    first = self.parts(group, cached.parts).first_blocks
+                    index = indices[cached.parts] = (first[:, None] + given).view(-1)
+                self.layout.clear(cached.elements, index)
+
+    def parts(self, group: int, parts: tuple[int, ...]) -> CacheParts:
+        """Describe parts as they lie in each layer of a group; equal ones by the same object."""
+        found = self._parts.get((group, parts))
+        if found is None:
+            first = torch.tensor(parts, device=self.device) * self._part_blocks(group)
+            found = self._parts[group, parts] = self.layout.parts(first)
+        return found
+
+    def choose(self, layer: int, shards: tuple[int, ...] | None, of: int, query_heads: int) -> HeadChoice:
+        """Return the heads of a decoder layer that shards attend for; None: all.
+
+        Raises `StateError` where keys and values for them are not here, `ConfigError` for shards that they are not cut
+        by.
+        """
+        cached = self.layers[layer]
+        choice = cached.choices.get((shards, of, query_heads))
+        if choice is None:
+            if of % self.kv_shards and shards is not None:
+                raise ConfigError(f"of={of} shards: each layer of this cache has {self.kv_shards} parts")
+            numbers = tuple(range(self.kv_shards)) if shards is None else kv_parts(shards, of, self.kv_shards)
+            absent = sorted(set(numbers) - set(cached.parts))
+            if absent:
+                raise StateError(f"parts {absent} of the KV of layer {layer} are not here; {cached.parts} are")
+            own = list(range(query_heads)) if shards is None else heads_of(shards, of, query_heads)
+            choice = self._choice(self.parts(cached.group, numbers), numbers, own, query_heads)
+            cached.choices[shards, of, query_heads] = choice
+        return choice
 
     def close(self) -> None:
         """Drop the tensors over the memory, which can then be given back."""
         self.layers = {}
+
+    def _choice(self, parts: CacheParts, numbers: tuple[int, ...], own: list[int], query_heads: int) -> HeadChoice:
+        """Choose own query heads: all of the parts' where they would be unequally many for the parts' KV heads."""
+        inside = self.layout.shape.heads
+        kv = [part * inside + head for part in numbers for head in range(inside)]
+        each = query_heads // (self.kv_shards * inside)
+        counts = {sum(query // each == head for query in own) for head in kv}
+        if own and len(counts) == 1:
+            return HeadChoice(parts, self._heads(kv), self._heads(own))
+        query = [head * each + i for head in kv for i in range(each)]
+        asked = torch.tensor([query.index(head) for head in own], device=self.device)
+        return HeadChoice(parts, self._heads(kv), self._heads(query), asked)
+
+    def _heads(self, heads: list[int]) -> Heads:
+        """Return heads in a form that copies nothing where they lie side by side."""
+        if heads == list(range(heads[0], heads[0] + len(heads))):
+            return slice(heads[0], heads[0] + len(heads))
+        return torch.tensor(heads, device=self.device)
+
+    def _part_blocks(self, group: int) -> int:
+        """Count the blocks for which a part of a layer has addresses."""
+        return self._memory.sectors * self._memory.blocks_per_sector(group)
+
+
+def block_layers(memory: SectorSpace) -> list[tuple[int, ...]]:
+    """List the decoder layers of each group of a memory, wherever they are."""
+    groups = [ranges.group for ranges in memory.groups]
+    return [tuple(dict.fromkeys(number // group.kv_shards for number in group.layers)) for group in groups]
 
 
 class RequestSlice:
@@ -87,7 +186,7 @@ class RequestSlice:
 
     def prepare(self) -> None:
         """Make what all layers need of the batch, for steps that may go on while tables change."""
-        for group in {group for group, _ in self._cache.layers.values()}:
+        for group in {cached.group for cached in self._cache.layers.values()}:
             self.metadata(group)
 
     def metadata(self, group: int) -> AttentionMetadata:
@@ -96,16 +195,31 @@ class RequestSlice:
         return made
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        shards: tuple[int, ...] | None = None,
+        of: int = 1,
     ) -> torch.Tensor:
         """Attend in one layer. query: [1, heads, new, dim], key and value: [1, kv_heads, new, dim], on any device.
 
         Returns [1, new, heads, dim]. All of them travel if the layer computes on another device than the blocks are.
+        With `shards`, some of the `of` that the layer is cut into, keys and values are written of the parts that these
+        need and no others, and what is returned is of their heads (`heads_of`). See `PagedCache.choose`.
         """
         cache = self._cache
-        group, elements = cache.layers[layer]
-        batch = self._metadata.get(group) or self.metadata(group)
-        if query.device == cache.device:
-            return attend(query[0], key[0], value[0], elements, cache.layout, batch, scaling)[None]
-        q, k, v = (to_device(states[0], cache.device) for states in (query, key, value))
-        return attend(q, k, v, elements, cache.layout, batch, scaling)[None].to(query.device)
+        cached = cache.layers[layer]
+        batch = self._metadata.get(cached.group) or self.metadata(cached.group)
+        heads = cache.choose(layer, shards, of, query.shape[1])
+        q, k, v = query[0], key[0], value[0]
+        if shards is not None:
+            q, k, v = q[heads.query], k[heads.kv], v[heads.kv]
+        if query.device != cache.device:
+            q, k, v = (to_device(states, cache.device) for states in (q, k, v))
+        out = attend(q, k, v, cached.elements, cache.layout, heads.parts, batch, scaling)
+        if heads.own is not None:
+            out = out[:, heads.own]
+        return out[None].to(query.device)

@@ -118,13 +118,13 @@ class _StagePass:
         self._indices = indices
         self._as_tuples = as_tuples
         self._receive = receive
-        self._unsent = dict(plan.sends)
+        self._done = 0
 
     def fail(self, failure: StepFailure) -> None:
         """Tell the ranks that wait for this one, or will, that nothing comes."""
-        for layer, to in self._unsent.items():
+        for rank in self._plan.awaited_by(self._done):
             with suppress(StateError):  # it has gone itself
-                self._transport.fail(to, Key(self._step, layer + 1), failure)
+                self._transport.fail(rank, self._step, failure)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._plan.layers
@@ -135,9 +135,9 @@ class _StagePass:
         if index not in plan.layers:
             return self._pass_over(index, _given(args, kwargs))
         output = type(layer).forward(layer, *args, **kwargs)
-        if index in plan.sends:
-            self._transport.send(plan.sends[index], hidden_of(output), Key(self._step, index + 1))
-            del self._unsent[index]
+        for rank in plan.sends.get(index, ()):
+            self._transport.send(rank, hidden_of(output), Key(self._step, index + 1))
+        self._done = index + 1
         if index == plan.last:
             raise _Ended
         return output

@@ -17,7 +17,7 @@ from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConne
 from elastic.engines.pipeline.path import LayerPath, StagePlan
 from elastic.engines.pipeline.stage_link import StageLink, copied_bytes
 from elastic.engines.pipeline.step_threads import StepThreads
-from elastic.engines.pipeline.transport import Key, StepFailure, Transport
+from elastic.engines.pipeline.transport import StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
@@ -218,8 +218,8 @@ class HomeExecutor:
         return self._runner.finish(begun, output)
 
     def _fail(self, plan: StagePlan, number: int, error: ElasticError) -> None:
-        """Have nobody wait for hidden states of a step that is not computed."""
-        for layer, rank in plan.sends.items():
+        """Have nobody wait for this rank in a step that is not computed."""
+        for rank in plan.awaited_by():
             if self.transport is not None:
                 with suppress(ElasticError):
-                    self.transport.fail(rank, Key(number, layer + 1), StepFailure.of(error))
+                    self.transport.fail(rank, number, StepFailure.of(error))

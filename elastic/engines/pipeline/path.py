@@ -1,86 +1,139 @@
-"""Which rank computes each layer of an instance's steps, and what one rank of it has to do in a step."""
+"""Which ranks compute each layer of an instance's steps, and what one rank of it has to do in a step.
+
+A layer is cut into shards, which are what changes its rank: parts of its feed-forward networks, and the keys and values
+of some of its heads. Shard p of layer l has the number `l * shards + p`. A layer whose shards are at several ranks is
+computed by all of them together (tensor parallelism); layers at one rank each are a pipeline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, pairwise
 
 from elastic.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class LayerPath:
-    """The way of an instance's steps through its layers: embedding and head at home, each layer at one rank.
+    """The way of an instance's steps through its layers: embedding and head at home, each shard of a layer at one rank.
 
-    The keys and values of a layer are where it is computed. Each instance of a fleet keeps its engine, its scheduler
+    The keys and values of a shard are where it is computed. Each instance of a fleet keeps its engine, its scheduler
     and its requests at home, whoever computes its layers: two instances that compute each other's layers are a pipeline
-    of two stages (KunServe, section 4), with a batch of each in flight.
+    of two stages (KunServe, section 4), and two that compute each other's shards are tensor-parallel (AMOEBA, section
+    3), with a batch of each in flight.
     """
 
     home: str
     """The rank whose engine plans the steps, and samples."""
     ranks: tuple[str, ...]
-    """Of each decoder layer, the rank that computes it."""
+    """Of each shard, the rank that computes it."""
     epoch: int = 0
     """Counts the paths of an instance: no step is computed by two of them."""
+    shards: int = 1
+    """Of each decoder layer."""
 
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ConfigError("ranks=() is no path; name a rank for one layer at least")
         if self.epoch < 0:
             raise ConfigError(f"epoch={self.epoch} must be at least 0")
+        if self.shards < 1 or len(self.ranks) % self.shards:
+            raise ConfigError(f"{len(self.ranks)} ranks are not those of whole layers of shards={self.shards}")
 
     @classmethod
-    def alone(cls, home: str, layers: int) -> LayerPath:
+    def alone(cls, home: str, layers: int, shards: int = 1) -> LayerPath:
         """Return the path of an instance that computes all of its layers itself."""
-        return cls(home, (home,) * layers)
+        return cls(home, (home,) * (layers * shards), shards=shards)
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers there are."""
+        return len(self.ranks) // self.shards
 
     @property
     def guests(self) -> tuple[str, ...]:
-        """The other ranks of it, in the order of their first layers."""
+        """The other ranks of it, in the order of their first shards."""
         return tuple(rank for rank in dict.fromkeys(self.ranks) if rank != self.home)
 
-    def runs(self) -> tuple[tuple[str, range], ...]:
-        """Return the layers from first to last by the rank that computes them, in as few runs as possible."""
+    def ranks_of(self, layer: int) -> tuple[str, ...]:
+        """Return the rank of each shard of a layer."""
+        return self.ranks[layer * self.shards : (layer + 1) * self.shards]
+
+    def holders(self, layer: int) -> tuple[str, ...]:
+        """Return the ranks that compute a layer, each once, in the order of their first shards of it."""
+        return tuple(dict.fromkeys(self.ranks_of(layer)))
+
+    def runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
+        """Return the layers from first to last by the ranks that compute them, in as few runs as possible."""
         runs, first = [], 0
-        for rank, same in groupby(self.ranks):
+        for ranks, same in groupby(map(self.holders, range(self.layers))):
             last = first + len(list(same))
-            runs.append((rank, range(first, last)))
+            runs.append((ranks, range(first, last)))
             first = last
         return tuple(runs)
 
-    def layers_of(self, rank: str) -> tuple[int, ...]:
-        """Return the layers that a rank computes."""
-        return tuple(layer for layer, other in enumerate(self.ranks) if other == rank)
+    def shards_of(self, rank: str) -> tuple[int, ...]:
+        """Return the numbers of the shards that a rank computes; with one shard a layer, those of its layers."""
+        return tuple(shard for shard, other in enumerate(self.ranks) if other == rank)
 
-    def moved(self, layers: tuple[int, ...], rank: str) -> LayerPath:
-        """Return the next path, in which a rank computes these layers."""
-        chosen = frozenset(layers)
-        ranks = tuple(rank if layer in chosen else other for layer, other in enumerate(self.ranks))
-        return LayerPath(self.home, ranks, self.epoch + 1)
+    def parts_of(self, rank: str) -> dict[int, tuple[int, ...]]:
+        """Return the layers that a rank computes, and its shards of each: 0 and so on within the layer."""
+        parts: dict[int, tuple[int, ...]] = {}
+        for shard in self.shards_of(rank):
+            layer, part = divmod(shard, self.shards)
+            parts[layer] = (*parts.get(layer, ()), part)
+        return parts
+
+    def moved(self, shards: tuple[int, ...], rank: str) -> LayerPath:
+        """Return the next path, in which a rank computes these shards."""
+        chosen = frozenset(shards)
+        ranks = tuple(rank if shard in chosen else other for shard, other in enumerate(self.ranks))
+        return LayerPath(self.home, ranks, self.epoch + 1, self.shards)
 
     def plan(self, rank: str) -> StagePlan:
         """Return what a rank does in each step. Raises `ConfigError` for one that has no part in it."""
-        own = frozenset(self.layers_of(rank))
+        own = {layer: LayerPart(parts, self.ranks_of(layer)) for layer, parts in self.parts_of(rank).items()}
         if rank != self.home and not own:
             raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs()}")
         receives: dict[int, str] = {}
-        sends: dict[int, str] = {}
-        holder = self.home  # who has the hidden states in front of the present run; all ranks embed the tokens
-        for number, (other, run) in enumerate(self.runs()):
-            if number and other != holder:
-                if other == rank:
-                    receives[run.start] = holder
-                if holder == rank:
-                    sends[run.start - 1] = other
-            holder = other
-        if holder != self.home:
-            if rank == self.home:
-                receives[len(self.ranks)] = holder
-            if rank == holder:
-                sends[len(self.ranks) - 1] = self.home
-        last = len(self.ranks) if rank == self.home else max(own)
-        return StagePlan(rank, own, receives, sends, last)
+        sends: dict[int, tuple[str, ...]] = {}
+        for following, (holders, takers) in enumerate(pairwise(self._holders_and_home), 1):
+            new = tuple(other for other in takers if other not in holders)  # the first that has them sends
+            if rank in new:
+                receives[following] = holders[0]
+            if new and rank == holders[0]:
+                sends[following - 1] = new
+        return StagePlan(rank, own, receives, sends, self.layers if rank == self.home else max(own))
+
+    @property
+    def _holders_and_home(self) -> tuple[tuple[str, ...], ...]:
+        """The ranks that have the hidden states in front of each layer, and behind the last one."""
+        return (*map(self.holders, range(self.layers)), (self.home,))
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """A rank's shards of a layer, and those of the others."""
+
+    own: tuple[int, ...]
+    """Its shards: 0 and so on within the layer."""
+    ranks: tuple[str, ...]
+    """Of each shard of the layer, the rank that computes it."""
+
+    @cached_property
+    def shards(self) -> Mapping[str, tuple[int, ...]]:
+        """The shards of each rank of the layer, in the order of their first ones."""
+        return {
+            rank: tuple(shard for shard, other in enumerate(self.ranks) if other == rank)
+            for rank in dict.fromkeys(self.ranks)
+        }
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rank computes the layer by itself."""
+        return len(self.own) == len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -88,16 +141,22 @@ class StagePlan:
     """What one rank does in a step. Hidden states are [1, tokens, hidden size], of all tokens of the step."""
 
     rank: str
-    layers: frozenset[int]
-    """Those that it computes; it passes over the others."""
-    receives: dict[int, str] = field(hash=False)
+    layers: Mapping[int, LayerPart] = field(hash=False)
+    """Those that it computes, whole or in part; it passes over the others."""
+    receives: Mapping[int, str] = field(hash=False)
     """Layer -> the rank that sends the hidden states that it is given; the number of layers: those behind the last."""
-    sends: dict[int, str] = field(hash=False)
-    """Layer -> the rank that gets what it returns."""
+    sends: Mapping[int, tuple[str, ...]] = field(hash=False)
+    """Layer -> the ranks that get what it returns."""
     last: int
     """The last layer that it computes; at home the number of layers: norm and head follow."""
 
     @property
     def whole(self) -> bool:
         """Whether it computes everything by itself."""
-        return not self.receives and not self.sends
+        return not self.receives and not self.sends and all(part.whole for part in self.layers.values())
+
+    def awaited_by(self, layer: int = 0) -> tuple[str, ...]:
+        """Return the ranks that get something of this one in a layer of a step, or behind it."""
+        others = [rank for index, part in self.layers.items() if index >= layer for rank in part.shards]
+        others += [rank for index, ranks in self.sends.items() if index >= layer for rank in ranks]
+        return tuple(rank for rank in dict.fromkeys(others) if rank != self.rank)

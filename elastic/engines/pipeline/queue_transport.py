@@ -1,8 +1,10 @@
-"""Hidden states between ranks of one process."""
+"""Hidden states, and parts of them, between ranks of one process."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,8 +19,10 @@ class QueueExchange:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.boxes: dict[Box, torch.Tensor | StepFailure] = {}
-        """Home, sender, receiver, key -> hidden states."""
+        self.boxes: dict[Box, torch.Tensor] = {}
+        """Home, sender, receiver, key -> what was sent."""
+        self.failed: dict[tuple[str, str, str, int], StepFailure] = {}
+        """Home, sender, receiver, step."""
         self.forgotten: set[tuple[str, str, int]] = set()
         """Home, receiver, step."""
         self.gone: set[str] = set()
@@ -46,19 +50,24 @@ class QueueTransport:
         self._closed = False
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
-        """Send hidden states; see `Transport`."""
-        self._put(to, key, hidden.clone())
+        """Send a tensor; see `Transport`."""
+        with self._telling(to, key.step) as wanted:
+            if wanted:
+                self._exchange.boxes[self._home, self._rank, to, key] = hidden.clone()
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
-        """Wait for hidden states; see `Transport`. Raises `StateError` for others than are expected."""
+        """Wait for a tensor; see `Transport`. Raises `StateError` for another than is expected."""
         exchange, box = self._exchange, (self._home, frm, self._rank, key)
+        step = (*box[:3], key.step)
         with exchange.changed:
-            exchange.changed.wait_for(lambda: box in exchange.boxes or self._closed or self._has_gone(frm))
+            exchange.changed.wait_for(
+                lambda: box in exchange.boxes or step in exchange.failed or self._closed or self._has_gone(frm)
+            )
             if self._closed or box not in exchange.boxes:
+                if not self._closed and step in exchange.failed:
+                    raise exchange.failed[step].error()
                 self._require(frm)
             hidden = exchange.boxes.pop(box)
-        if isinstance(hidden, StepFailure):
-            raise hidden.error()
         if (hidden.shape, hidden.dtype) != (like.shape, like.dtype):
             raise StateError(
                 f"rank {frm!r} sent {hidden.dtype} {tuple(hidden.shape)} as {key}, expected were {like.dtype} "
@@ -66,9 +75,11 @@ class QueueTransport:
             )
         return hidden.to(like.device)
 
-    def fail(self, to: str, key: Key, failure: StepFailure) -> None:
-        """Say that hidden states will not come; see `Transport`."""
-        self._put(to, key, failure)
+    def fail(self, to: str, step: int, failure: StepFailure) -> None:
+        """Say that nothing more of a step will come; see `Transport`."""
+        with self._telling(to, step) as wanted:
+            if wanted:
+                self._exchange.failed[self._home, self._rank, to, step] = failure
 
     def forget(self, step: int) -> None:
         """Keep nothing of a step; see `Transport`."""
@@ -86,19 +97,24 @@ class QueueTransport:
             self._drop(None)
             self._exchange.changed.notify_all()
 
-    def _put(self, to: str, key: Key, what: torch.Tensor | StepFailure) -> None:
+    @contextmanager
+    def _telling(self, to: str, step: int) -> Iterator[bool]:
+        """Change what a rank is told of a step; yields whether it wants to know."""
         exchange = self._exchange
         with exchange.changed:
             self._require(to)
-            if (self._home, to, key.step) not in exchange.forgotten:
-                exchange.boxes[self._home, self._rank, to, key] = what
-                exchange.changed.notify_all()
+            yield (self._home, to, step) not in exchange.forgotten
+            exchange.changed.notify_all()
 
     def _drop(self, step: int | None) -> None:
         """Drop what came for this rank of a step; None: of all."""
+        own = self._home, self._rank
         for home, frm, to, key in [*self._exchange.boxes]:
-            if (home, to) == (self._home, self._rank) and step in (None, key.step):
+            if (home, to) == own and step in (None, key.step):
                 del self._exchange.boxes[home, frm, to, key]
+        for home, frm, to, failed in [*self._exchange.failed]:
+            if (home, to) == own and step in (None, failed):
+                del self._exchange.failed[home, frm, to, failed]
 
     def _require(self, rank: str) -> None:
         if self._closed:

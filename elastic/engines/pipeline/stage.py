@@ -59,7 +59,7 @@ class GuestStage:
         self.memory = memory
         self._rank, self._log, self._transport = rank, log, transport
         self._runner, self._forward, self._exchange = runner, forward, exchange
-        self._layers: frozenset[int] = frozenset(path.layers_of(rank))  # those that steps are computed in
+        self._layers: frozenset[int] = frozenset(path.shards_of(rank))  # those that steps are computed in
         self._plan = path.plan(rank) if self._layers else None
         self._handled = 0
         self._sectors_as_of = 0  # the last item that changed sectors, counted from 1
@@ -195,7 +195,7 @@ class GuestStage:
         behind = item.path.epoch - self.path.epoch  # who has no part in the path is not told of others that change it
         if item.path.home != self.path.home or (behind != 1 if self._layers else behind < 1):
             raise StateError(f"{item.path} does not follow {self.path}")
-        layers = frozenset(item.path.layers_of(self._rank))
+        layers = frozenset(item.path.shards_of(self._rank))
         with self._copying, self._tables:
             absent = sorted(layers - frozenset(self.memory.layers))
             if absent:

@@ -1,4 +1,4 @@
-"""What carries hidden states between the ranks of one instance."""
+"""What carries hidden states, and parts of them, between the ranks of one instance."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from elastic.errors import RankLost, StateError
 
 
 class Key(NamedTuple):
-    """Which hidden states: a sender and a receiver use each key once."""
+    """Which tensor: a sender and a receiver use each key once."""
 
     step: int
     layer: int
-    """The layer that is given them; the number of layers: the final norm is."""
+    """The layer that is given it; the number of layers: the final norm is."""
+    site: int = 0
+    """0: the hidden states in front of the layer. Else counts what its ranks exchange inside it, in order."""
 
 
 @dataclass(frozen=True)
 class StepFailure:
-    """Why hidden states will never come: what is sent in their place."""
+    """Why nothing more of a step will come: what is sent in its place."""
 
     reason: str
     lost: str = ""
@@ -32,27 +34,27 @@ class StepFailure:
         return cls(str(error) or type(error).__name__, error.rank if isinstance(error, RankLost) else "")
 
     def error(self) -> StateError:
-        """Return what a call that waited for the hidden states raises."""
+        """Return what a call raises that waited for something of the step."""
         return RankLost(self.reason, rank=self.lost) if self.lost else StateError(self.reason)
 
 
 class Transport(Protocol):
-    """Hidden states to and from the other ranks of one instance. Thread-safe; each instance has one of its own.
+    """Tensors to and from the other ranks of one instance. Thread-safe; each instance has one of its own.
 
     Every call raises `RankLost` when the other rank has gone, also one that waits.
     """
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
-        """Send hidden states [1, tokens, hidden size]; returns at once, and the tensor may be changed then."""
+        """Send a tensor of any shape; returns at once, and the tensor may be changed then."""
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
-        """Wait for hidden states of the shape, dtype and device of `like`; return them.
+        """Wait for a tensor of the shape, dtype and device of `like`; return it.
 
-        Raises `StateError` for others, and where the rank has said by `fail` that they will not come.
+        Raises `StateError` for others, and where the rank has said by `fail` that it will not come.
         """
 
-    def fail(self, to: str, key: Key, failure: StepFailure) -> None:
-        """Say that hidden states will not come, so that the other rank does not wait for them."""
+    def fail(self, to: str, step: int, failure: StepFailure) -> None:
+        """Say that nothing more of a step will come, so that the other rank does not wait for it."""
 
     def forget(self, step: int) -> None:
         """Keep nothing that comes of a step, now or later: it has failed here."""

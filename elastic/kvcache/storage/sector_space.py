@@ -4,6 +4,10 @@ A block holds some tokens of one request, in each layer of a group (all layers o
 what pages come and go in: as many blocks as make whole pages in every layer. Where all layers are here, sectors of all
 groups are of the same size, so a sector that one no longer needs another may have (docs/design.md). Which layers are
 here may change: sectors and blocks keep their numbers, and a sector has pages in the layers that are here.
+
+Where decoder layers are cut, what is called a layer here is one part of the KV heads of one, numbered
+`layer * kv_shards + part`. Parts have blocks and pages of their own, and come and go each by itself: no byte of another
+one moves. Those of a decoder layer lie one behind another in its range, so that attention reads them at once.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ class BlockGroup:
     layers: tuple[int, ...]
     block_bytes: int
     """Of one block in one layer: keys and values."""
+    kv_shards: int = 1
+    """In how many parts a decoder layer is: so many of `layers` share an address range."""
 
 
 def sector_layer_pages(groups: Sequence[BlockGroup], page_bytes: int) -> list[int]:
@@ -57,7 +63,7 @@ class GroupRanges:
         self.mapped: dict[int, None] = {}  # sector ids, as a set in order
         self._kv = kv
         self._slots = sectors * layer_pages
-        self._ranges: dict[int, tuple[VirtualRange, MappedStorage]] = {}  # of layers that are here, or were
+        self._ranges: dict[int, tuple[VirtualRange, MappedStorage]] = {}  # of decoder layers that are here, or were
 
     @property
     def sector_pages(self) -> int:
@@ -71,7 +77,12 @@ class GroupRanges:
         """
         if layer not in self.layers:
             raise StateError(f"the KV cache of layer {layer} is not here; those of layers {self.layers} are")
-        return self._ranges[layer][1].tensor(dtype)
+        decoder_layer, part = divmod(layer, self.group.kv_shards)
+        return self.view_parts(decoder_layer, dtype).view(self.group.kv_shards, -1)[part]
+
+    def view_parts(self, decoder_layer: int, dtype: torch.dtype) -> torch.Tensor:
+        """View the address space of all parts of a decoder layer, one behind another; some of them are here."""
+        return self._ranges[decoder_layer][1].tensor(dtype)
 
     def map(self, sector: int, pages: Sequence[int]) -> None:
         """Map a sector in every layer, or in none. Raises `CapacityError`."""
@@ -90,16 +101,17 @@ class GroupRanges:
 
     def layer_pages_of(self, layer: int, sector: int) -> tuple[int, ...]:
         """Return the pages of a mapped sector in a layer that is here, in order."""
-        slots = range(sector * self.layer_pages, (sector + 1) * self.layer_pages)
-        return tuple(map(self._ranges[layer][0].slots.__getitem__, slots))
+        layer_range, start = self._range(layer)
+        slots = range(start + sector * self.layer_pages, start + (sector + 1) * self.layer_pages)
+        return tuple(map(layer_range.slots.__getitem__, slots))
 
     def parts(self, layers: Iterable[int], sectors: Collection[int]) -> Iterator[Part]:
         """List where sectors lie in layers, which have a range, consecutive ones together."""
         stretches = runs(sorted(sectors))
         for layer in layers:
-            layer_range = self._range(layer)
+            layer_range, start = self._range(layer)
             for first, count in stretches:
-                yield layer_range, first * self.layer_pages, count * self.layer_pages
+                yield layer_range, start + first * self.layer_pages, count * self.layer_pages
 
     def set_layers(self, layers: Collection[int]) -> None:
         """Have these be here, whose sectors are mapped, and no others, whose are not."""
@@ -109,10 +121,13 @@ class GroupRanges:
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
-        for layer, (layer_range, _) in self._ranges.items():
-            shown, sectors = len(layer_range.slots), len(self.mapped) if layer in self.layers else 0
-            if shown != sectors * self.layer_pages:
-                raise IntegrityError(f"layer {layer} shows {shown} pages of {sectors} sectors")
+        for decoder_layer, (layer_range, _) in self._ranges.items():
+            for part in range(self.group.kv_shards):
+                layer = decoder_layer * self.group.kv_shards + part
+                shown = sum(slot // self._slots == part for slot in layer_range.slots)
+                sectors = len(self.mapped) if layer in self.layers else 0
+                if shown != sectors * self.layer_pages:
+                    raise IntegrityError(f"layer {layer} shows {shown} pages of {sectors} sectors")
 
     def close(self) -> None:
         """Give everything back."""
@@ -121,13 +136,18 @@ class GroupRanges:
             layer_range.close()
         self.mapped.clear()
 
-    def _range(self, layer: int) -> VirtualRange:
-        """Return the range of a layer; it is reserved when the layer comes here for the first time."""
-        if layer not in self._ranges:
+    def _range(self, layer: int) -> tuple[VirtualRange, int]:
+        """Return the range that a layer is in, and the first of its slots.
+
+        The range is reserved when a part of the decoder layer comes here for the first time.
+        """
+        decoder_layer, part = divmod(layer, self.group.kv_shards)
+        if decoder_layer not in self._ranges:
             readable = self._kv.device.type == "cpu"  # so that printing a tensor over it does not crash
-            new = VirtualRange(self._kv.pool, self._slots, readable_gaps=readable)
-            self._ranges[layer] = new, new.storage(0, self._slots * self._kv.pool.page_bytes, lambda: None)
-        return self._ranges[layer][0]
+            slots = self.group.kv_shards * self._slots
+            new = VirtualRange(self._kv.pool, slots, readable_gaps=readable)
+            self._ranges[decoder_layer] = new, new.storage(0, slots * self._kv.pool.page_bytes, lambda: None)
+        return self._ranges[decoder_layer][0], part * self._slots
 
 
 class SectorSpace:

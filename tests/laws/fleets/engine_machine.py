@@ -221,7 +221,7 @@ class EngineMachine(RuleBasedStateMachine):
                 time.sleep(0.001)
             assert set(stage.memory.mapped_sectors) == set(engine._memory.mapped_sectors)
             assert len(stage.memory.mapped_sectors) <= stage.memory.allotted
-            assert set(stage.memory.layers) == set(engine.path.layers_of(guest))
+            assert set(stage.memory.layers) == set(engine.path.shards_of(guest))
             here = dict(engine._runner.sequences()) if guest in engine.path.guests else {}
             assert dict(stage._runner.sequences()) == here
-        assert set(engine._memory.layers) == set(engine.path.layers_of(home))
+        assert set(engine._memory.layers) == set(engine.path.shards_of(home))

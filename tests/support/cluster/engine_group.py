@@ -104,7 +104,7 @@ class EngineGroup:
         """Have all layers of a home come back to it, and other ranks forget it."""
         engine = self[home]
         for guest in engine.path.guests:
-            self.move(home, engine.path.layers_of(guest), home)
+            self.move(home, engine.path.shards_of(guest), home)
         for known, guest in [*self.logs]:
             if known == home:
                 engine.detach_stage(guest)

@@ -70,7 +70,7 @@ class GroupRank(FakeRank):
     @property
     def layers(self) -> set[int]:
         """Those that have keys and values of its own instance here."""
-        return set(self.path.layers_of(self.name)) | self.home_coming
+        return set(self.path.shards_of(self.name)) | self.home_coming
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class GroupRank(FakeRank):
                 assert rank in self.stages
         for home, guest in self.guests.items():
             assert not guest.coming
-            assert guest.layers == set(self.world[home].path.layers_of(self.name))
+            assert guest.layers == set(self.world[home].path.shards_of(self.name))
 
     # -- what it is asked
 

@@ -23,9 +23,11 @@ def layer_digests(engine: ContinuousEngine, kv: Any) -> list[str]:
         blocks = torch.tensor([kv.blocks[group]], device=cache.device)
         seen = torch.arange(max(0, kv.computed - (window or kv.computed)), kv.computed, device=cache.device)
         slots = seen if window is None else seen % window
-        index = cache.layout.read_index(blocks)
         for layer in layers:
-            keys, values = cache.layout.read(cache.layers[layer][1], index, 1)
+            decoder_layer, part = divmod(layer, cache.kv_shards)
+            parts = cache.parts(group, (part,))
+            index = cache.layout.read_index(blocks, parts.places)
+            keys, values = cache.layout.read(cache.layers[decoder_layer].elements, index, 1, parts.heads)
             both = torch.stack([keys, values])[..., slots, :].contiguous().cpu()
             digests[layer] = blake2b(both.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
     return [digests[layer] for layer in sorted(digests)]

@@ -60,7 +60,7 @@ class Shape:
 
     def layers_at(self, rank: str) -> dict[str, tuple[int, ...]]:
         """Return what a rank computes: home -> layers."""
-        return {home: layers for home, path in self.paths.items() if (layers := path.layers_of(rank))}
+        return {home: layers for home, path in self.paths.items() if (layers := path.shards_of(rank))}
 
     def needs(self, rank: str) -> frozenset[int]:
         """Return the layers whose weights a rank needs."""
@@ -118,7 +118,7 @@ class Books:
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
-        here = shape.paths[flip.home].layers_of(flip.target)
+        here = shape.paths[flip.home].shards_of(flip.target)
         more = self.sector_pages(flip.target, (*here, *flip.layers)) - self.sector_pages(flip.target, here)
         weights = frozenset(flip.layers) - shape.weights[flip.target]
         return caps[flip.home] * more + self._weights(flip.target, weights)
@@ -148,7 +148,7 @@ class Books:
         caps = {home: min(self.rooms[home].most_sectors, int(count * factor)) for home, count in base.items()}
         for home, path in shape.paths.items():
             more = min(
-                self.free(rank, shape, caps) // self.sector_pages(rank, path.layers_of(rank))
+                self.free(rank, shape, caps) // self.sector_pages(rank, path.shards_of(rank))
                 for rank in dict.fromkeys(path.ranks)
             )
             caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))

@@ -97,8 +97,8 @@ def test_others_than_expected_are_refused(stack: ExitStack) -> None:
 
 def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
     a, b = (hub.transport("a") for hub in hubs(stack))
-    a.fail("b", Key(0, 1), StepFailure("broken"))
-    a.fail("b", Key(1, 1), StepFailure("rank 'c' was lost", "c"))
+    a.fail("b", 0, StepFailure("broken"))
+    a.fail("b", 1, StepFailure("rank 'c' was lost", "c"))
     with pytest.raises(StateError, match="broken"):
         b.receive("a", LIKE, Key(0, 1))
     assert_lost(stack.enter_context(ThreadPoolExecutor(1)).submit(b.receive, "a", LIKE, Key(1, 1)), "c")

@@ -53,7 +53,7 @@ def test_what_was_sent_is_received_by_its_key_whatever_becomes_of_the_tensor(
 
 def test_a_step_that_failed_is_told_of_and_forgotten(ends: list[TorchTransport]) -> None:
     a, b = ends
-    a.fail("b", Key(0, 1), StepFailure("rank 'c' was lost", "c"))
+    a.fail("b", 0, StepFailure("rank 'c' was lost", "c"))
     with pytest.raises(RankLost, match="'c' was lost"):
         b.receive("a", LIKE, Key(0, 1))
     a.send("b", LIKE, Key(1, 1))

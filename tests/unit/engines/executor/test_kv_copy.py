@@ -233,8 +233,8 @@ def test_a_cache_shows_the_layers_that_are_here() -> None:
     cache.clear(0, np.array([0]))
     guest.add_layers((0,))
     cache.refresh()
-    assert {layer: group for layer, (group, _) in cache.layers.items()} == {0: 0, 1: 1}
-    assert cache.layers[0][1].shape == (home.sectors * home.blocks_per_sector(0) * layout.shape.elements,)
+    assert {layer: cached.group for layer, cached in cache.layers.items()} == {0: 0, 1: 1}
+    assert cache.layers[0].elements.shape == (home.sectors * home.blocks_per_sector(0) * layout.shape.elements,)
     cache.close()
     for memory in (home, guest):
         memory.close()

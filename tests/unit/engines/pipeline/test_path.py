@@ -9,52 +9,97 @@ from hypothesis import strategies as st
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError
 
-RANKS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12).map(tuple)
+LAYERS = st.sampled_from([1, 2, 4]).flatmap(
+    lambda shards: st.lists(
+        st.lists(st.sampled_from("abcd"), min_size=shards, max_size=shards), min_size=1, max_size=8
+    ).map(lambda layers: (shards, tuple(rank for layer in layers for rank in layer)))
+)
+"""Shards of a layer, and the rank of each shard."""
 
 
 def test_two_stages() -> None:
     path = LayerPath("a", ("a", "a", "b", "b"))
     first, second = path.plan("a"), path.plan("b")
-    assert (first.receives, first.sends, first.last) == ({4: "b"}, {1: "b"}, 4)
-    assert (second.receives, second.sends, second.last) == ({2: "a"}, {3: "a"}, 3)
+    assert (first.receives, first.sends, first.last) == ({4: "b"}, {1: ("b",)}, 4)
+    assert (second.receives, second.sends, second.last) == ({2: "a"}, {3: ("a",)}, 3)
+    assert path.runs() == ((("a",), range(2)), (("b",), range(2, 4)))
 
 
 def test_a_home_that_is_the_second_stage_gets_the_hidden_states_once() -> None:
     path = LayerPath("b", ("a", "a", "b", "b"))
-    assert path.plan("a").sends == {1: "b"}
+    assert path.plan("a").sends == {1: ("b",)}
     assert path.plan("b").receives == {2: "a"}
     assert not path.plan("a").receives
 
 
-@given(st.sampled_from("abcd"), RANKS)
-def test_what_one_rank_sends_another_receives(home: str, ranks: tuple[str, ...]) -> None:
-    path = LayerPath(home, ranks)
+def test_layers_of_two_ranks_need_no_hidden_states_of_each_other() -> None:
+    path = LayerPath("a", ("a", "a", "b", "b") * 2, shards=4)
+    for rank, own in (("a", (0, 1)), ("b", (2, 3))):
+        plan = path.plan(rank)
+        assert not plan.receives
+        assert not plan.sends
+        assert not plan.whole
+        assert [part.own for part in plan.layers.values()] == [own, own]
+        assert plan.layers[0].shards == {"a": (0, 1), "b": (2, 3)}
+        assert plan.awaited_by() == ({"a": "b", "b": "a"}[rank],)
+    assert path.plan("b").last == 1
+    assert path.shards_of("b") == (2, 3, 6, 7)
+
+
+def test_two_ranks_beside_a_pipeline_stage() -> None:
+    path = LayerPath("a", ("a", "a", "b", "a", "c", "c"), shards=2)
+    assert path.runs() == ((("a",), range(1)), (("b", "a"), range(1, 2)), (("c",), range(2, 3)))
+    a, b, c = (path.plan(rank) for rank in "abc")
+    assert (a.receives, a.sends, a.awaited_by(1)) == ({3: "c"}, {0: ("b",)}, ("b",))
+    assert (b.receives, b.sends, b.awaited_by(1)) == ({1: "a"}, {1: ("c",)}, ("a", "c"))
+    assert (c.receives, c.sends) == ({2: "b"}, {2: ("a",)})
+    assert a.layers[0].whole
+    assert not a.layers[1].whole
+
+
+@given(st.sampled_from("abcd"), LAYERS)
+def test_what_one_rank_sends_another_receives(home: str, cut: tuple[int, tuple[str, ...]]) -> None:
+    shards, ranks = cut
+    path = LayerPath(home, ranks, shards=shards)
     plans = {rank: path.plan(rank) for rank in {home, *ranks}}
-    sent = {(rank, to, layer + 1) for rank, plan in plans.items() for layer, to in plan.sends.items()}
+    sent = {(rank, to, layer + 1) for rank, plan in plans.items() for layer, all_ in plan.sends.items() for to in all_}
     received = {(frm, rank, layer) for rank, plan in plans.items() for layer, frm in plan.receives.items()}
     assert sent == received
-    assert sorted(layer for plan in plans.values() for layer in plan.layers) == list(range(len(ranks)))
+    own = sorted(i * shards + p for plan in plans.values() for i, part in plan.layers.items() for p in part.own)
+    assert own == list(range(len(ranks)))
     for rank, plan in plans.items():
-        assert plan.last == (len(ranks) if rank == home else max(plan.layers))
+        assert plan.last == (path.layers if rank == home else max(plan.layers))
+        assert plan.whole == (len(plans) == 1)
+        for frm in {frm for frm, to, _ in sent if to == rank}:
+            assert rank in plans[frm].awaited_by()
 
 
-@given(st.sampled_from("abcd"), RANKS)
-def test_hidden_states_are_where_they_are_needed(home: str, ranks: tuple[str, ...]) -> None:
+@given(st.sampled_from("abcd"), LAYERS)
+def test_hidden_states_are_where_they_are_needed(home: str, cut: tuple[int, tuple[str, ...]]) -> None:
     """Walk a step: a rank that computes a layer has, or is given, what the layer before returned."""
-    path = LayerPath(home, ranks)
-    plans = {rank: path.plan(rank) for rank in {home, *ranks}}
+    path = LayerPath(home, cut[1], shards=cut[0])
+    plans = {rank: path.plan(rank) for rank in {home, *path.ranks}}
     has = dict.fromkeys(plans, 0)  # up to which layer's input a rank's hidden states are
-    for layer in range(len(ranks) + 1):
-        rank = ranks[layer] if layer < len(ranks) else home
-        if layer in plans[rank].receives:
-            assert has[plans[rank].receives[layer]] == layer
-            has[rank] = layer
-        assert has[rank] == layer
-        has[rank] = layer + 1
+    for layer in range(path.layers + 1):
+        before = dict(has)
+        for rank in path.holders(layer) if layer < path.layers else (home,):
+            if layer in plans[rank].receives:
+                assert before[plans[rank].receives[layer]] == layer
+                has[rank] = layer
+            assert has[rank] == layer
+            has[rank] = layer + 1
 
 
-def test_moved_layers_are_another_epoch() -> None:
+def test_moved_shards_are_another_epoch() -> None:
     path = LayerPath.alone("a", 3).moved((1, 2), "b")
     assert (path.ranks, path.epoch, path.guests) == (("a", "b", "b"), 1, ("b",))
     with pytest.raises(ConfigError, match="computes no layer"):
         path.plan("c")
+    cut = LayerPath.alone("a", 2, shards=2).moved((1, 3), "b")
+    assert (cut.ranks, cut.shards, cut.layers) == (("a", "b", "a", "b"), 2, 2)
+    assert cut.moved((1, 3), "a").ranks == ("a",) * 4
+
+
+def test_a_layer_has_all_of_its_shards() -> None:
+    with pytest.raises(ConfigError, match="not those of whole layers of shards=2"):
+        LayerPath("a", ("a", "b", "a"), shards=2)
