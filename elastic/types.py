@@ -40,7 +40,8 @@ class Drop:
     A dropped layer cannot be called until it is back; a pipeline passes over it. (KunServe, section 4.1)
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Fetch:
     source: WeightsSource = field(repr=False)
     coordinated: bool = True
     """Whether what computes beside it goes first, in a rank that computes layers with others."""
+    shards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,10 @@ class Swap:
 class Restore:
     """Action: the full weights of these decoder layers (indices) return to their place, bit for bit."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
     parts: tuple[str, ...] = ()
     """As for `Swap`."""
+    shards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

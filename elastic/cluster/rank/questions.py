@@ -125,10 +125,10 @@ class Questions:
                 return runtime.commit(id)
             case RollbackActions(id):
                 return runtime.rollback(id)
-            case WeightsOf(layers):
-                return runtime.weights_source(layers)
-            case WeightDigests(layers):
-                return runtime.digests(layers)
+            case WeightsOf(shards):
+                return runtime.weights_source(shards=shards)
+            case WeightDigests(shards):
+                return runtime.digests(shards=shards)
             case Check():
                 runtime.check()
                 return self._engine.check()
