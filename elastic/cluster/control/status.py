@@ -24,6 +24,8 @@ EventKind = Literal[
     "restored",
     "restore failed",
     "migrated",
+    "resharded",
+    "reshard failed",
     "parted",
     "recovered",
 ]

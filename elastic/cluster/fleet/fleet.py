@@ -27,8 +27,8 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.ranks import result
+from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.launchers import launcher_of
@@ -118,7 +118,7 @@ class Fleet(GroupVerbs):
             hang_timeout_s=hang_timeout_s,
         )
         self._members.on_lost = self._supervisor.lost
-        self._groups = Groups(self._dispatcher, self._log, bulk)
+        self._groups = ReshardingGroups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out

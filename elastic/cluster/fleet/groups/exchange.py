@@ -30,6 +30,7 @@ from elastic.cluster.fleet.groups.results import Exchanged, Status
 from elastic.cluster.fleet.groups.transition import Books, FlipRound, LayerFlip, Shape, Transition, plan_transition
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ElasticError, RankLost, StateError
+from elastic.planning.sharding.numbers import layers_of
 from elastic.types import Drop, Fetch, Restore
 
 logger = logging.getLogger(__name__)
@@ -111,9 +112,9 @@ class Exchange:
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
     def _missing(self) -> list[tuple[str, int]]:
-        count = len(next(iter(self.group.shape.paths.values())).ranks)
-        weights = self.group.shape.weights
-        return [(rank, layer) for rank, have in weights.items() for layer in range(count) if layer not in have]
+        shape = self.group.shape
+        every = range(shape.layers * shape.shards)
+        return [(rank, shard) for rank, have in shape.weights.items() for shard in every if shard not in have]
 
     # -- layers
 
@@ -146,7 +147,7 @@ class Exchange:
             self._drop_unneeded(rank)
         for flips in transition.rounds:
             for flip in flips:
-                self._fetch(flip.target, flip.layers)
+                self._fetch(flip.target, flip.shards)
             failed = self._flip(flips)
             if lost := next((error for error in failed if isinstance(error, RankLost)), None):
                 raise lost
@@ -176,7 +177,7 @@ class Exchange:
     def _note(self, flip: LayerFlip, done: FlipDone) -> None:
         shape, counts = self.group.shape, self.counts
         self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
-        counts.flips += len(flip.layers)
+        counts.flips += len({shard // shape.shards for shard in flip.shards})
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
@@ -184,30 +185,37 @@ class Exchange:
         """Drop the weights at a rank that no instance needs there, and that are not to stay."""
         shape = self.group.shape
         kept = shape.kept(rank, self._target.weights)
-        layers = tuple(sorted(shape.weights[rank] - kept))
-        if layers:
-            (change,) = self._ranks.ask(rank, Apply((Drop(layers),), "by the fleet"))
+        shards = tuple(sorted(shape.weights[rank] - kept))
+        if shards:
+            (change,) = self._ranks.ask(rank, Apply((Drop(shards=shards),), "by the fleet"))
             self.group.shape = replace(shape, weights={**shape.weights, rank: kept})
             self.counts.freed_bytes += change.released_bytes
 
-    def _fetch(self, rank: str, layers: Iterable[int]) -> None:
-        """Have the weights of layers at a rank, from another rank that has them, or else from the checkpoint."""
-        shape = self.group.shape
-        for layer in sorted(set(layers) - shape.weights[rank]):
-            self.counts.fetched_bytes += self._fetch_layer(rank, layer)
-            shape = self.group.shape
-            weights = {**shape.weights, rank: shape.weights[rank] | {layer}}
-            self.group.shape = replace(shape, weights=weights)
+    def _fetch(self, rank: str, shards: Iterable[int]) -> None:
+        """Have the weights of shards at a rank, from other ranks that have them, or else from the checkpoint."""
+        weights = self.group.shape.weights
+        for parts in layers_of(set(shards) - weights[rank], self.group.shape.shards):
+            while missing := parts - self.group.shape.weights[rank]:
+                self._fetch_shards(rank, missing)
 
-    def _fetch_layer(self, rank: str, layer: int) -> int:
-        action: Fetch | Restore = Restore((layer,))
-        for other, have in self.group.shape.weights.items():
-            if layer in have:
-                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))), self._form.coordinated)
+    def _fetch_shards(self, rank: str, missing: frozenset[int]) -> None:
+        """Have as many shards of a layer at a rank as another one has of them."""
+        shape = self.group.shape
+        other = max(shape.weights, key=lambda other: len(shape.weights[other] & missing))
+        shards = tuple(sorted(missing & shape.weights[other] or missing))
+        action: Fetch | Restore = Restore(shards=shards)
+        if shape.weights[other].issuperset(shards):
+            source = self._ranks.ask(other, WeightsOf(shards))
+            action = Fetch((), source, self._form.coordinated, shards)
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
-        if change.deferred and not self._caps.until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
+        if change.deferred and not self._caps.until(lambda: self._has(rank, shards)):
+            layer = shards[0] // shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
-        return int(change.moved_bytes)
+        self.counts.fetched_bytes += int(change.moved_bytes)
+        self.group.shape = replace(shape, weights={**shape.weights, rank: shape.weights[rank].union(shards)})
+
+    def _has(self, rank: str, shards: Iterable[int]) -> bool:
+        return bool(self._ranks.ask(rank, MeasureRoom(rank)).resident.issuperset(shards))
 
 
 def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
@@ -222,23 +230,28 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
     """
     if group.compared:
         return
-    asked = {rank: WeightDigests(tuple(sorted(layers))) for rank, layers in group.shape.weights.items()}
+    asked = {rank: WeightDigests(tuple(sorted(shards))) for rank, shards in group.shape.weights.items()}
     known: dict[int, tuple[str, int]] = {}
     for rank, digests in ranks.ask_all(asked).items():
-        for layer, digest in digests.items():
-            other, expected = known.setdefault(layer, (rank, digest))
+        for shard, digest in digests.items():
+            other, expected = known.setdefault(shard, (rank, digest))
             if digest != expected:
                 raise StateError(
-                    f"layer {layer} of rank {rank!r} has other weights than that of {other!r}; start them anew"
+                    f"layer {shard // group.shape.shards} of rank {rank!r} has other weights than that of {other!r}; start them anew"
                 )
     group.compared = True
 
 
 def part(ranks: Ranks, group: Group) -> None:
     """Close the connections of instances that compute all of their layers themselves again."""
-    for home, rank in sorted(group.stages):
+    close_stages(ranks, group, group.stages)
+
+
+def close_stages(ranks: Ranks, group: Group, stages: Iterable[tuple[str, str]]) -> None:
+    """Close connections (home, rank) by which no layers are computed."""
+    for home, rank in sorted(stages):
         if ranks.there(home):
             ranks.ask(home, DetachStage(rank))
         if ranks.there(rank):
             ranks.ask(rank, CloseStage(home))
-    group.stages.clear()
+    group.stages = group.stages.difference(stages)

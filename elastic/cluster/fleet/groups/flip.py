@@ -59,11 +59,11 @@ def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: 
 
     Raises `CapacityError` where there is no room, `StateError` for a copy that failed, `RankLost`.
     """
-    layers, goal = flip.layers, path.moved(flip.layers, flip.target)
-    exchange = ranks.ask(flip.home, BeginExchange(layers))
+    shards, goal = flip.shards, path.moved(flip.shards, flip.target)
+    exchange = ranks.ask(flip.home, BeginExchange(shards))
     prepared = False
     try:
-        ranks.ask(flip.target, PrepareLayers(flip.home, layers, exchange))
+        ranks.ask(flip.target, PrepareLayers(flip.home, shards, exchange))
         prepared = True
         moved_bytes = _copy(ranks, flip, coordinated)
         flipped = ranks.ask(flip.home, FlipLayers(goal))
@@ -76,14 +76,14 @@ def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: 
 
 def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool) -> int:
     """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
-    source = ranks.ask(flip.source, LayersMemory(flip.home, flip.layers))
+    source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))
     moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source, coordinated=coordinated)), None
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flip.home, WrittenBlocks())
         count = sum(map(len, blocks))
         if not count:
             break
-        source = ranks.ask(flip.source, LayersMemory(flip.home, flip.layers))  # with sectors that are new
+        source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))  # with sectors that are new
         moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks, coordinated))
         if before is not None and count >= before:
             break
@@ -96,4 +96,4 @@ def _undo(ranks: Ranks, flip: LayerFlip, prepared: bool) -> None:
         ranks.ask(flip.home, EndExchange())
     if prepared:
         with suppress(ElasticError):
-            ranks.ask(flip.target, GiveUpLayers(flip.home, flip.layers))
+            ranks.ask(flip.target, GiveUpLayers(flip.home, flip.shards))

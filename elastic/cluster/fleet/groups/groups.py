@@ -22,7 +22,7 @@ from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, 
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
-from elastic.cluster.fleet.groups.staging import Staging
+from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -32,6 +32,7 @@ from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
+from elastic.planning.sharding.numbers import whole_layers
 
 logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
@@ -199,13 +200,14 @@ class Groups:
     # -- inside, one verb at a time
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        known = [PlannedGroup(tuple(_held(group.shape, name) for name in group.members)) for group in self._groups]
+        groups = [group for group in self._groups if group.shape.tp == 1]
+        known = [PlannedGroup(tuple(_held(group.shape, name) for name in group.members)) for group in groups]
         grouped = {name for group in self._groups for name in group.members}
-        alone = [PlannedGroup((Held(name, rooms[name].resident),)) for name in rooms if name not in grouped]
+        alone = [PlannedGroup((_held(self._shape_of([name], rooms), name),)) for name in rooms if name not in grouped]
         layer_bytes = self.layer_bytes()
         plan = drop_plan([*known, *alone], layer_bytes, needed, whole=whole, most=most)
         if plan is None:
-            held = sum(layer_bytes[layer] for room in rooms.values() for layer in room.resident)
+            held = sum(layer_bytes[i] for each in [*known, *alone] for held in each.members for i in held.layers)
             raise CapacityError(
                 "no drop frees so much: one copy of each layer stays, add ranks, or swap layers to a smaller variant",
                 requested_bytes=needed,
@@ -364,12 +366,12 @@ def require_like(instances: Sequence[Instance]) -> None:
 
 
 def _held(shape: Shape, name: str) -> Held:
-    return Held(name, shape.weights[name])
+    return Held(name, frozenset(whole_layers(shape.weights[name], shape.shards)))
 
 
 def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:
     (room,) = rooms.values()
-    return tuple(pages * room.page_bytes for pages in room.weight_pages)
+    return tuple(pages.pages(range(pages.shards)) * room.page_bytes for pages in room.weight_pages)
 
 
 def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:

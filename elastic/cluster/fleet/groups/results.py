@@ -9,6 +9,7 @@ from typing import Literal
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.drop import GroupPlan
+from elastic.planning.sharding.numbers import by_layer
 
 Status = Literal["applied", "partial", "deferred", "planned"]
 """`applied`: as was asked. `partial`: it was stopped on the way; all serve on with the layers where they are now.
@@ -63,6 +64,20 @@ class Migrated(Exchanged):
 
 
 @dataclass(frozen=True)
+class Resharded(Exchanged):
+    """What `Fleet.reshard` came to."""
+
+    members: tuple[str, ...] = ()
+    """Ranks that it was about."""
+    tp: int = 1
+    """How many of them share every layer."""
+    freed_bytes: int = 0
+    """Weights that have left: they are room for keys and values. Planned: that would leave."""
+    price: GroupPrice | None = None
+    """Planned: what it would cost, in the arbiter's seconds of serving."""
+
+
+@dataclass(frozen=True)
 class GroupStatus:
     """Instances that compute layers of each other, or could."""
 
@@ -71,14 +86,20 @@ class GroupStatus:
     paths: Mapping[str, LayerPath] = field(hash=False)
     """Of each home."""
     keeps: Mapping[str, tuple[int, ...]] = field(hash=False)
-    """Rank -> the layers whose weights it has."""
+    """Rank -> the layers all of whose weights it has."""
     caps: Mapping[str, int | None] = field(hash=False)
     """Home -> the most sectors of KV cache that its requests may have now; None: it has its rank's for itself."""
     alone: Mapping[str, int] = field(hash=False)
     """Home -> the sectors that it has by itself, with all weights there."""
 
+    tp: int = 1
+    """How many ranks share a layer, at the most."""
+    shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Rank -> the shards whose weights it has, by their numbers in the paths."""
+
     @property
     def dropped(self) -> dict[str, tuple[int, ...]]:
-        """Rank -> the layers whose weights it has not."""
-        count = len(next(iter(self.paths.values())).ranks)
-        return {rank: tuple(i for i in range(count) if i not in keeps) for rank, keeps in self.keeps.items()}
+        """Rank -> the layers of whose weights it has none."""
+        path = next(iter(self.paths.values()))
+        some = {rank: by_layer(shards, path.shards) for rank, shards in self.shards.items()}
+        return {rank: tuple(i for i in range(path.layers) if i not in have) for rank, have in some.items()}

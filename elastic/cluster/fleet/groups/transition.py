@@ -23,16 +23,17 @@ from elastic.errors import CapacityError
 
 
 class LayerFlip(NamedTuple):
-    """Layers of one instance that another rank computes from then on: one pause of the instance."""
+    """Shards of one instance that another rank computes from then on: one pause of the instance."""
 
     home: str
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
+    """Of one layer or several, all or some of each."""
     source: str
     target: str
 
-    def with_more(self, layers: tuple[int, ...]) -> LayerFlip:
-        """Return the flip of further layers, too."""
-        return self._replace(layers=(*self.layers, *layers))
+    def with_more(self, shards: tuple[int, ...]) -> LayerFlip:
+        """Return the flip of further shards, too."""
+        return self._replace(shards=(*self.shards, *shards))
 
 
 FlipRound = tuple[LayerFlip, ...]
@@ -46,7 +47,17 @@ class Shape:
     paths: Mapping[str, LayerPath] = field(hash=False)
     """Of each instance, by its home."""
     weights: Mapping[str, frozenset[int]] = field(hash=False)
-    """Rank -> the layers whose weights it has."""
+    """Rank -> the shards whose weights it has."""
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers there are."""
+        return next(iter(self.paths.values())).layers
+
+    @property
+    def shards(self) -> int:
+        """How many shards each layer has."""
+        return next(iter(self.paths.values())).shards
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -58,23 +69,38 @@ class Shape:
         """Whether each instance computes all of its layers itself."""
         return not any(path.guests for path in self.paths.values())
 
-    def layers_at(self, rank: str) -> dict[str, tuple[int, ...]]:
-        """Return what a rank computes: home -> layers."""
-        return {home: layers for home, path in self.paths.items() if (layers := path.shards_of(rank))}
+    @property
+    def tp(self) -> int:
+        """How many ranks share a layer, at the most."""
+        return max(len(path.holders(layer)) for path in self.paths.values() for layer in range(self.layers))
+
+    def units(self) -> tuple[tuple[str, ...], ...]:
+        """Return the members that compute layers of each other, together; one that does not by itself."""
+        units = {rank: {rank} for rank in self.members}
+        for home, path in self.paths.items():
+            for rank in path.guests:
+                units[home] |= units[rank]
+                units.update(dict.fromkeys(units[home], units[home]))
+        found = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
+        return tuple(dict.fromkeys(found))
+
+    def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
+        """Return what a rank computes: home -> shards."""
+        return {home: shards for home, path in self.paths.items() if (shards := path.shards_of(rank))}
 
     def needs(self, rank: str) -> frozenset[int]:
-        """Return the layers whose weights a rank needs."""
-        return frozenset(layer for layers in self.layers_at(rank).values() for layer in layers)
+        """Return the shards whose weights a rank needs."""
+        return frozenset(shard for shards in self.shards_at(rank).values() for shard in shards)
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
-        paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.layers, flip.target)}
-        weights = {**self.weights, flip.target: self.weights[flip.target].union(flip.layers)}
+        paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.shards, flip.target)}
+        weights = {**self.weights, flip.target: self.weights[flip.target].union(flip.shards)}
         shape = Shape(paths, weights)
         return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
 
     def kept(self, rank: str, wanted: Mapping[str, frozenset[int]]) -> frozenset[int]:
-        """Return the layers of a rank that it needs, or wants, of those that it has."""
+        """Return the shards of a rank that it needs, or wants, of those that it has."""
         return self.weights[rank] & (self.needs(rank) | wanted[rank])
 
 
@@ -99,42 +125,40 @@ class Books:
 
     def __init__(self, rooms: Mapping[str, Room], format: KVFormat, shape: Shape) -> None:
         self.rooms = rooms
-        self._groups = [frozenset(layers) for layers, _ in format.groups]
-        self.pages = {rank: room.pages + self._weights(rank, shape.weights[rank]) for rank, room in rooms.items()}
+        self._groups = [frozenset(parts) for parts, _ in format.groups]
+        self._every = range(shape.layers * shape.shards)
+        self._layer = shape.shards  # of its shards
+        self.pages = {rank: room.pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
         """For weights of decoder layers, keys and values."""
 
-    def _weights(self, rank: str, layers: Iterable[int]) -> int:
-        return sum(self.rooms[rank].weight_pages[layer] for layer in layers)
-
-    def sector_pages(self, rank: str, layers: Iterable[int]) -> int:
-        """Count the pages that a sector needs at a rank, in these layers."""
-        pages, chosen = self.rooms[rank].sector_pages, set(layers)
-        return max(sum(pages[layer] for layer in group & chosen) for group in self._groups)
+    def sector_pages(self, rank: str, shards: Iterable[int]) -> int:
+        """Count the pages that a sector needs at a rank, in these shards: those of a part that several share once."""
+        room = self.rooms[rank]
+        parts = frozenset(room.parts_of(shards))
+        return max(sum(room.sector_pages[part] for part in group & parts) for group in self._groups)
 
     def free(self, rank: str, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that are left at a rank when every instance has all of its cap."""
-        held = sum(caps[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
-        return self.pages[rank] - self._weights(rank, shape.weights[rank]) - held
+        held = sum(caps[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())
+        return self.pages[rank] - self.rooms[rank].weights_of(shape.weights[rank]) - held
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
-        here = shape.paths[flip.home].shards_of(flip.target)
-        more = self.sector_pages(flip.target, (*here, *flip.layers)) - self.sector_pages(flip.target, here)
-        weights = frozenset(flip.layers) - shape.weights[flip.target]
-        return caps[flip.home] * more + self._weights(flip.target, weights)
+        here, room = shape.paths[flip.home].shards_of(flip.target), self.rooms[flip.target]
+        more = self.sector_pages(flip.target, (*here, *flip.shards)) - self.sector_pages(flip.target, here)
+        weights = shape.weights[flip.target]
+        return caps[flip.home] * more + room.weights_of(weights.union(flip.shards)) - room.weights_of(weights)
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
-        layers = range(len(self.rooms[home].weight_pages))
-        pages = self.pages[home] - self._weights(home, layers)
-        return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, layers))
+        pages = self.pages[home] - self.rooms[home].weights_of(self._every)
+        return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, self._every))
 
     def staged(self, home: str) -> int:
         """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
-        layers = range(len(self.rooms[home].weight_pages))
-        pages = self.pages[home] - self._weights(home, layers)
-        layer = max(self.sector_pages(home, (layer,)) for layer in layers)
-        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, layers) + layer))
+        pages, every, size = self.pages[home] - self.rooms[home].weights_of(self._every), self._every, self._layer
+        layer = max(self.sector_pages(home, every[first : first + size]) for first in every[::size])
+        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + layer))
 
     def caps(self, shape: Shape) -> dict[str, int]:
         """Return the most sectors for each instance: the same multiple of what it has alone, then what is left."""
@@ -143,7 +167,7 @@ class Books:
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
         factor = math.inf
         for rank in self.pages:
-            cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
+            cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())
             factor = min(factor, max(0, free[rank]) / cost) if cost else factor
         caps = {home: min(self.rooms[home].most_sectors, int(count * factor)) for home, count in base.items()}
         for home, path in shape.paths.items():
@@ -165,7 +189,7 @@ def plan_transition(
     """
     final = books.caps(target)
     caps = {home: min(cap, final[home]) for home, cap in caps.items()}
-    most = layers_per_step or max(len(path.ranks) for path in now.paths.values())
+    most = layers_per_step or len(now.paths[now.members[0]].ranks)
     while True:
         rounds, stuck = _walk(now, target, books, caps, partial(_round, most))
         if stuck is not None:
@@ -176,13 +200,13 @@ def plan_transition(
 
 
 def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:
-    """List the layers that change their rank, each by itself."""
-    return [
-        LayerFlip(home, (layer,), source, goal)
-        for home, path in now.paths.items()
-        for layer, (source, goal) in enumerate(zip(path.ranks, target.paths[home].ranks, strict=True))
-        if source != goal
-    ]
+    """List what changes its rank, each layer by itself: those of its shards that go the same way."""
+    ways: dict[tuple[str, int, str, str], list[int]] = {}
+    for home, path in now.paths.items():
+        for shard, (source, goal) in enumerate(zip(path.ranks, target.paths[home].ranks, strict=True)):
+            if source != goal:
+                ways.setdefault((home, shard // path.shards, source, goal), []).append(shard)
+    return [LayerFlip(home, tuple(shards), source, goal) for (home, _, source, goal), shards in ways.items()]
 
 
 Stuck = tuple[Shape, LayerFlip, int]
@@ -205,8 +229,8 @@ def _walk(
             return done, (shape, best, -_left(best, shape, books, caps))
         for flip in chosen:
             shape = shape.after(flip, target.weights)
-        gone = {(flip.home, layer) for flip in chosen for layer in flip.layers}
-        left = [flip for flip in left if (flip.home, *flip.layers) not in gone]
+        gone = {(flip.home, shard) for flip in chosen for shard in flip.shards}
+        left = [flip for flip in left if (flip.home, flip.shards[0]) not in gone]
         done.append(chosen)
     return done, None
 
@@ -233,7 +257,7 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
                     free[flip.target] -= needed
                     waiting.remove(flip)
                     break
-    return tuple(flip._replace(layers=tuple(sorted(flip.layers))) for flip in chosen.values())
+    return tuple(flip._replace(shards=tuple(sorted(flip.shards))) for flip in chosen.values())
 
 
 def _joined(before: LayerFlip | None, flip: LayerFlip) -> LayerFlip | None:
@@ -241,7 +265,7 @@ def _joined(before: LayerFlip | None, flip: LayerFlip) -> LayerFlip | None:
     if before is None:
         return flip
     same = (before.source, before.target) == (flip.source, flip.target)
-    return before.with_more(flip.layers) if same else None
+    return before.with_more(flip.shards) if same else None
 
 
 def _needed(flip: LayerFlip | None, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
@@ -255,14 +279,14 @@ def _left(flip: LayerFlip, shape: Shape, books: Books, caps: Mapping[str, int]) 
 
 def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Mapping[str, int]) -> dict[str, int]:
     """Lower the cap that then has the most slack, of the instances that have layers where a flip finds no room."""
-    at = {**shape.layers_at(flip.target)}
-    at[flip.home] = (*at.get(flip.home, ()), *flip.layers)
-    lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, layers)) for home, layers in at.items()}
+    at = {**shape.shards_at(flip.target)}
+    at[flip.home] = (*at.get(flip.home, ()), *flip.shards)
+    lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, shards)) for home, shards in at.items()}
     home = max(lower, key=lambda home: (lower[home] > 0, lower[home] - books.rooms[home].committed_sectors))
     if lower[home] <= 0:
         room = books.rooms[flip.target]
         raise CapacityError(
-            f"rank {flip.target!r} has no room for layer {flip.layers[0]} of instance {flip.home!r}, "
+            f"rank {flip.target!r} has no room for layer {flip.shards[0] // shape.shards} of instance {flip.home!r}, "
             "however small the caches are; give the ranks more memory",
             requested_bytes=lacking * room.page_bytes,
             free_bytes=max(0, books.free(flip.target, shape, caps)) * room.page_bytes,

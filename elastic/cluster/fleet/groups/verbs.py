@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Resharded, Restored
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, StateError
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 class GroupVerbs:
     """Each verb blocks its caller and waits for the one before; requests are served on meanwhile. Not for listeners."""
 
-    _groups: Groups
+    _groups: ReshardingGroups
 
     def keep_staging(self) -> None:
         """Have each rank that is by itself keep the KV of one layer free, so that a drop can begin when all is full.
@@ -114,6 +114,34 @@ class GroupVerbs:
         """
         _require_no_listener()
         return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated, layers_per_step))
+
+    def reshard(
+        self,
+        instances: str | Sequence[str],
+        *,
+        tp: int,
+        timeout_s: float = TIMEOUT_S,
+        dry_run: bool = False,
+        why: str = "by hand",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
+    ) -> Resharded:
+        """Have `tp` ranks share every layer of their instances: each has a part of the weights, and of the KV heads.
+
+        Whoever computes layers with one of `instances` counts as named; all of them together are put together anew, `tp`
+        at a time, in their order. With `tp=1` each has all of its layers again. An instance at degree 2 or 4 has room
+        for longer requests: weights become KV cache, and the keys and values of each request are spread over all of its
+        ranks. Requests go on meanwhile, and nothing is computed again; what does not change its rank is not copied. The
+        other options are as of `drop`. (AMOEBA, section 3)
+
+        Raises `ConfigError` where layers were not cut for it (`wrap={"shards": 4}`), or the ranks are no multiple of
+        `tp`; `CapacityError` if they have no memory for it, `RankLost`.
+        """
+        _require_no_listener()
+        names = (instances,) if isinstance(instances, str) else tuple(instances)
+        form = ExchangeForm(exchange, coordinated, layers_per_step)
+        return self._groups.reshard(names, tp, timeout_s, why, dry_run=dry_run, form=form)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""

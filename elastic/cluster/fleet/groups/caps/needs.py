@@ -47,7 +47,7 @@ def shared_memory(books: Books, shape: Shape) -> SharedMemory:
     return SharedMemory(
         {rank: books.free(rank, shape, none) for rank in books.pages},
         {
-            rank: {home: books.sector_pages(rank, layers) for home, layers in shape.layers_at(rank).items()}
+            rank: {home: books.sector_pages(rank, shards) for home, shards in shape.shards_at(rank).items()}
             for rank in books.pages
         },
     )

@@ -22,6 +22,7 @@ from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, RankLost
+from elastic.planning.sharding.shard_pages import ShardPages
 from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank
 from support.cluster.fake_rank import FakeLauncher
 from support.serving.generations import Collector
@@ -177,7 +178,7 @@ def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
     pages = sectors * sum(sizes) + data.draw(st.integers(0, 20))
     every = frozenset(range(layers))
     rooms = {
-        name: Room(LayerPath.alone(name, layers), pages, 4096, sizes, 10**6, sectors, (weight,) * layers, every)
+        name: Room(LayerPath.alone(name, layers), pages, 4096, sizes, 10**6, sectors, (ShardPages((), ((range(weight),),)),) * layers, every)
         for name in names
     }
     now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
@@ -191,7 +192,7 @@ def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
         shape = replace(now, weights={name: now.kept(name, target.weights) for name in names})
         for flips in transition.rounds:
             assert len({flip.home for flip in flips}) == len(flips)
-            assert all(len(flip.layers) <= (most or layers) for flip in flips)
+            assert all(len(flip.shards) <= (most or layers) for flip in flips)
             for name in names:
                 coming = sum(books.needed(flip, shape, caps) for flip in flips if flip.target == name)
                 assert books.free(name, shape, caps) >= coming
@@ -226,14 +227,14 @@ def test_as_many_layers_flip_at_a_pause_as_there_is_room_for_on_both_sides(fleet
 
 def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
     every, names = frozenset(range(LAYERS)), ("r0", "r1")
-    sizes, weights = (SECTOR,) * LAYERS, (2 * ALONE,) * LAYERS  # weights of a layer: twice its keys and values
+    sizes, weights = (SECTOR,) * LAYERS, (ShardPages((), ((range(2 * ALONE),),)),) * LAYERS  # weights of a layer: twice its keys and values
     pages = ALONE * LAYERS
     rooms = {n: Room(LayerPath.alone(n, LAYERS), pages, 4096, sizes, 1000, ALONE, weights, every) for n in names}
     now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
     books = Books(rooms, KV, now)
     target = shape_keeping(now, {"r0": frozenset(range(3)), "r1": frozenset(range(3, 6))}, {})
     transition = plan_transition(now, target, books, {name: books.staged(name) for name in names})
-    layers = [[(flip.home, flip.layers) for flip in flips] for flips in transition.rounds]
+    layers = [[(flip.home, flip.shards) for flip in flips] for flips in transition.rounds]
     assert layers == [[("r0", (3,)), ("r1", (0,))], [("r0", (4, 5)), ("r1", (1, 2))]]
 
 
