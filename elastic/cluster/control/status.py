@@ -47,7 +47,9 @@ class RankStatus:
     why: str = ""
     """Lost or refused: why."""
     dropped: tuple[int, ...] = ()
-    """Layers whose weights it has not, since other ranks compute them."""
+    """Layers of whose weights it has none, since other ranks compute them."""
+    shards: tuple[int, ...] = ()
+    """Of each layer, how many of its shards it has the weights of, while ranks share layers; (): all of them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class InstanceStatus:
     """Free blocks after promises, over running sequences (Llumnix, section 4.2)."""
     epoch: int = 0
     path: tuple[str, ...] = ()
-    """Of each layer the rank that computes it; (): its leader computes all."""
+    """Of each layer the rank that computes it, or those that share it, such as `r0+r1`; (): its leader computes all."""
+    tp: int = 1
+    """How many ranks share a layer, at the most."""
 
 
 @dataclass(frozen=True)

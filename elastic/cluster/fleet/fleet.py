@@ -326,9 +326,9 @@ class Fleet(GroupVerbs):
 
     def status(self) -> FleetStatus:
         """Return its ranks, instances and counts."""
-        dropped = {rank: layers for group in self.groups() for rank, layers in group.dropped.items()}
+        held = {rank: about for group in self.groups() for rank, about in group.held().items()}
         told = self._members.statuses(time.perf_counter())
-        ranks = tuple(dataclasses.replace(rank, dropped=dropped.get(rank.name, ())) for rank in told)
+        ranks = tuple(dataclasses.replace(rank, **held.get(rank.name, {})) for rank in told)
         with self._dispatcher.lock:
             instances = tuple(instance.status() for instance in self._dispatcher.instances.values())
             return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals(), self._policies.reason)

@@ -173,8 +173,10 @@ class Instance:
         """Return what `Fleet.status` says of it."""
         requests = len(self.records)
         ranks = (self.name,) if self.path is None else tuple(dict.fromkeys((self.name, *self.path.ranks)))
-        epoch, path = (0, ()) if self.path is None else (self.path.epoch, self.path.ranks)
-        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path)
+        holders = [] if self.path is None else [self.path.holders(layer) for layer in range(self.path.layers)]
+        path, tp = tuple(map("+".join, holders)), max(map(len, holders), default=1)
+        epoch = 0 if self.path is None else self.path.epoch
+        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path, tp)
 
 
 def request_blocks(kv: KVFormat, request: Request) -> int:

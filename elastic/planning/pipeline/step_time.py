@@ -40,8 +40,8 @@ def shared_round_s(
 
     `layers_at`: rank -> instance -> how many of its layers it computes; what is not decoder layers each computes at its
     own rank. The round is over neither before the busiest rank has computed all that it has of it, nor before the
-    slowest instance's step has passed all of its layers and `hops` between ranks. Of a layer that is shared a rank has a
-    part; `depth` is then how many layers the largest parts of an instance make up, one after another.
+    slowest instance's step has passed all of its layers and `hops` between ranks. Of a layer that ranks share each has
+    a part; `depth` is then how many layers the largest parts of an instance make up, one after another.
     """
     layer_s = {home: model.layer.batch(chunks) for home, chunks in running.items()}
     rest_s = {home: model.rest.batch(chunks) for home, chunks in running.items()}

@@ -39,6 +39,11 @@ def kv_of(kv_shards: int = 1) -> KVFormat:
 KV = kv_of()
 
 
+def whole(pages: int) -> ShardPages:
+    """The weights of a layer that is not cut."""
+    return ShardPages((), ((range(pages),),))
+
+
 def pages_of(shards: int) -> ShardPages:
     """The weights of a layer in so many shards."""
     cut = WEIGHT - COMMON

@@ -117,6 +117,23 @@ def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "a", "b", "--token-file", str(token)]
+    assert main(["fleet", "reshard", *given, "--tp", "2", "--layers-per-step", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "applied: a, b at tp=2; 4,096 bytes of weights have left, 0 came back; 5 layers changed their rank" in told
+    assert main(["fleet", "reshard", *given, "--tp", "1", "--dry-run"]) == 0
+    assert "planned: 4,096 bytes of weights would leave" in capsys.readouterr().out
+    assert main(["fleet", "reshard", *given, "--tp", "3"]) != 0
+    assert "in 4 shards" in capsys.readouterr().err
+    assert served.engine.groups_asked == [
+        ("reshard", (["a", "b"], 2, 4, False, "by HTTP")),
+        ("reshard", (["a", "b"], 1, None, True, "by HTTP")),
+    ]
+
+
 @pytest.mark.parametrize("layers", ["6-11", "r0=", "r0=6-", "r0=11-6", "r0=x", "=3", "r0=1,,2", "r0=0-99999"])
 def test_layers_that_cannot_be_read(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:

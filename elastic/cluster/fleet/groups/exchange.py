@@ -237,7 +237,8 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
             other, expected = known.setdefault(shard, (rank, digest))
             if digest != expected:
                 raise StateError(
-                    f"layer {shard // group.shape.shards} of rank {rank!r} has other weights than that of {other!r}; start them anew"
+                    f"layer {shard // group.shape.shards} of rank {rank!r} has other weights than that of {other!r}; "
+                    "start them anew"
                 )
     group.compared = True
 

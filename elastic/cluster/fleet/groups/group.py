@@ -71,9 +71,7 @@ class Group:
         shape = self.shape
         shards = {rank: tuple(sorted(have)) for rank, have in shape.weights.items()}
         keeps = {rank: whole_layers(have, shape.shards) for rank, have in shards.items()}
-        return GroupStatus(
-            self.members, dict(shape.paths), keeps, dict(self.caps), dict(self.alone), shape.tp, shards
-        )
+        return GroupStatus(self.members, dict(shape.paths), keeps, dict(self.caps), dict(self.alone), shape.tp, shards)
 
 
 class Deadline:

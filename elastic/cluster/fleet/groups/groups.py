@@ -15,6 +15,7 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
+from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
@@ -22,7 +23,6 @@ from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, 
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
-from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog

@@ -85,9 +85,9 @@ def _depth(path: LayerPath) -> float:
 
 
 def _hops(path: LayerPath) -> int:
-    """Count how often a step waits for another rank: it begins and ends at home, and a layer that is shared waits twice.
+    """Count how often a step waits for another rank: it begins and ends at home.
 
-    (Once for the heads of the others, once for what their parts of the feed-forward network give.)
+    Twice in a layer that is shared: for the heads of the others, and for what their parts of the network give.
     """
     holders = [path.holders(layer) for layer in range(path.layers)]
     hops = sum(not set(after) <= set(before) for before, after in pairwise(((path.home,), *holders, (path.home,))))

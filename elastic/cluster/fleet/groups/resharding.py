@@ -1,4 +1,4 @@
-"""Instances whose ranks share every layer, more of them or fewer: tensor parallelism that changes. (AMOEBA, section 3)"""
+"""Instances whose ranks share every layer: tensor parallelism that changes while it serves. (AMOEBA, section 3)"""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReshardingGroups(Groups):
     # -- inside, one verb at a time
 
     def _with_partners(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return ranks, and those that compute layers with them. Raises `ConfigError` for none, and for unknown ones."""
+        """Return ranks, and those that compute layers with them. Raises `ConfigError` for none and for unknown ones."""
         serving = [instance.name for instance in self._ranks.serving()]
         if not names or (unknown := [name for name in names if name not in serving]):
             wrong = f"there is no rank {unknown[0]!r} that serves" if names else "name one instance at least"
@@ -67,16 +67,17 @@ class ReshardingGroups(Groups):
             done = self._exchange(exchange, "reshard failed")
             kind: EventKind = "resharded" if done.status == "applied" else "reshard failed"
             self._changed(kind, group, done, f"{', '.join(members)} to tp={len(units[0])}, {why}")
-            self._divide(group)
-            freed_bytes = exchange.counts.freed_bytes
-            return Resharded(**vars(done), members=members, tp=len(units[0]), freed_bytes=freed_bytes)
+        self._divide(group)
+        return Resharded(**vars(done), members=members, tp=len(units[0]), freed_bytes=exchange.counts.freed_bytes)
 
     def _divide(self, group: Group) -> None:
         """Have those of a group that compute nothing for each other any more be groups of their own."""
         units = group.shape.units()
         if len(units) == 1 or group not in self._groups:
             return
-        close_stages(self._ranks, group, [stage for stage in group.stages if not any(set(stage) <= {*u} for u in units)])
+        unit_of = {name: unit for unit in units for name in unit}
+        across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]
+        close_stages(self._ranks, group, across)
         parts = [group.part_of(unit) for unit in units if len(unit) > 1]
         self._forget(group)
         self._groups = (*self._groups, *parts)

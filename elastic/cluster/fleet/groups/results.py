@@ -100,6 +100,15 @@ class GroupStatus:
     @property
     def dropped(self) -> dict[str, tuple[int, ...]]:
         """Rank -> the layers of whose weights it has none."""
+        return {rank: about["dropped"] for rank, about in self.held().items()}
+
+    def held(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Return what `RankStatus` says of each rank's weights."""
         path = next(iter(self.paths.values()))
-        some = {rank: by_layer(shards, path.shards) for rank, shards in self.shards.items()}
-        return {rank: tuple(i for i in range(path.layers) if i not in have) for rank, have in some.items()}
+        told = {}
+        for rank, shards in self.shards.items():
+            have = by_layer(shards, path.shards)
+            told[rank] = {"dropped": tuple(i for i in range(path.layers) if i not in have)}
+            if self.tp > 1:
+                told[rank]["shards"] = tuple(len(have.get(i, ())) for i in range(path.layers))
+        return told

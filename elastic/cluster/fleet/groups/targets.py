@@ -56,15 +56,16 @@ def sharded(now: Shape, units: Iterable[Sequence[str]]) -> Shape:
     """
     paths, weights = dict(now.paths), dict(now.weights)
     for unit in units:
-        size, left, layer = now.shards // len(unit), list(unit), []
+        size, left, ranks = now.shards // len(unit), list(unit), []
         for first in range(0, now.shards, size):
-            wanted = [base + part for base in range(0, now.layers * now.shards, now.shards) for part in range(first, first + size)]
-            rank = max(left, key=lambda rank: len(now.weights[rank].intersection(wanted)))
+            parts = range(first, first + size)
+            shards = frozenset(layer * now.shards + part for layer in range(now.layers) for part in parts)
+            rank = max(left, key=lambda rank: len(now.weights[rank] & shards))
             left.remove(rank)
-            layer += [rank] * size
-            weights[rank] = frozenset(wanted)
+            ranks += [rank] * size
+            weights[rank] = shards
         for rank in unit:
-            paths[rank] = _goes_by(now.paths[rank], layer * now.layers)
+            paths[rank] = _goes_by(now.paths[rank], ranks * now.layers)
     return Shape(paths, weights)
 
 
@@ -85,9 +86,7 @@ def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
         raise ConfigError(f"layers: {home!r} has no layer {wrong[0]}; its model has {now.layers}")
     path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
     ranks = [rank if shard in shards else other for shard, other in enumerate(path.ranks)]
-    return Shape(
-        {**now.paths, home: _goes_by(path, ranks)}, {**now.weights, rank: now.weights[rank] | shards}
-    )
+    return Shape({**now.paths, home: _goes_by(path, ranks)}, {**now.weights, rank: now.weights[rank] | shards})
 
 
 def _owners(

@@ -129,8 +129,8 @@ class GroupVerbs:
     ) -> Resharded:
         """Have `tp` ranks share every layer of their instances: each has a part of the weights, and of the KV heads.
 
-        Whoever computes layers with one of `instances` counts as named; all of them together are put together anew, `tp`
-        at a time, in their order. With `tp=1` each has all of its layers again. An instance at degree 2 or 4 has room
+        Whoever computes layers with one of `instances` counts as named; all of them are put together anew, `tp` at a
+        time, in their order. With `tp=1` each has all of its layers again. An instance at degree 2 or 4 has room
         for longer requests: weights become KV cache, and the keys and values of each request are spread over all of its
         ranks. Requests go on meanwhile, and nothing is computed again; what does not change its rank is not copied. The
         other options are as of `drop`. (AMOEBA, section 3)

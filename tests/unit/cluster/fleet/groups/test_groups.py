@@ -22,8 +22,7 @@ from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, RankLost
-from elastic.planning.sharding.shard_pages import ShardPages
-from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank
+from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank, whole
 from support.cluster.fake_rank import FakeLauncher
 from support.serving.generations import Collector
 
@@ -178,7 +177,16 @@ def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
     pages = sectors * sum(sizes) + data.draw(st.integers(0, 20))
     every = frozenset(range(layers))
     rooms = {
-        name: Room(LayerPath.alone(name, layers), pages, 4096, sizes, 10**6, sectors, (ShardPages((), ((range(weight),),)),) * layers, every)
+        name: Room(
+            LayerPath.alone(name, layers),
+            pages,
+            4096,
+            sizes,
+            10**6,
+            sectors,
+            (whole(weight),) * layers,
+            every,
+        )
         for name in names
     }
     now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
@@ -227,7 +235,10 @@ def test_as_many_layers_flip_at_a_pause_as_there_is_room_for_on_both_sides(fleet
 
 def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
     every, names = frozenset(range(LAYERS)), ("r0", "r1")
-    sizes, weights = (SECTOR,) * LAYERS, (ShardPages((), ((range(2 * ALONE),),)),) * LAYERS  # weights of a layer: twice its keys and values
+    sizes, weights = (
+        (SECTOR,) * LAYERS,
+        (whole(2 * ALONE),) * LAYERS,
+    )  # weights of a layer: twice its keys and values
     pages = ALONE * LAYERS
     rooms = {n: Room(LayerPath.alone(n, LAYERS), pages, 4096, sizes, 1000, ALONE, weights, every) for n in names}
     now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
