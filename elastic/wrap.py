@@ -15,7 +15,15 @@ from elastic.kvcache.storage.layout import choose_layout
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.runtime.controller_setup import Asked, choose_policy
 from elastic.runtime.layer_benchmark import measure
-from elastic.runtime.options import WrapOptions, check_model, check_placement, choose_places, parse_rate, parse_variants
+from elastic.runtime.options import (
+    WrapOptions,
+    check_model,
+    check_placement,
+    check_shards,
+    choose_places,
+    parse_rate,
+    parse_variants,
+)
 from elastic.runtime.runtime import Runtime, runtime
 from elastic.weights.decoder import Decoder
 
@@ -40,6 +48,7 @@ def wrap(
     copy_rate: int | str | None = None,
     kv_layout: str | None = None,
     checkpoint: str | Path | None = None,
+    shards: int = 1,
 ) -> Model:
     """Make a Hugging Face causal language model elastic, in place; returns the same object.
 
@@ -63,7 +72,7 @@ def wrap(
     `variants` are what layers can be swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
     processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes; None: no bound.
-
+    `shards`, a power of two: in as many parts the feed-forward network of each layer can be dropped and fetched.
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for
     a budget too small; in each case the model is as it was.
     """
@@ -82,6 +91,7 @@ def wrap(
         copy_rate=parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
+        shards=check_shards(shards),
         make_policy=choose_policy(policy, slo, order, packed, decoder.layers, partial(measure, decoder, opened)),
     )
     install(model, options)

@@ -31,6 +31,8 @@ class ParameterLayout:
     """The dimensions along which tensor parallelism may split it."""
     offset: int = 0
     """Bytes from the beginning of the range."""
+    alignment: int = ALIGNMENT
+    """Bytes. The offset is a multiple; a page for what comes and goes in parts."""
 
     def __post_init__(self) -> None:
         dims = range(len(self.shape))
@@ -79,6 +81,7 @@ class LayerLayout:
         """Lay parameters out one after another; their own offsets are ignored."""
         placed, offset = {}, 0
         for name, parameter in parameters.items():
+            offset = -(-offset // parameter.alignment) * parameter.alignment
             placed[name] = parameter if parameter.offset == offset else replace(parameter, offset=offset)
             offset += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(placed)

@@ -26,6 +26,7 @@ from elastic.runtime.build import (
     pack_variants,
 )
 from elastic.runtime.controller_setup import connect_controller
+from elastic.runtime.cutting import cut_layers
 from elastic.runtime.options import WrapOptions
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
@@ -53,7 +54,9 @@ def assemble(
     decoder = options.decoder
     slots = layer_slots(model, decoder, options.lives_in_pages)
     pools = open_places(model, decoder, options.places, slots, memory)
-    layers = make_layers(decoder, slots, layer_pools(decoder, slots, pools, options.placement), options.files)
+    homes = layer_pools(decoder, slots, pools, options.placement)
+    cuts = cut_layers(decoder, slots, homes, options.shards)
+    layers = make_layers(decoder, slots, homes, options.files, cuts)
     pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_packable)
     reserves = make_reserves(layers, memory)
     # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released

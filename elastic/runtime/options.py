@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from elastic.config import SLO, Place, parse_bytes
+from elastic.config import SLO, Place, parse_bytes, require
 from elastic.errors import ConfigError
 from elastic.hooks.forward_gate import traffic
 from elastic.kvcache.storage.layout import KVLayout
 from elastic.memory.checkpoint_file import Checkpoint
 from elastic.memory.places import require_memory
 from elastic.memory.rate_limit import RateLimiter
+from elastic.planning.sharding.bounds import is_degree
 from elastic.quant.variants.eligible import is_packable
 from elastic.runtime.controller_setup import MakePolicy
 from elastic.weights.decoder import Decoder, find_decoder
@@ -43,6 +44,8 @@ class WrapOptions:
     slo: SLO | None
     start_controller: bool
     make_policy: MakePolicy | None
+    shards: int = 1
+    """Parts of each decoder layer that can be here or not by themselves."""
     is_packable: Callable[[nn.Module, torch.Tensor], bool] = is_packable
     """Whether a module multiplies its input with a parameter of its own, so that this may be packed."""
     lives_in_pages: Callable[[torch.Tensor], bool] = lambda parameter: True
@@ -87,6 +90,13 @@ def check_placement(placement: str) -> str:
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement={placement!r} is not known; use one of {', '.join(map(repr, PLACEMENTS))}")
     return placement
+
+
+def check_shards(shards: int) -> int:
+    """Return a number of parts that layers can be cut into. Raises `ConfigError` for any other."""
+    whole = isinstance(shards, int) and not isinstance(shards, bool)
+    require(whole and is_degree(shards), "shards", shards, "a power of two")
+    return shards
 
 
 def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:

@@ -111,30 +111,6 @@ class Runtime(LayerVerbs):
             events=len(self._log),
         )
 
-    @property
-    def at_home(self) -> tuple[int, ...]:
-        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
-        return self._weights.initially_resident
-
-    @property
-    def replicated(self) -> tuple[int, ...]:
-        """The decoder layers that have replicas now."""
-        return tuple(sorted(self._weights.replicas))
-
-    def form(self) -> tuple[str, ...]:
-        """Return the variant that each decoder layer is in; `absent` for a released one, `dropped` for one of these."""
-        return self._weights.form()
-
-    @property
-    def dropped(self) -> tuple[int, ...]:
-        """The decoder layers whose weights are nowhere in this process."""
-        return self._weights.dropped
-
-    @property
-    def layer_pages(self) -> tuple[int, ...]:
-        """Pages of its place that the full weights of each decoder layer have, or had."""
-        return tuple(layer.pages for layer in self._weights.layers)
-
     def events(self) -> tuple[Event, ...]:
         """Return the last actions, oldest first; a bounded ring."""
         return self._log.last()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from elastic.actions.results import merge_changes
+from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import (
     Action,
     Change,
@@ -30,7 +31,7 @@ Done = Change | Future[tuple[Change, ...]]
 
 
 class LayerVerbs(ABC):
-    """What can be done to the layers of a model. Each makes actions, and has them done by `apply`."""
+    """What is known of the layers of a model, and can be done to them: verbs make actions, which `apply` has done."""
 
     _weights: ModelWeights
 
@@ -45,6 +46,59 @@ class LayerVerbs(ABC):
     def _change(self, actions: Sequence[Action], wait: bool) -> Done:
         results = self.apply(actions, wait=wait)
         return results if isinstance(results, Future) else merge_changes(results)
+
+    # -- what there is
+
+    @property
+    def at_home(self) -> tuple[int, ...]:
+        """The decoder layers that `wrap` left at their place: what `restore()` restores."""
+        return self._weights.initially_resident
+
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """The decoder layers that have replicas now."""
+        return tuple(sorted(self._weights.replicas))
+
+    def form(self) -> tuple[str, ...]:
+        """Return the variant that each decoder layer is in; `absent` for a released one, `dropped` for one of these."""
+        return self._weights.form()
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The decoder layers whose weights, or some shards of them, are nowhere in this process."""
+        return self._weights.dropped
+
+    @property
+    def layer_pages(self) -> tuple[int, ...]:
+        """Pages of its place that the full weights of each decoder layer have, or had."""
+        return tuple(layer.pages for layer in self._weights.layers)
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights of the decoder layers: for what computes parts of these."""
+        return self._weights
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of each decoder layer. Part p of layer l is shard `l * shards + p`."""
+        return self._weights.shards
+
+    @property
+    def shards_here(self) -> tuple[frozenset[int], ...]:
+        """The parts of each decoder layer, from 0, that are at its place."""
+        return tuple(layer.shards_here for layer in self._weights.layers)
+
+    @property
+    def dropped_shards(self) -> tuple[int, ...]:
+        """The shards whose weights are nowhere in this process."""
+        return self._weights.dropped_shards
+
+    @property
+    def shard_pages(self) -> tuple[ShardPages, ...]:
+        """Pages of its place that the full weights of each decoder layer need, by the parts that are here."""
+        return tuple(layer.shard_pages for layer in self._weights.layers)
+
+    # -- what can be done
 
     @overload
     def release(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from hashlib import blake2b
 
 import torch
@@ -18,6 +19,8 @@ from elastic.memory.page_pool import PagePool
 from elastic.memory.rate_limit import RateLimiter
 from elastic.memory.weight_buffer import WeightBuffer
 from elastic.memory.weight_layout import LayerLayout
+from elastic.planning.sharding.cut_plan import ParameterCut
+from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import DROPPED, HOST, LayerPages
 from elastic.weights.parameter_slot import Content, ParameterSlot, UnpagedTensors, is_under
 from elastic.weights.precision import LayerPrecision, LayerVariant, UnitPrecisions
@@ -25,6 +28,8 @@ from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
 from elastic.weights.proxy.transfer_cache import TransferCache
 from elastic.weights.proxy.weight_home import StagedTensors
+from elastic.weights.shards.layer_cut import LayerCut, whole_pages
+from elastic.weights.shards.part_views import PartViews, Views
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class DecoderLayer:
     unpaged: UnpagedTensors
     checkpoint: Checkpoint | None = None
     """Where released weights are read from, if it has them."""
+    cut: LayerCut | None = None
+    """Its parts that can be here or not by themselves; None: it is here as a whole, or not."""
 
 
 class Absence(Enum):
@@ -44,7 +51,7 @@ class Absence(Enum):
     HOST = HOST
     """They are in the host store, and in a prefetch buffer while the layer is called."""
     DROPPED = DROPPED
-    """They are nowhere that the process would have to keep; the layer cannot be called."""
+    """They, or some of the layer's parts, are nowhere that the process would have to keep; it cannot be called."""
 
 
 class WeightUnit:
@@ -83,6 +90,13 @@ class WeightUnit:
         """`precision` is the one in which it lies in its block while resident, and full while absent."""
         self.absent: Absence | None = None
         """None while resident. Read by the layer's hooks: whether a call must be staged, or refused."""
+        self.cut = layer.cut if layer.cut is not None and not part and set(layer.cut.parted) <= slots.keys() else None
+        """Its parts; None: it has one, itself."""
+        self.every = frozenset((0,)) if self.cut is None else self.cut.every
+        """All its parts."""
+        self.shards_here = self.every
+        """The parts that are at its place; none while it is in the host store."""
+        self._views = PartViews()
         self.staged = StagedTensors()
         self.blocks: dict[object, WeightBuffer] = {}
         """By the key of a precision; all but that of the present one are reclaimable."""
@@ -105,7 +119,13 @@ class WeightUnit:
     @property
     def held_pages(self) -> int:
         """Pages that it has at its place."""
-        return 0 if self.absent else self.pages_in(self.precision)
+        return self.shard_pages.pages(self.shards_here) if self.absent else self.pages_in(self.precision)
+
+    @cached_property
+    def shard_pages(self) -> ShardPages:
+        """The pages of its place that its full parameters need, by the parts that are here."""
+        size = self.pool.page_bytes
+        return whole_pages(self.layout, size) if self.cut is None else self.cut.pages(self.layout, size)
 
     def pages_in(self, precision: LayerPrecision) -> int:
         """Return the pages that it needs at its place in a precision."""
@@ -176,6 +196,30 @@ class WeightUnit:
             return None
         return entry if torch.promote_types(entry.dtype, like.dtype) == like.dtype else None
 
+    def part_tensors(self, parts: tuple[int, ...]) -> Views:
+        """Return the tensors of some parts, by parameter; see `ModelWeights.part_tensors`."""
+        made = self._views.get(parts)
+        if made is None:
+            self._require_parts(parts)
+            made = self._views.make(self._required_cut().plan, parts, self._view)
+        return made
+
+    def _view(self, cut: ParameterCut, rows: range) -> torch.Tensor:
+        """View a run of rows of a parameter, any shape, in the checkpoint's orientation."""
+        plain: torch.Tensor = self.slots[cut.name].parameter
+        return plain.detach().narrow(cut.dim, rows.start, len(rows))
+
+    def _required_cut(self) -> LayerCut:
+        if self.cut is None:
+            raise StateError(f"{self.name} is not cut, or has modules at another place; wrap the model with shards=2")
+        return self.cut
+
+    def _require_parts(self, parts: tuple[int, ...]) -> None:
+        """Raise `StateError` unless these parts are here, in full."""
+        if self.precision is not self.full or self.absent is Absence.HOST:
+            form = "in host memory" if self.absent else f"in variant {self.variant!r}"
+            raise StateError(f"{self.name} is {form}; restore it first: rt.restore({self.index})")
+
     def block_for(self, precision: LayerPrecision) -> WeightBuffer:
         """Return the block of a precision, addresses stable as long as no tensor outside keeps an earlier one."""
         block = self.blocks.get(precision.key)
@@ -241,18 +285,24 @@ class WeightUnit:
     def show(self, contents: Mapping[str, Content], precision: LayerPrecision | None = None) -> None:
         """Be resident in a precision (None: full) from now on."""
         self._fill_slots(contents)
-        self.precision, self.absent = precision or self.full, None
+        self.precision, self.absent, self.shards_here = precision or self.full, None, self.every
         if not self.part:
             self.layer.unpaged.move_to(self.pool.backend.device)
 
-    def hide(self, contents: Mapping[str, Content], absence: Absence = Absence.HOST) -> None:
-        """Be absent from now on; unless it is dropped, the host store must have the bytes."""
-        self.absent = absence
+    def hide(
+        self,
+        contents: Mapping[str, Content],
+        absence: Absence = Absence.HOST,
+        shards: frozenset[int] = frozenset(),
+    ) -> None:
+        """Be absent from now on, but for some parts of it; unless it is dropped, the host store must have the bytes."""
+        self.absent, self.shards_here = absence, shards
         self._fill_slots(contents)
         self.precision = self.full
 
     def _fill_slots(self, contents: Mapping[str, Content]) -> None:
         self.was_written = self.written
+        self._views.clear()
         with torch.inference_mode(False), torch.no_grad():
             for name, slot in self.slots.items():
                 slot.put(contents[name])

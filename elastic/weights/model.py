@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.rate_limit import YieldingPace
+from elastic.planning.sharding.cut_plan import CutPlan
 from elastic.types import DROPPED, RankMemory, Residency, WeightsSource
 from elastic.weights.layer import Absence, WeightUnit, combined
 from elastic.weights.parameter_slot import ParameterSlot, is_under
+from elastic.weights.shards.part_views import Views
 from elastic.weights.streaming import WeightStreamer
 
 ABSENT = "absent"
@@ -79,8 +81,39 @@ class ModelWeights:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The layers whose weights are nowhere in this process."""
+        """The layers whose weights, or some parts of them, are nowhere in this process."""
         return tuple(layer.index for layer in self.layers if layer.absent is Absence.DROPPED)
+
+    @property
+    def dropped_shards(self) -> tuple[int, ...]:
+        """The shards whose weights are nowhere in this process."""
+        dropped, shards = (self.layers[index] for index in self.dropped), self.shards
+        return tuple(unit.index * shards + part for unit in dropped for part in sorted(unit.every - unit.shards_here))
+
+    # -- the parts that layers are cut into
+
+    @property
+    def shards(self) -> int:
+        """The number of parts of each layer. Part p of layer l is shard `l * shards + p`."""
+        return max(1, *(len(layer.layer.cut.every) if layer.layer.cut else 1 for layer in self.layers))
+
+    def cut_plan(self, layer: int) -> CutPlan | None:
+        """Return how a layer is cut; None: it is one part."""
+        cut = self.layers[layer].layer.cut
+        return None if cut is None else cut.plan
+
+    def shards_here(self, layer: int) -> frozenset[int]:
+        """Return the parts of a layer, from 0, that are at its place."""
+        return self.layers[layer].shards_here
+
+    def part_tensors(self, layer: int, parts: tuple[int, ...]) -> Views:
+        """Return the tensors of some parts of a layer, for each parameter of its cut plan.
+
+        Those of a parameter, one after another along the dimension that is cut, are what the parts have of it, of each
+        fused matrix in turn; parts that lie side by side are one tensor. They are made once, so ask again rather than
+        keep them: pages of what is kept do not come free. Raises `StateError` for a part that is not here in full.
+        """
+        return self.layers[layer].part_tensors(parts)
 
     def streamed(self, place: str) -> int:
         """Count the layers of a place that are in host memory: they are streamed when they are called."""

@@ -15,6 +15,7 @@ from elastic.memory.weight_layout import LayerLayout, ParameterLayout
 from elastic.weights.decoder import Decoder
 from elastic.weights.layer import DecoderLayer, WeightUnit
 from elastic.weights.parameter_slot import ParameterSlot, UnpagedTensors
+from elastic.weights.shards.layer_cut import LayerCut
 from elastic.weights.slot_contents import absent_contents, resident_contents
 
 
@@ -23,13 +24,18 @@ def make_layers(
     slots: Sequence[Mapping[str, ParameterSlot]],
     pools: Sequence[PagePool],
     checkpoint: Checkpoint | None,
+    cuts: Sequence[LayerCut | None],
 ) -> list[WeightUnit]:
     """Make the units of all layers, before anything is moved; `pools` are those of their places."""
     units = []
     for index, (module, name) in enumerate(zip(decoder.layers, decoder.layer_names, strict=True)):
-        layer = DecoderLayer(index, name, UnpagedTensors(module, slots[index]), checkpoint)
+        cut, pool = cuts[index], pools[index]
+        layer = DecoderLayer(index, name, UnpagedTensors(module, slots[index]), checkpoint, cut)
         layouts = {n: stored_layout(f"{name}.{n}", slot.parameter) for n, slot in slots[index].items()}
-        units.append(WeightUnit(layer, pools[index], slots[index], LayerLayout.pack(layouts)))
+        if cut is not None:
+            layouts = {n: cut.stored(n, like, pool.page_bytes) for n, like in layouts.items()}
+            layouts = {n: layouts[n] for n in sorted(layouts, key=cut.parted.__contains__)}
+        units.append(WeightUnit(layer, pool, slots[index], LayerLayout.pack(layouts)))
     return units
 
 

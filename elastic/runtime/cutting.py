@@ -1,0 +1,89 @@
+"""The cuts of a model's decoder layers, made once, before its weights lie in pages. (AMOEBA, section 3.2)
+
+The paper lays bytes between the parts so that each begins on a page. Here there is nothing between them: rows are cut
+where whole rows and pages end together, if the parts are about equal then; else they are equal, and a page in which one
+part ends and the next begins stays as long as either does. So a parameter that is whole is an ordinary one, of one
+product, without padding; the page in between costs a rank no more than the padding would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from elastic.errors import ConfigError
+from elastic.memory.page_pool import PagePool
+from elastic.planning.sharding.bounds import most_parts, row_bounds
+from elastic.planning.sharding.cut_plan import CutPlan, cut_layer
+from elastic.planning.sharding.ffn import tp_styles
+from elastic.planning.sharding.page_layout import aligned_unit
+from elastic.weights.decoder import Decoder
+from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.shards.layer_cut import LayerCut
+
+MOST_UNEVEN = 0.05
+"""The share by which the largest part may exceed an equal one, so that the cuts lie on pages."""
+
+
+def cut_layers(
+    decoder: Decoder, slots: Sequence[Mapping[str, ParameterSlot]], pools: Sequence[PagePool], shards: int
+) -> list[LayerCut | None]:
+    """Cut every layer into as many parts; `pools` are those of their places. Nothing is cut into one.
+
+    Raises `ConfigError` for a model that has a layer without a feed-forward network that can be cut so.
+    """
+    if shards == 1:
+        return [None] * len(decoder.layers)
+    return [_cut(decoder, index, slots[index], pools[index].page_bytes, shards) for index in range(len(decoder.layers))]
+
+
+def _cut(decoder: Decoder, index: int, slots: Mapping[str, ParameterSlot], page_bytes: int, shards: int) -> LayerCut:
+    layer, name = decoder.layers[index], decoder.layer_names[index]
+    sizes = {n: p.element_size() for n, p in layer.named_parameters()}
+    shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
+    styles = tp_styles(getattr(decoder.config, "base_model_tp_plan", None), name, shapes)
+    hidden, transposed = decoder.config.hidden_size, _transposed(layer)
+    try:
+        plan = cut_layer(shapes, hidden, shards, styles=styles, transposed=transposed)
+        if unit := _unit(plan, sizes, page_bytes):
+            plan = cut_layer(shapes, hidden, shards, styles=styles, transposed=transposed, unit=unit)
+    except ConfigError as error:
+        raise ConfigError(f"shards={shards}: {name}: {error}") from error
+    missing = sorted(plan.cuts.keys() - slots.keys())
+    if missing:
+        raise ConfigError(
+            f"shards={shards}: {name}.{missing[0]} is used elsewhere too, or an adapter's: it cannot be cut; wrap the "
+            "model with shards=1"
+        )
+    parted = [cut for cut in plan.cuts.values() if len(cut.shape) > 1]
+    parted = [cut for cut in parted if math.prod(cut.shape) * sizes[cut.name] > page_bytes]
+    return LayerCut(plan, tuple(cut.name for cut in parted))
+
+
+def _unit(plan: CutPlan, sizes: Mapping[str, int], page_bytes: int) -> int:
+    """Return the rows of dense networks that end on a page, if about equal parts can be cut there; else 0."""
+    units, inside = [1], []
+    for ffn in plan.ffns:
+        if ffn.kind == "dense":
+            matrices = [cut for cut in ffn.cuts if len(cut.shape) > 1]
+            units += [aligned_unit(cut.row_elements * sizes[cut.name], page_bytes) for cut in matrices]
+            inside.append(matrices[0].rows[-1][0].stop)
+    unit = math.lcm(*units)
+    return unit if all(_is_even(rows, plan.parts, unit) for rows in inside) else 0
+
+
+def _is_even(rows: int, parts: int, unit: int) -> bool:
+    if most_parts(rows, unit) < parts:
+        return False
+    largest = max(stop - start for start, stop in itertools.pairwise(row_bounds(rows, parts, unit)))
+    return largest * parts <= (1 + MOST_UNEVEN) * rows
+
+
+def _transposed(layer: nn.Module) -> set[str]:
+    """Return the names of modules that store their matrix as [inputs, outputs]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {name for name, module in layer.named_modules() if isinstance(module, Conv1D)}
