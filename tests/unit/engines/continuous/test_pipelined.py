@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
-from elastic.memory.backends.shared_file import OpenFile, open_shared
+from elastic.memory.backends.shared_file import open_shared
 from support import architectures
-from support.cluster.engine_group import EngineGroup
+from support.cluster.engine_group import EngineGroup, read_file
 from support.serving.generations import Collector, continuation, prompts
 from support.wrapped_model import layers as decoder_layers
 
@@ -112,19 +111,13 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
         per_sector = engine._memory.blocks_per_sector(group)
         with open_shared(kv.file) as file:
             sectors = {
-                sector: b"".join(read(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
+                sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
                 for sector, pages in kv.pages[layer].items()
             }
         for name, sequence in engine._loop.scheduler.sequences.items():
             places = [divmod(block, per_sector) for block in sequence.table.blocks[group]]
             found[name, layer] = [sectors[sector][i * size : (i + 1) * size] for sector, i in places]
     return found
-
-
-def read(file: OpenFile, offset: int, nbytes: int) -> bytes:
-    buffer = ctypes.create_string_buffer(nbytes)
-    file.read_into(ctypes.addressof(buffer), offset, nbytes)
-    return buffer.raw
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
