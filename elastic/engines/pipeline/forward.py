@@ -1,22 +1,25 @@
-"""One forward pass of a wrapped model of whose layers other ranks compute some.
+"""One forward pass of a wrapped model of whose layers other ranks compute some, or parts.
 
 Every rank runs the model on the ids of the whole step: embedding, masks and rotary embeddings are computed everywhere,
 and only hidden states go from rank to rank. A layer that is not the rank's own is passed over: it returns what it was
-given, or, in front of one that is, what the rank before has sent. (KunServe, section 4; the way of `LayerPath`.)
+given, or, in front of one that is, what a rank before has sent. (KunServe, section 4; the way of `LayerPath`.) Of a
+layer that several ranks compute, each has its heads and its part of the feed-forward networks; what these give is
+exchanged, so that all of them return the same. (AMOEBA, section 3)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from elastic.engines.pipeline.path import StagePlan
-from elastic.engines.pipeline.transport import Key, StepFailure, Transport
+from elastic.engines.pipeline.path import LayerPart, StagePlan
+from elastic.engines.pipeline.tensor_parallel.cut_modules import CutModules
+from elastic.engines.pipeline.tensor_parallel.exchange import Awaited, ShardedCache, StepExchange
+from elastic.engines.pipeline.transport import StepFailure, Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, StateError
 from elastic.hooks.forward_override import dispatches, install_override, remove_override
@@ -24,8 +27,6 @@ from elastic.hooks.replicas.split_rows import hidden_of
 from elastic.runtime.runtime import runtime
 from elastic.weights import batch_context
 from elastic.weights.decoder import find_decoder
-
-Receive = Callable[[str, torch.Tensor, Key], torch.Tensor]
 
 
 class StageForward:
@@ -42,6 +43,8 @@ class StageForward:
         if len(layers) < 2:
             raise ConfigError("a model of one layer cannot be computed by several ranks")
         self._indices = {layer: index for index, layer in enumerate(layers)}
+        weights = self._runtime.weights
+        self._cuts = CutModules(layers, weights) if weights.shards > 1 else None
         self._installed = [layer for layer in layers if install_override(layer)]
         try:
             if not all(map(dispatches, layers)):
@@ -60,17 +63,22 @@ class StageForward:
         `inputs` are what the model is called with, of the tokens of the whole step. Raises what the model raises, and
         `RankLost` or `StateError` where another rank fails; the ranks behind this one are told, and fail too.
         """
-        stage = _StagePass(plan, transport, step, self._indices, self._as_tuples, partial(self._receive, transport))
+        exchange = StepExchange(plan, transport, step, partial(self._receive, transport))
+        stage = _StagePass(plan, exchange, self._indices, self._cuts, self._as_tuples)
+        if not all(part.whole for part in plan.layers.values()) and "cache" in inputs:
+            inputs = {**inputs, "cache": ShardedCache(inputs["cache"], exchange)}
         try:
             with self._turn:
                 return self._call(stage, inputs)
         except BaseException as error:
-            stage.fail(StepFailure.of(error))
+            exchange.fail(StepFailure.of(error))
             transport.forget(step)
             raise
 
     def close(self) -> None:
         """Leave the layers as they were. Can be called twice."""
+        if self._cuts is not None:
+            self._cuts.close()
         while self._installed:
             remove_override(self._installed.pop())
 
@@ -84,10 +92,10 @@ class StageForward:
         finally:
             batch_context.thread.plan = None
 
-    def _receive(self, transport: Transport, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
+    def _receive(self, transport: Transport, awaited: Sequence[Awaited]) -> list[torch.Tensor]:
         # the turn comes back first: who waits for it inside the gate would keep a commit, and so its holder, waiting
         with self._runtime.suspend_forward(), self._turn.given_up():
-            return transport.receive(frm, like, key)
+            return [transport.receive(*each) for each in awaited]
 
     @torch.no_grad()
     def _layers_return_tuples(self) -> bool:
@@ -108,46 +116,43 @@ class _StagePass:
     def __init__(
         self,
         plan: StagePlan,
-        transport: Transport,
-        step: int,
+        exchange: StepExchange,
         indices: dict[nn.Module, int],
+        cuts: CutModules | None,
         as_tuples: bool,
-        receive: Receive,
     ) -> None:
-        self._plan, self._transport, self._step = plan, transport, step
-        self._indices = indices
+        self._plan, self._exchange = plan, exchange
+        self._indices, self._cuts = indices, cuts
         self._as_tuples = as_tuples
-        self._receive = receive
-        self._done = 0
-
-    def fail(self, failure: StepFailure) -> None:
-        """Tell the ranks that wait for this one, or will, that nothing comes."""
-        for rank in self._plan.awaited_by(self._done):
-            with suppress(StateError):  # it has gone itself
-                self._transport.fail(rank, self._step, failure)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._plan.layers
 
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a layer and send what it returns, or pass over it."""
-        plan, index = self._plan, self._indices[layer]
-        if index not in plan.layers:
-            return self._pass_over(index, _given(args, kwargs))
-        output = type(layer).forward(layer, *args, **kwargs)
-        for rank in plan.sends.get(index, ()):
-            self._transport.send(rank, hidden_of(output), Key(self._step, index + 1))
-        self._done = index + 1
-        if index == plan.last:
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer and send what it returns, or pass over it; call a module inside of one, or compute its part."""
+        index = self._indices.get(module)
+        if index is None:
+            assert self._cuts is not None, "nothing but layers has a forward override"
+            return self._cuts.call(module, self._exchange, args, kwargs)
+        if index not in self._plan.layers:
+            hidden = self._exchange.hidden_for(index + 1, _given(args, kwargs))
+            return (hidden,) if self._as_tuples else hidden
+        self._require(index, self._exchange.begin(index))
+        output = type(module).forward(module, *args, **kwargs)
+        self._exchange.end(hidden_of(output))
+        if index == self._plan.last:
             raise _Ended
         return output
 
-    def _pass_over(self, index: int, hidden: torch.Tensor) -> Any:
-        """Return what the next layer is given: hidden states [1, tokens, hidden size]."""
-        following = index + 1
-        if following in self._plan.receives:
-            hidden = self._receive(self._plan.receives[following], hidden, Key(self._step, following))
-        return (hidden,) if self._as_tuples else hidden
+    def _require(self, index: int, part: LayerPart) -> None:
+        """Raise `StateError` for a layer of several ranks that they cannot compute: before any of them waits in it."""
+        if part.whole:
+            return
+        if self._cuts is None:
+            raise StateError(
+                f"layer {index} is computed by several ranks; wrap the model with shards={len(part.ranks)}"
+            )
+        self._cuts.require(index, part.own)
 
 
 class _Probe:

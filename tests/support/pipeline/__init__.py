@@ -1,0 +1,1 @@
+"""Ranks that compute the layers of one model together."""
