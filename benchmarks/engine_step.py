@@ -36,7 +36,9 @@ class InstantModel(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, cache: Any, logits_to_keep: torch.Tensor | None = None, **_: Any) -> Any:
         for group in range(self._groups):
-            cache.metadata(group)
+            made, parts = cache.metadata(group), cache.cache.parts(group, tuple(range(cache.cache.kv_shards)))
+            for index in (made.write, *(sequences.read for sequences in made.decodes)):
+                index.of(parts)
         kept = input_ids.shape[1] if logits_to_keep is None else len(logits_to_keep)
         return SimpleNamespace(logits=self._logits[:, :kept])
 

@@ -121,7 +121,7 @@ class ContinuousEngine(PipelinedEngine):
     @property
     def shards(self) -> int:
         """Into how many shards each decoder layer is cut; 1: layers are whole."""
-        return int(getattr(self.runtime, "shards", 1))
+        return self.runtime.shards
 
     @property
     def weights(self) -> tuple[tuple[str, ...], ...]:

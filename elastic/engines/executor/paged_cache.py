@@ -142,7 +142,7 @@ class PagedCache:
         if own and len(counts) == 1:
             return HeadChoice(parts, self._heads(kv), self._heads(own))
         query = [head * each + i for head in kv for i in range(each)]
-        asked = torch.tensor([query.index(head) for head in own], device=self.device)
+        asked = torch.tensor([query.index(head) for head in own], dtype=torch.int64, device=self.device)
         return HeadChoice(parts, self._heads(kv), self._heads(query), asked)
 
     def _heads(self, heads: list[int]) -> Heads:
@@ -166,7 +166,8 @@ class RequestSlice:
     """The cache as consecutive sequences of a batch see it; what a forward pass is given as `cache`."""
 
     def __init__(self, cache: PagedCache, batch: BatchTokens) -> None:
-        self._cache = cache
+        self.cache = cache
+        """Of all sequences."""
         self._batch = batch
         self._metadata: dict[int, AttentionMetadata] = {}  # by group of layers
         self._parts: dict[tuple[int, int], RequestSlice] = {}
@@ -181,17 +182,17 @@ class RequestSlice:
         if (start, stop) == (0, len(self._batch.rows)):
             return self
         if (start, stop) not in self._parts:
-            self._parts[start, stop] = RequestSlice(self._cache, self._batch.part(start, stop))
+            self._parts[start, stop] = RequestSlice(self.cache, self._batch.part(start, stop))
         return self._parts[start, stop]
 
     def prepare(self) -> None:
         """Make what all layers need of the batch, for steps that may go on while tables change."""
-        for group in {cached.group for cached in self._cache.layers.values()}:
+        for group in {cached.group for cached in self.cache.layers.values()}:
             self.metadata(group)
 
     def metadata(self, group: int) -> AttentionMetadata:
         """Make what the layers of a group need of the batch."""
-        made = self._metadata[group] = self._cache.builders[group].build(self._batch)
+        made = self._metadata[group] = self.cache.builders[group].build(self._batch)
         return made
 
     def attend(
@@ -210,7 +211,7 @@ class RequestSlice:
         With `shards`, some of the `of` that the layer is cut into, keys and values are written of the parts that these
         need and no others, and what is returned is of their heads (`heads_of`). See `PagedCache.choose`.
         """
-        cache = self._cache
+        cache = self.cache
         cached = cache.layers[layer]
         batch = self._metadata.get(cached.group) or self.metadata(cached.group)
         heads = cache.choose(layer, shards, of, query.shape[1])

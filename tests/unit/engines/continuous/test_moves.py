@@ -95,21 +95,23 @@ def move(source: TrackedEngine, target: TrackedEngine, request: str, listener: A
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "shards"),
     [
-        ("llama-gqa", "head_centric"),
-        ("llama-gqa", "token_major"),
-        ("qwen2-sliding", "head_centric"),
-        ("mistral-sliding", "token_major"),
-        ("gemma3", "head_centric"),
-        ("opt", "token_major"),
+        ("llama-gqa", "head_centric", 1),
+        ("llama-gqa", "token_major", 1),
+        ("llama-gqa", "head_centric", 2),
+        ("qwen2-sliding", "head_centric", 1),
+        ("mistral-sliding", "token_major", 1),
+        ("gemma3", "head_centric", 1),
+        ("gemma3", "token_major", 4),
+        ("opt", "token_major", 1),
     ],
 )
 def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
-    name: str, layout: str, engines: Any
+    name: str, layout: str, shards: int, engines: Any
 ) -> None:
     expected = continuation(architectures.build(name), PROMPT, 60)
-    a, b = (engines(name, block_layout=layout, block_tokens=6) for _ in range(2))
+    a, b = (engines(name, block_layout=layout, block_tokens=6, wrap={"shards": shards}) for _ in range(2))
     heard, request = Collector(), Request(PROMPT, 60)
     a.engine.submit(request, heard)
     begun = (SequenceState(request.id, request, 0, 0),)

@@ -34,7 +34,8 @@ PAGE, BLOCK = 4096, 2048
 LAYERS = range(4)
 PAGES = {"a": 96, "b": 84, "c": 110}
 WEIGHTS = 16  # pages of each rank that are not the cache's at first
-LAYOUTS = {"one kind": [tuple(LAYERS)], "two kinds": [(0, 2, 3), (1,)]}
+LAYOUTS = {"one kind": ([tuple(LAYERS)], 1), "two kinds": ([(0, 2, 3), (1,)], 1), "parts": ([(0, 1), (2, 3)], 2)}
+"""The groups, and in how many parts a decoder layer is: so many layers of the memory."""
 
 
 @dataclass
@@ -72,10 +73,10 @@ class LayersMachine(RuleBasedStateMachine):
     @initialize(ranks=st.integers(2, 3), cap=st.integers(2, 6))
     def begin(self, ranks: int, cap: int) -> None:
         """All ranks are in one group: each has pages for the sectors of another one's instance."""
-        groups = LAYOUTS[self.layout]
-        self.form = KVFormat(8, "head_centric", "float32", 2, 16, tuple((layers, None) for layers in groups))
+        groups, parts = LAYOUTS[self.layout]
+        self.form = KVFormat(8, "head_centric", "float32", 2, 16, tuple((layers, None) for layers in groups), parts)
         assert self.form.block_bytes == BLOCK
-        self.groups = [BlockGroup(layers, BLOCK) for layers in groups]
+        self.groups = [BlockGroup(layers, BLOCK, parts) for layers in groups]
         self.pools: dict[str, KVPool] = {}
         self.homes: dict[str, Home] = {}
         self.weights = dict.fromkeys(list(PAGES)[:ranks], 0)
@@ -400,7 +401,13 @@ class TwoKindsMachine(LayersMachine):
     layout = "two kinds"
 
 
-MACHINES = pytest.mark.parametrize("machine", [LayersMachine, TwoKindsMachine])
+class PartsMachine(LayersMachine):
+    """The same with two decoder layers of two parts each, in groups of their own."""
+
+    layout = "parts"
+
+
+MACHINES = pytest.mark.parametrize("machine", [LayersMachine, TwoKindsMachine, PartsMachine])
 
 
 @MACHINES

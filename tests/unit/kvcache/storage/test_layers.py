@@ -40,6 +40,28 @@ def shown(memory: BlockMemory | GuestMemory, layer: int, sector: int) -> torch.T
     return ranges.view(layer, torch.uint8)[sector * nbytes : (sector + 1) * nbytes]
 
 
+def test_parts_of_a_decoder_layer_lie_one_behind_another_and_leave_each_by_itself() -> None:
+    kv, _ = pool_of(16)
+    memory = BlockMemory(kv, (BlockGroup((0, 1, 2, 3), PAGE // 2, kv_shards=2),))
+    sectors = [memory.allocate(0) for _ in range(3)]
+    for part in range(4):
+        for sector in sectors:
+            shown(memory, part, sector)[:] = 10 * part + sector + 1
+    both = memory.groups[0].view_parts(1, torch.uint8).view(2, memory.sectors, PAGE)
+    assert [[int(both[part, sector, -1]) for sector in sectors] for part in range(2)] == [[21, 22, 23], [31, 32, 33]]
+    before = {part: memory.groups[0].layer_pages_of(part, sectors[1]) for part in range(4)}
+    assert memory.remove_layers((2,)) == 3
+    assert (memory.layers, memory.sector_pages) == ((0, 1, 3), 3)
+    check(kv)
+    for part in memory.layers:
+        assert memory.groups[0].layer_pages_of(part, sectors[1]) == before[part]
+        assert all(bool((shown(memory, part, sector) == 10 * part + sector + 1).all()) for sector in sectors)
+    memory.add_layers((2,))
+    assert bool((both[1, :3] == torch.tensor([[31], [32], [33]])).all())
+    check(kv)
+    memory.close()
+
+
 def test_a_layer_that_leaves_frees_its_pages_and_what_is_in_the_others_stays() -> None:
     kv, _ = pool_of(16)
     memory = BlockMemory(kv, FOUR)

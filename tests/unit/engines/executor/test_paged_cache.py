@@ -1,0 +1,216 @@
+"""Attention over a cache in parts: whoever has which, the outputs of all shards are those of plain attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.engines.core.step import Chunk
+from elastic.engines.executor.batch_runner import BatchRunner
+from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.layer_groups import LayerGroup, block_groups
+from elastic.errors import ConfigError, StateError
+from elastic.kvcache.storage.paged import BlockMemory
+from elastic.kvcache.storage.pool import KVPool
+from elastic.memory.backends.memfd import MemfdBackend
+from elastic.memory.page_pool import PagePool
+from elastic.planning.sharding.heads import heads_of, kv_parts, kv_shards
+
+PAGE, BLOCK, DIM, WINDOW = 4096, 4, 8, 7
+GROUPS = (LayerGroup((0, 2), None), LayerGroup((1,), WINDOW))
+MODEL = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+Shards = tuple[int, ...]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Rank:
+    """A runner, over a memory that has the parts of every layer which some shards need."""
+
+    def __init__(self, stack: ExitStack, layout: str, kv_heads: int, of: int, shards: Shards | None = None) -> None:
+        self.parts = kv_shards(of, kv_heads)
+        shape = BlockShape(BLOCK, kv_heads // self.parts, DIM)
+        pool = PagePool("cpu#test", MemfdBackend(PAGE), 400 * PAGE, ready_pages=0)
+        kv = KVPool(pool, 400 * PAGE, ready_share=0)
+        self.memory = BlockMemory(kv, block_groups(GROUPS, shape.elements * 4, self.parts))
+        stack.callback(pool.close)
+        stack.callback(kv.close)
+        stack.callback(self.memory.close)
+        needed = range(self.parts) if shards is None else kv_parts(shards, of, self.parts)
+        self.memory.remove_layers(n for n in range(3 * self.parts) if n % self.parts not in needed)
+        self.runner = BatchRunner(MODEL, self.memory, GROUPS, LAYOUTS[layout](shape))
+        stack.callback(self.runner.close)
+        self.shards, self.of = shards, of
+        self._free: list[list[int]] = [[], []]
+        self._held: dict[str, list[int]] = {}
+
+    def chunk(self, sequence: str, start: int, count: int) -> Chunk:
+        """New tokens of a sequence, with blocks for them; whose numbers are as at any other rank."""
+        if sequence not in self._held:
+            self.runner.add(sequence)
+        held, blocks = self._held.setdefault(sequence, [0, 0]), []
+        for group, kind in enumerate(GROUPS):
+            needed = -(-min(start + count, kind.window or start + count) // BLOCK)
+            blocks.append(tuple(self._take(group) for _ in range(needed - held[group])))
+            held[group] = max(needed, held[group])
+        return Chunk(sequence, start, (0,) * count, True, tuple(blocks))
+
+    def begin(self, chunks: Sequence[tuple[str, int, int]], *, eager: bool = False) -> Any:
+        return self.runner.inputs([self.chunk(*chunk) for chunk in chunks], eager=eager)["cache"]
+
+    def attend(self, cache: Any, layer: int, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = cache.attend(layer, *states, None, self.shards, self.of)
+        return out
+
+    def _take(self, group: int) -> int:
+        free = self._free[group]
+        if not free:
+            size = self.memory.blocks_per_sector(group)
+            sector = self.memory.allocate(group)
+            free += range(sector * size, (sector + 1) * size)
+        return free.pop()
+
+
+class Text:
+    """The queries, keys and values of a sequence in one layer, and what attention gives for them."""
+
+    def __init__(self, query_heads: int, kv_heads: int) -> None:
+        self.query = torch.empty(query_heads, 0, DIM)
+        self.keys = self.values = torch.empty(kv_heads, 0, DIM)
+
+    def add(self, count: int) -> list[torch.Tensor]:
+        """Return the new queries, keys and values, [heads, count, dim] each."""
+        new = [torch.randn(len(heads), count, DIM) for heads in (self.query, self.keys, self.values)]
+        both = zip((self.query, self.keys, self.values), new, strict=True)
+        self.query, self.keys, self.values = (torch.cat(pair, 1) for pair in both)
+        return new
+
+    def attended(self, count: int, window: int | None) -> torch.Tensor:
+        """Return the outputs of the last tokens, [count, heads, dim]."""
+        total, each = self.query.shape[1], len(self.query) // len(self.keys)
+        keys, values = (states.double().repeat_interleave(each, 0) for states in (self.keys, self.values))
+        scores = self.query[:, total - count :].double() @ keys.mT / math.sqrt(DIM)
+        ago = torch.arange(total - count, total)[:, None] - torch.arange(total)
+        hidden = (ago < 0) | (ago >= (window or total))
+        return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ values).transpose(0, 1)
+
+
+class Steps:
+    """The same steps at all ranks, compared with plain attention."""
+
+    def __init__(self, ranks: Sequence[Rank], query_heads: int, kv_heads: int) -> None:
+        self.ranks, self.query_heads, self.kv_heads = ranks, query_heads, kv_heads
+        self.texts: dict[tuple[str, int], Text] = {}
+        self.lengths: dict[str, int] = {}
+
+    def run(self, counts: dict[str, int]) -> None:
+        """Compute so many more tokens of each sequence in all layers."""
+        chunks = [(name, self.lengths.get(name, 0), count) for name, count in counts.items()]
+        caches = [rank.begin(chunks) for rank in self.ranks]
+        self.lengths |= {name: start + count for name, start, count in chunks}
+        for layer, window in ((0, None), (1, WINDOW), (2, None)):
+            states, expected = self._new(counts, layer, window)
+            found = torch.empty_like(expected)
+            for rank, cache in zip(self.ranks, caches, strict=True):
+                out = rank.attend(cache, layer, states)[0]
+                if rank.shards is None:
+                    found = out
+                else:
+                    found[:, heads_of(rank.shards, rank.of, self.query_heads)] = out.to(found.dtype)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+    def _new(self, counts: dict[str, int], layer: int, window: int | None) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return queries, keys and values [1, heads, new, dim] of the batch, and what is to come out [new, …]."""
+        new, expected = [], []
+        for name, count in counts.items():
+            text = self.texts.setdefault((name, layer), Text(self.query_heads, self.kv_heads))
+            new.append(text.add(count))
+            expected.append(text.attended(count, window))
+        return [torch.cat(states, 1)[None] for states in zip(*new, strict=True)], torch.cat(expected)
+
+
+SOME_STEPS = ({"x": 9}, {"x": 1, "y": 3}, {"x": 1, "y": 1}, {"z": 20, "x": 5, "y": 1}, {"x": 1, "y": 1, "z": 1})
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize(
+    "split", [(None,), ((0,),), ((0,), (1,)), ((0, 1), (2, 3)), ((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))]
+)
+def test_the_heads_of_all_shards_are_those_of_plain_attention(
+    split: tuple[Shards | None, ...], kv_heads: int, layout: str, stack: ExitStack
+) -> None:
+    torch.manual_seed(0)
+    of = 4 if split == (None,) else sum(map(len, split))  # type: ignore[arg-type]
+    steps = Steps([Rank(stack, layout, kv_heads, of, shards) for shards in split], 8, kv_heads)
+    for counts in SOME_STEPS:
+        steps.run(counts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    kv_heads=st.integers(1, 6),
+    each=st.integers(1, 4),
+    owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 2), min_size=of, max_size=of)),
+    counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
+)
+def test_any_split_of_any_heads_attends_for_each_once(
+    layout: str, kv_heads: int, each: int, owners: list[int], counts: list[dict[str, int]]
+) -> None:
+    splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(3)]
+    with ExitStack() as stack:
+        ranks = [Rank(stack, layout, kv_heads, len(owners), shards) for shards in splits if shards]
+        steps = Steps(ranks, kv_heads * each, kv_heads)
+        for each_step in counts:
+            steps.run(each_step)
+
+
+def test_a_rank_that_has_more_parts_writes_those_alone_that_its_shards_need(stack: ExitStack) -> None:
+    rank = Rank(stack, "head_centric", 4, 4)
+    cache = rank.begin([("x", 0, BLOCK)])
+    before = [rank.memory.groups[0].view(part, torch.float32)[: 4 * PAGE].clone() for part in range(4)]
+    rank.shards = (1, 2)
+    states = [torch.ones(1, 4, BLOCK, DIM)] * 3
+    assert rank.attend(cache, 0, states).shape == (1, BLOCK, 2, DIM)
+    views = [rank.memory.groups[0].view(part, torch.float32)[: 4 * PAGE] for part in range(4)]
+    changed = [not torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, views, strict=True)]
+    assert changed == [False, True, True, False]
+
+
+def test_parts_that_are_elsewhere_are_refused(stack: ExitStack) -> None:
+    rank = Rank(stack, "head_centric", 2, 4, (0, 1))
+    cache = rank.begin([("x", 0, 3)])
+    states = [torch.ones(1, 2, 3, DIM)] * 3
+    assert rank.attend(cache, 0, states).shape == (1, 3, 1, DIM)
+    for shards in (None, (2,), (1, 3)):
+        with pytest.raises(StateError, match=r"parts \[1\] of the KV of layer 0 are not here"):
+            cache.attend(0, *states, None, shards, 4)
+    with pytest.raises(ConfigError, match="of=3"):
+        cache.attend(0, *states, None, (0,), 3)
+
+
+@pytest.mark.parametrize("shards", [(0,), (0, 1), None])
+def test_a_step_that_is_prepared_does_not_see_how_tables_change(shards: Shards | None, stack: ExitStack) -> None:
+    ranks, caches = [Rank(stack, "head_centric", 2, 2) for _ in range(2)], []
+    for rank in ranks:
+        rank.attend(rank.begin([("x", 0, 6)]), 0, [torch.ones(1, 2, 6, DIM)] * 3)
+        caches.append(rank.begin([("x", 6, 3)], eager=True))
+        rank.shards = shards
+    ranks[1].runner.remove(["x"])
+    ranks[1].begin([("y", 0, 30)])  # in the row that x had
+    states = [torch.randn(1, 2, 3, DIM) for _ in range(3)]
+    first, second = (rank.attend(cache, 0, states) for rank, cache in zip(ranks, caches, strict=True))
+    assert torch.equal(first, second)
