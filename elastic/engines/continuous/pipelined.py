@@ -157,7 +157,7 @@ class PipelinedEngine(RecoveringEngine):
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
         self._stages, self._forward, self._written = {}, None, None
         self._kv_exchange = KVExchange(self.kv_format, YieldingPace(self._turn.wait_idle, lambda: self._turn.stage_s))
-        path = LayerPath.alone("", sum(len(group.layers) for group in groups), self.shards)
+        path = LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
         self._home = HomeExecutor(self._runner, self._memory, self._turn, path)
         self._home.set_cohorts(cohorts)
         return self._end_pipeline

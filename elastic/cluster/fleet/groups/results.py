@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.engines.pipeline.path import LayerPath
@@ -102,10 +102,10 @@ class GroupStatus:
         """Rank -> the layers of whose weights it has none."""
         return {rank: about["dropped"] for rank, about in self.held().items()}
 
-    def held(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def held(self) -> dict[str, dict[str, Any]]:
         """Return what `RankStatus` says of each rank's weights."""
         path = next(iter(self.paths.values()))
-        told = {}
+        told: dict[str, dict[str, Any]] = {}
         for rank, shards in self.shards.items():
             have = by_layer(shards, path.shards)
             told[rank] = {"dropped": tuple(i for i in range(path.layers) if i not in have)}
