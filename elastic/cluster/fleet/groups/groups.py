@@ -15,6 +15,7 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
+from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
@@ -271,7 +272,9 @@ class Groups:
         group = exchange.group
         self._mark(group, changing=True)
         try:
-            return exchange.run()
+            done = exchange.run()
+            note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
+            return done
         except RankLost as error:
             self._event(failed, group, why=str(error))
             raise
