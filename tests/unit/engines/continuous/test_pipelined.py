@@ -16,7 +16,7 @@ from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
-from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
 from support.cluster.engine_group import EngineGroup, read_file
 from support.serving.generations import Collector, continuation, prompts
