@@ -9,21 +9,22 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Item = tuple[Future[Any], Callable[[], Any]]
+Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class StepThreads:
     """Daemons, since one that waits for a rank which hangs must not keep the process from its end."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._work: Work = queue.SimpleQueue()
         self.threads: set[threading.Thread] = set()
 
     def resize(self, count: int) -> None:
         """Have so many threads, all of them new. Nothing is being computed."""
         for _ in self.threads:
             self._work.put(None)
-        self._work = work = queue.SimpleQueue()  # or a new thread might end in the place of an old one
+        work: Work = queue.SimpleQueue()  # of their own, or a new thread might end in the place of an old one
+        self._work = work
         self.threads = {
             threading.Thread(target=self._run, args=(work,), name="elastic-cohort", daemon=True) for _ in range(count)
         }
@@ -36,7 +37,7 @@ class StepThreads:
         self._work.put((done, work))
         return done
 
-    def _run(self, work: queue.SimpleQueue[Item | None]) -> None:
+    def _run(self, work: Work) -> None:
         while (item := work.get()) is not None:
             done, call = item
             try:
