@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from elastic.cluster.control.messages import (
     Apply,
@@ -65,10 +65,11 @@ class Fleet(GroupVerbs):
     A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
     `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
     instances have room; with "drop", or an `Overload`, instances that run out of KV drop layers that they hold twice;
-    a list has both. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
-    for `hang_timeout_s`, is fenced; with `replace` another one takes its place. Its requests go on elsewhere, from the
-    tokens that were told. `grammars` checks grammars before a rank sees them. By `bulk` ranks read each other's memory
-    where they find no memory file of it: "sockets", or "nixl" (the extra of that name, at all ranks).
+    with "lengths", or a `Lengths`, they share layers for long requests; a list has several. A rank that is silent for
+    `beat_timeout_s` seconds, or whose engine has work and begins no step for `hang_timeout_s`, is fenced; with
+    `replace` another one takes its place. Its requests go on elsewhere, from the tokens that were told. `grammars`
+    checks grammars before a rank sees them. By `bulk` ranks read each other's memory where they find no memory file of
+    it: "sockets", or "nixl" (the extra of that name, at all ranks).
 
     Listeners are called on the thread that reads from the request's rank; when it is cancelled while it waits, on the
     thread that does so; one call at a time for a request, in order. They may submit and cancel.
@@ -97,7 +98,7 @@ class Fleet(GroupVerbs):
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
         require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
-        require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
+        require(routing in get_args(Routing), "routing", routing, f"one of {', '.join(get_args(Routing))}")
         require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
         policies = chosen(policy)
         self.counters = RequestMetrics()
@@ -382,9 +383,6 @@ class Fleet(GroupVerbs):
         if self._state == "serving":
             raise StateError("no rank is left, and none comes; add one")
         raise StateError(f"the fleet is {self._state}; start it, or make a new one")
-
-
-_ROUTINGS: tuple[Routing, ...] = ("prefix", "freeness", "least_load", "round_robin")
 
 
 def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from elastic.cluster.control.stage_questions import Room, SetCap
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups import targets
+from elastic.cluster.fleet.groups.caps.reach import blocks_by_degree, note_reach
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, measure
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
@@ -44,6 +45,12 @@ class ReshardingGroups(Groups):
             if len(members) == 1:
                 return Resharded("applied", members=members)
             return self._reshard(units, timeout_s, why, form)
+
+    def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
+        serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
+        rooms = measure(self._ranks, serving)
+        return {name: blocks_by_degree(name, rooms[name], kv, degrees) for name, kv in serving.items()}
 
     # -- inside, one verb at a time
 
@@ -83,6 +90,7 @@ class ReshardingGroups(Groups):
         self._groups = (*self._groups, *parts)
         for part in parts:
             self._mark(part)
+            note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
         alone = [unit[0] for unit in units if len(unit) == 1]
         self._ranks.ask_all({name: SetCap(group.staged.get(name)) for name in alone})
         if alone:

@@ -143,6 +143,13 @@ class GroupVerbs:
         form = ExchangeForm(exchange, coordinated, layers_per_step)
         return self._groups.reshard(names, tp, timeout_s, why, dry_run=dry_run, form=form)
 
+    def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        """Return the blocks of KV cache that one instance could have: of each rank, by how many like it share layers.
+
+        Degrees for which layers were not cut are left out.
+        """
+        return self._groups.capacity(degrees)
+
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""
         return self._groups.layer_bytes()

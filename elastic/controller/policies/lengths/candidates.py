@@ -59,6 +59,8 @@ class Candidate:
     def holds(self, kv: LiveTokens) -> bool:
         """Tell whether a request could begin here now, and all that are here end; and part, if it is a short one."""
         room = self.room
+        if self.reading.slots is not None and len(self.live) - len(self.reading.live) >= self.reading.slots:
+            return False
         if self.promised or sum(kv) > room or self.to_end + kv.held > room:
             return False
         return tokens_to_end([*self.live, kv]) <= room and self._parts_with(kv)
