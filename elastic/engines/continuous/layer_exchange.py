@@ -36,8 +36,8 @@ class LayerExchange(HostedStages):
     """What a rank asks of its engine to have layers computed elsewhere. Thread-safe; not for listeners.
 
     At the home of the layers: `begin_exchange`; at the rank that gets them `prepare_layers`, and `copy_layers` in
-    rounds, by the home's `written_blocks`; then at the home `flip` and `end_exchange`. Layers that come home are
-    prepared and copied by the home itself, which is named as `home` then.
+    rounds, by the home's `written_blocks`; then at the home `flip`, or `end_exchange` where it is given up. Layers that
+    come home are prepared and copied by the home itself, which is named as `home` then.
     """
 
     _written: WrittenBlocks | None
@@ -47,7 +47,7 @@ class LayerExchange(HostedStages):
         return self._kv_exchange.locate(self._memory, layers)
 
     def begin_exchange(self, layers: Sequence[int]) -> Exchange:
-        """Note from now on which blocks are written, and keep all sectors until `end_exchange`.
+        """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
         Raises `StateError` for an exchange that has begun, or layers that the model has not.
         """
@@ -74,27 +74,23 @@ class LayerExchange(HostedStages):
     def written_blocks(self) -> Blocks:
         """Return the blocks, by group, that steps which are over have written since this was asked.
 
-        Whoever asks copies them; where that fails, the exchange is given up.
+        Whoever asks copies them; where that fails, the exchange is given up. It waits for no step.
         """
-        return self._between_steps(lambda: self._exchange().take())
+        return self._exchange().take()
 
     def flip(self, path: LayerPath, source: LayersKV | None = None, timeout_s: float = ANSWER_S) -> Flipped:
         """Have steps go by another path, in which layers of one rank are another one's, which has prepared them.
 
-        What was written since `written_blocks` is copied while no step is in flight. `source` is where the keys and
-        values of the layers lie; None: their rank is asked. Raises `StateError` where they cannot be copied, `RankLost`
-        where a rank has gone: nothing has changed then, and what would have been copied is told again.
+        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
+        `source` is where the keys and values of the layers lie; None: their rank is asked. Raises `StateError` where
+        they cannot be copied, `RankLost` where a rank has gone: nothing has changed then, and what would have been
+        copied is told again.
         """
         return self._between_steps(lambda: self._flip(path, source, timeout_s))
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
-
-        def end() -> None:
-            self._written = self._loop.scheduler.written = None
-            self._memory.keep_sectors = False
-
-        self._between_steps(end)
+        self._between_steps(self._end_exchange)
 
     def pause_steps(self) -> None:
         """Begin no step until `resume_steps`, and finish those in flight: the stalling form of an exchange.
@@ -186,6 +182,7 @@ class LayerExchange(HostedStages):
         except BaseException:
             written.put_back(blocks)
             raise
+        self._end_exchange()
         if frm == self.rank:
             self._drop_kv(layers)
         self._follow_journal()
@@ -223,6 +220,10 @@ class LayerExchange(HostedStages):
         if self._written is None:
             raise StateError("no exchange has begun; call begin_exchange first")
         return self._written
+
+    def _end_exchange(self) -> None:
+        self._written = self._loop.scheduler.written = None
+        self._memory.keep_sectors = False
 
     def _copy_home(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:

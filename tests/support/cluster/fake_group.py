@@ -155,7 +155,7 @@ class GroupRank(FakeRank):
 
     def on_detach_stage(self, question: ask.DetachStage) -> None:
         assert question.rank not in self.path.guests
-        self.stages.remove(question.rank)
+        self.stages.discard(question.rank)
 
     def on_close_stage(self, question: ask.CloseStage) -> None:
         self.guests.pop(question.home, None)
@@ -214,6 +214,7 @@ class GroupRank(FakeRank):
             if before.ranks[layer] != self.name:
                 self.world[before.ranks[layer]].guests[self.name].layers.remove(layer)
         self.path = after
+        self.exchanging = False
         return Flipped(1.0, 10)
 
     def on_weight_digests(self, question: ask.WeightDigests) -> dict[int, int]:
