@@ -15,7 +15,7 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, keeps_staging, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
@@ -251,8 +251,9 @@ class Groups:
             return False
         rooms = measure(self._ranks, group.members)
         books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
-        needs, memory = needs_of(self._dispatcher, rooms), shared_memory(books, group.shape)
-        caps = better_caps(memory, needs, books.caps(group.shape), now)
+        shares = books.caps(group.shape, staging=(staging := keeps_staging(self._ranks, group)))
+        memory = shared_memory(books, group.shape, shares if staging else None)
+        caps = better_caps(memory, needs_of(self._dispatcher, rooms), shares, now)
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
@@ -346,7 +347,8 @@ class Groups:
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why
         self._log.count(exchanged_bytes=done.moved_bytes)
-        self._event(kind, group, moved_bytes=done.moved_bytes, stalled_ms=done.stalled_ms, why=why)
+        about = {name: getattr(done, name) for name in ("moved_bytes", "stalled_ms", "seconds", "timeline")}
+        self._event(kind, group, **about, why=why)
 
     def _event(self, kind: EventKind, group: Group, **about: Any) -> None:
         self._log.add(kind, rank=",".join(group.members), **about)

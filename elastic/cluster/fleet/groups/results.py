@@ -31,6 +31,8 @@ class Exchanged:
     seconds: float = 0.0
     why: str = ""
     """What stopped it."""
+    timeline: tuple[tuple[str, float], ...] = ()
+    """What of it was done when: in seconds from its beginning."""
 
 
 @dataclass(frozen=True)

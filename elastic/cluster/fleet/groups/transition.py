@@ -58,6 +58,11 @@ class Shape:
         """Whether each instance computes all of its layers itself."""
         return not any(path.guests for path in self.paths.values())
 
+    @property
+    def has_twice(self) -> bool:
+        """Whether several ranks have the weights of a layer."""
+        return sum(map(len, self.weights.values())) > len(frozenset().union(*self.weights.values()))
+
     def layers_at(self, rank: str) -> dict[str, tuple[int, ...]]:
         """Return what a rank computes: home -> layers."""
         return {home: layers for home, path in self.paths.items() if (layers := path.layers_of(rank))}
@@ -133,26 +138,39 @@ class Books:
         """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
         layers = range(len(self.rooms[home].weight_pages))
         pages = self.pages[home] - self._weights(home, layers)
-        layer = max(self.sector_pages(home, (layer,)) for layer in layers)
-        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, layers) + layer))
+        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, layers) + self._layer_pages(home)))
 
-    def caps(self, shape: Shape) -> dict[str, int]:
-        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left."""
+    def staging(self, caps: Mapping[str, int]) -> dict[str, int]:
+        """Return the pages of each rank that a layer more of any instance needs there."""
+        return {rank: max(caps.values()) * self._layer_pages(rank) for rank in self.pages}
+
+    def caps(self, shape: Shape, *, staging: bool = False) -> dict[str, int]:
+        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left.
+
+        With `staging` each rank keeps room for a layer more of any of them.
+        """
         base = {home: self.alone(home) for home in shape.paths}
         none = dict.fromkeys(base, 0)
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
+        layer = {rank: self._layer_pages(rank) if staging else 0 for rank in self.pages}
         factor = math.inf
         for rank in self.pages:
             cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
+            cost += max(base.values()) * layer[rank]
             factor = min(factor, max(0, free[rank]) / cost) if cost else factor
         caps = {home: min(self.rooms[home].most_sectors, int(count * factor)) for home, count in base.items()}
         for home, path in shape.paths.items():
             more = min(
-                self.free(rank, shape, caps) // self.sector_pages(rank, path.layers_of(rank))
+                (self.free(rank, shape, caps) - max(caps.values()) * layer[rank])
+                // (self.sector_pages(rank, path.layers_of(rank)) + layer[rank])
                 for rank in dict.fromkeys(path.ranks)
             )
             caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))
         return caps
+
+    def _layer_pages(self, rank: str) -> int:
+        """Return the pages that a sector needs at a rank in the layer that needs most."""
+        return max(self.sector_pages(rank, (layer,)) for layer in range(len(self.rooms[rank].sector_pages)))
 
 
 def plan_transition(
