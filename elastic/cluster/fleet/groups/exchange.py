@@ -30,7 +30,7 @@ from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
 from elastic.cluster.fleet.groups.transition import Books, FlipRound, LayerFlip, Shape, Transition, plan_transition
 from elastic.engines.core.kv_state import KVFormat
-from elastic.errors import ElasticError, RankLost, StateError
+from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
 from elastic.types import Drop, Fetch, Restore
 
@@ -188,7 +188,10 @@ class Exchange:
             return rest
         books = self._books(measure(self._ranks, group.members))
         caps = books.caps(group.shape, staging=True)
-        planned = plan_transition(group.shape, self._target, books, caps, self._form.layers_per_step)
+        try:
+            planned = plan_transition(group.shape, self._target, books, caps, self._form.layers_per_step)
+        except CapacityError:  # the rest has an order with the caps of now
+            return rest
         gains = any(cap > (1 + GAIN) * now[home] for home, cap in planned.caps.items())
         if not gains or any(cap < now[home] for home, cap in planned.caps.items()):
             return rest
