@@ -28,7 +28,15 @@ from elastic.cluster.fleet.groups.flip import ExchangeForm, FlipDone, flip_layer
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import Books, FlipRound, LayerFlip, Shape, Transition, plan_transition
+from elastic.cluster.fleet.groups.transition import (
+    Books,
+    FlipRound,
+    LayerFlip,
+    Shape,
+    Transition,
+    plan_quickly,
+    plan_transition,
+)
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
@@ -67,7 +75,7 @@ class Exchange:
         group = self.group
         rooms = measure(self._ranks, group.members)
         books, most = self._books(rooms), self._form.layers_per_step
-        transition = plan_transition(group.shape, self._target, books, group.caps_in_force(), most)
+        transition = plan_quickly(group.shape, self._target, books, group.caps_in_force(), most)
         try:
             if not self._caps.lower(transition.caps):
                 return self._result("deferred", "live requests need more of the caches than would be left in between")

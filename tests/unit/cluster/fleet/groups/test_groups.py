@@ -248,6 +248,17 @@ def test_as_many_layers_flip_at_a_pause_as_there_is_room_for_on_both_sides(fleet
         rank.check()
 
 
+def test_instances_that_use_little_change_all_their_layers_at_one_pause(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    for verb in (lambda: fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}), fleet.restore):
+        for rank in ranks:
+            rank.asked.clear()
+            rank.committed = ALONE // 5
+        assert verb().status == "applied"
+        assert [sum(isinstance(each, FlipLayers) for each in rank.asked) for rank in ranks] == [1, 1]
+    assert_alone(fleet, ranks)
+
+
 def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
     every, names = frozenset(range(LAYERS)), ("r0", "r1")
     sizes, weights = (SECTOR,) * LAYERS, (2 * ALONE,) * LAYERS  # weights of a layer: twice its keys and values
