@@ -42,6 +42,7 @@ class Drop:
 
     layers: tuple[int, ...] = ()
     shards: tuple[int, ...] = ()
+    """Only these shards, of any layers: part p of layer l is `l * shards + p`. The layers are theirs, said or not."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class LayerPages:
     layout: str
     """A checksum of names, shapes, dtypes and offsets of its parameters: layers with equal ones lie alike."""
     digest: int
-    """A checksum of the weights."""
+    """A checksum of the weights, of all shards."""
+    shards: tuple[int, ...] = (0,)
+    """The parts of the layer, from 0, that are there."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Fetch:
     coordinated: bool = True
     """Whether what computes beside it goes first, in a rank that computes layers with others."""
     shards: tuple[int, ...] = ()
+    """As for `Drop`."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Restore:
     parts: tuple[str, ...] = ()
     """As for `Swap`."""
     shards: tuple[int, ...] = ()
+    """As for `Drop`: of dropped layers."""
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,10 @@ def wrap(
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
     processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes; None: no bound.
     `shards`, a power of two: in as many parts the feed-forward network of each layer can be dropped and fetched.
+
     Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for
     a budget too small; in each case the model is as it was.
     """
-    from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
-
     decoder = _check(model)
     packed, opened = parse_variants(variants), choose_places(decoder, places)
     options = WrapOptions(
@@ -94,8 +93,14 @@ def wrap(
         shards=check_shards(shards),
         make_policy=choose_policy(policy, slo, order, packed, decoder.layers, partial(measure, decoder, opened)),
     )
-    install(model, options)
+    _install(model, options)
     return model
+
+
+def _install(model: nn.Module, options: WrapOptions) -> None:
+    from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
+
+    install(model, options)
 
 
 def _check(model: nn.Module) -> Decoder:

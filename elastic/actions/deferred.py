@@ -30,11 +30,17 @@ class SlotSwitch:
     contents: dict[str, Content]
     version: int
     """Number of writes to its parameters when their bytes were copied."""
+    shards: frozenset[int] | None = None
+    """The parts that it has then, of a layer that comes and goes part by part; None: all that it has in that form."""
+    pages: int = 0
+    """Pages that were taken for it."""
     precision_before: LayerPrecision = field(init=False)
     absent_before: Absence | None = field(init=False)
+    shards_before: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.precision_before, self.absent_before = self.unit.precision, self.unit.absent
+        unit = self.unit
+        self.precision_before, self.absent_before, self.shards_before = unit.precision, unit.absent, unit.shards_here
 
 
 @dataclass
@@ -64,7 +70,7 @@ class PreparedAction:
         """Switch the slots back if they were switched: the old bytes are still there."""
         if self.committed:
             for switch in self.switches:
-                reinstate(switch.unit, switch.precision_before, switch.absent_before)
+                reinstate(switch.unit, switch.precision_before, switch.absent_before, switch.shards_before)
         self.drop_contents()
 
     def drop_contents(self) -> None:
@@ -93,7 +99,7 @@ class DeferredActions:
         places = {unit.pool.name for unit in (*self._moves, *moves)}
         self._moves = moves
         for place in places:
-            pages = (u.pages_in(precision_after(u, move)) for u, move in moves.items() if u.pool.name == place)
+            pages = (pages_needed(u, move) for u, move in moves.items() if u.pool.name == place)
             self._broker.shares[place].hold_back(sum(pages))
 
     def moves(self) -> tuple[Move, ...]:
@@ -115,6 +121,26 @@ class DeferredActions:
 def precision_after(unit: WeightUnit, move: Move) -> LayerPrecision:
     """Return the precision that an action gives a unit. Raises `ConfigError` for a variant that it does not have."""
     return unit.with_variant(move.variant if isinstance(move, Swap) else None, parts_of(move))
+
+
+def shards_after(unit: WeightUnit, move: Move) -> frozenset[int] | None:
+    """Return the parts that a dropped layer has after an action; None: it comes as a whole, as all others do."""
+    if unit.cut is None or unit.absent is not Absence.DROPPED or isinstance(move, Swap):
+        return None
+    return unit.shards_here | unit.layer.parts_in(move.shards)
+
+
+def pages_needed(unit: WeightUnit, move: Move) -> int:
+    """Return the pages that an action takes for a unit, before it gives any up."""
+    after = shards_after(unit, move)
+    if after is None:
+        return unit.pages_in(precision_after(unit, move))
+    return unit.shard_pages.pages(after) - unit.held_pages
+
+
+def pages_left(unit: WeightUnit, move: Move) -> int:
+    """Return the pages that a unit gives up after an action: those of the form that it had."""
+    return unit.held_pages if shards_after(unit, move) is None else 0
 
 
 def parts_of(move: Move) -> tuple[str, ...]:

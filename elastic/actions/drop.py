@@ -1,6 +1,7 @@
 """The action that has a layer's weights leave the process, which keeps no copy: others have them. (KunServe, 4.1)
 
-Nothing is read, hashed or copied: what the weights are was noted before, and they come back by that.
+Nothing is read, hashed or copied: what the weights are was noted before, and they come back by that. Where only some
+parts of a layer go, their pages are taken out from under it, and the others stay where they are. (AMOEBA, 3.2)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from elastic.actions.deferred import (
     retire,
 )
 from elastic.actions.pages.broker import PageBroker
+from elastic.actions.shards.parts import release_parts
 from elastic.errors import ConfigError, StateError
 from elastic.types import Change, Drop, PlanStep
 from elastic.weights.layer import Absence, WeightUnit
@@ -32,49 +34,61 @@ class DropHandler(ActionHandler):
 
     def dry_run(self, action: Drop) -> PlanStep:
         """Return what the action would do now. Raises `ConfigError` or `StateError` if it cannot be done."""
-        return PlanStep(action, "applied", 0, sum(unit.held_pages for unit in self._check(action)), 0, 0.0)
+        pages = sum(unit.held_pages - unit.shard_pages.pages(left) for unit, left in self._check(action))
+        return PlanStep(action, "applied", 0, pages, 0, 0.0)
 
     def prepare(self, action: Drop) -> PreparedAction:
         """Make what sits in the slots of a dropped layer."""
         prepared = PreparedAction(action)
-        for unit in self._check(action):
-            contents = absent_contents(unit, Absence.DROPPED)
-            prepared.switches.append(SlotSwitch(unit, unit.full, contents, unit.version()))
+        for unit, left in self._check(action):
+            contents = absent_contents(unit, Absence.DROPPED, left)
+            prepared.switches.append(SlotSwitch(unit, unit.full, contents, unit.version(), left))
         return prepared
 
     def commit(self, prepared: PreparedAction) -> None:
         """Switch the slots: from now on the layers cannot be called."""
         prepared.begin_commit()
         for switch in prepared.switches:
-            switch.unit.hide(switch.contents, Absence.DROPPED)
+            switch.unit.hide(switch.contents, Absence.DROPPED, switch.shards or frozenset())
 
     def rollback(self, prepared: PreparedAction) -> None:
         """Switch the slots back: the buffers still have everything."""
         prepared.undo()
 
     def finish(self, prepared: PreparedAction) -> Change:
-        """Retire the buffers: their pages are KV capacity, but for those that tensors outside still show."""
+        """Retire the buffers, or parts: their pages are KV capacity, but for those that tensors outside still show."""
         prepared.drop_contents()
         released = retained = 0
         for place, units in by_place(prepared.units).items():
-            pool, held = units[0].pool, sum(unit.pages for unit in units)
-            freed = sum(retire(unit, unit.full, self._broker) for unit in units)
+            pool = units[0].pool
+            switches = [switch for switch in prepared.switches if switch.unit in units]
+            gone = sum(
+                switch.unit.shard_pages.pages(switch.shards_before) - switch.unit.held_pages for switch in switches
+            )
+            freed = sum(map(self._retire, units))
             self._broker.give_to_cache(place, freed)
             released += freed * pool.page_bytes
-            retained += (held - freed) * pool.page_bytes
+            retained += (gone - freed) * pool.page_bytes
             pool.notify()
         self._deferred.forget(self._weights.units_of(prepared.action.layers))
         return Change("applied", tuple(unit.index for unit in prepared.units), (), 0, released, retained)
 
-    def _check(self, action: Drop) -> list[WeightUnit]:
-        """Return the units to be dropped."""
-        layers = [self._weights.layers[index] for index in self._weights.layer_indices(action.layers)]
-        layers = [layer for layer in layers if layer.absent is not Absence.DROPPED]
-        for layer in layers:
+    def _retire(self, unit: WeightUnit) -> int:
+        """Let go of the buffer, or of the parts that have left; return the pages that are free now."""
+        return release_parts(unit, self._broker) if unit.shards_here else retire(unit, unit.full, self._broker)
+
+    def _check(self, action: Drop) -> list[tuple[WeightUnit, frozenset[int]]]:
+        """Return the units of which something is dropped, each with the parts that are left."""
+        found = []
+        for layer in (self._weights.layers[index] for index in self._weights.layer_indices(action.layers)):
+            gone = layer.layer.parts_in(action.shards)
+            if layer.absent is Absence.DROPPED and not gone & layer.shards_here:
+                continue
             self._require_its_own(layer)
             self._require_known(layer)
             require_no_gradients(layer)
-        return layers
+            found.append((layer, layer.shards_here - gone))
+        return found
 
     def _require_its_own(self, layer: WeightUnit) -> None:
         """Raise for a layer that is not whole, full and alone at its place."""
@@ -91,7 +105,7 @@ class DropHandler(ActionHandler):
                 f"{layer.name}.{apart.part} is at {apart.pool.name}, apart from its layer; migrate the whole layer to "
                 "one place before it is dropped"
             )
-        if layer.absent or layer.precision.key != layer.full.key:
+        if layer.absent is Absence.HOST or layer.precision.key != layer.full.key:
             form = "in host memory" if layer.absent else f"in variant {layer.variant!r}"
             raise StateError(f"{layer.name} is {form}; restore it before it is dropped: rt.restore({layer.index})")
 

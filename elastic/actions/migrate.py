@@ -114,7 +114,7 @@ class MigrateHandler(ActionHandler):
         for move in reversed(prepared.moves):
             if prepared.committed:
                 for unit in move.remains:  # the old bytes are still there
-                    reinstate(unit, unit.precision, unit.absent)
+                    reinstate(unit, unit.precision, unit.absent, unit.shards_here)
                 self._weights.set_units(move.arriving.index, move.before)
                 self._router.update()
             move.contents = {}

@@ -19,22 +19,27 @@ from elastic.actions.deferred import (
     PreparedAction,
     SlotSwitch,
     by_place,
+    pages_left,
+    pages_needed,
     parts_of,
     precision_after,
     refit_stages,
     require_no_gradients,
     resize_stages,
     retire,
+    shards_after,
 )
-from elastic.actions.fetch import refill, require_source
+from elastic.actions.fetch import refill, refill_parts, require_source, runs_of_parts
 from elastic.actions.pages.broker import PageBroker
+from elastic.actions.shards.parts import claim_parts, give_back_parts
 from elastic.errors import CapacityError
 from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, PlanStep
 from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
+from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision, outdated
-from elastic.weights.slot_contents import resident_contents
+from elastic.weights.slot_contents import absent_contents, resident_contents
 
 
 @dataclass
@@ -57,14 +62,14 @@ class SwapHandler(ActionHandler):
 
     def dry_run(self, action: Move) -> PlanStep:
         """Return what the action would do if nothing changed until then."""
-        after = {unit: precision_after(unit, action) for unit in self._check(action)}
+        found = self._check(action)
         fits = all(
-            not self._broker.shares[place].shortfall(self._most_needed([(unit, after[unit]) for unit in units]))
-            for place, units in by_place(after).items()
+            not self._broker.shares[place].shortfall(self._most_needed(units, action))
+            for place, units in by_place(found).items()
         )
-        arriving = sum(unit.pages_in(precision) for unit, precision in after.items())
-        moved = sum(precision.nbytes for precision in after.values())
-        gained = sum(unit.held_pages for unit in after) - arriving
+        arriving = sum(pages_needed(unit, action) for unit in found)
+        moved = sum(_bytes_needed(unit, action) for unit in found)
+        gained = sum(pages_left(unit, action) for unit in found) - arriving
         return PlanStep(action, "applied" if fits else "deferred", moved, gained, arriving, 0.0)
 
     def prepare(self, action: Move) -> PreparedSwap:
@@ -95,7 +100,7 @@ class SwapHandler(ActionHandler):
         """Raise `CapacityError` for layers that have found no pages."""
         if prepared.deferred:
             waiting = sorted({unit.index for unit in prepared.deferred})
-            pages = sum(unit.pages_in(precision_after(unit, prepared.action)) for unit in prepared.deferred)
+            pages = sum(pages_needed(unit, prepared.action) for unit in prepared.deferred)
             raise prepared.deferred[0].pool.shortage(
                 f"layers {waiting} find no pages now, so that nothing was prepared; prepare fewer, try again when "
                 "generations have ended, or apply the action, which defers them",
@@ -106,7 +111,10 @@ class SwapHandler(ActionHandler):
         """Switch the slots to their new buffers."""
         prepared.begin_commit()
         for switch in prepared.switches:
-            switch.unit.show(switch.contents, switch.precision)
+            if switch.shards is None or switch.shards == switch.unit.every:
+                switch.unit.show(switch.contents, switch.precision)
+            else:
+                switch.unit.hide(switch.contents, Absence.DROPPED, switch.shards)
 
     def rollback(self, prepared: PreparedSwap) -> None:
         """Switch the slots back, and give the pages back."""
@@ -125,7 +133,7 @@ class SwapHandler(ActionHandler):
             freed, kept = self._retire_old(switches)
             freed += resize_stages(self._weights, place)
             self._broker.give_to_cache(place, freed)
-            gained += (freed - sum(switch.unit.pages_in(switch.precision) for switch in switches)) * size
+            gained += (freed - sum(switch.pages for switch in switches)) * size
             retained += kept * size
         self._deferred.forget(self._weights.units_of(prepared.action.layers))
         self._deferred.add(prepared.deferred, prepared.action)
@@ -144,8 +152,11 @@ class SwapHandler(ActionHandler):
         units = []
         for unit in self._weights.units_of(action.layers):
             self._weights.parameters_under(unit.index, parts_of(action))
+            after = shards_after(unit, action)
+            if after is not None and after == unit.shards_here:
+                continue
             if unit.absent is Absence.DROPPED:
-                require_source(unit, action)
+                require_source(unit, action, unit.every if after is None else after)
             if unit.absent or precision_after(unit, action).key != unit.precision.key:
                 require_no_gradients(unit)
                 self._weights.require_alone(unit.index)
@@ -155,10 +166,10 @@ class SwapHandler(ActionHandler):
         return units
 
     def _require_room(self, place: str, units: list[WeightUnit], action: Move) -> None:
-        arriving = sum(unit.pages_in(precision_after(unit, action)) for unit in units)
+        arriving = sum(pages_needed(unit, action) for unit in units)
         returning = [unit for unit in units if unit.absent is Absence.HOST]
         saved = self._stages_after(place, returning, least=self._weights.streamers[place].fewest)[1]
-        growth = arriving - sum(unit.held_pages for unit in units) - saved
+        growth = arriving - sum(pages_left(unit, action) for unit in units) - saved
         room = self._broker.shares[place].claimable()
         if growth > room:
             raise units[0].pool.shortage(
@@ -179,26 +190,42 @@ class SwapHandler(ActionHandler):
         """Prepare all units of one layer, or none."""
         first = len(prepared.switches)
         for unit in units:
-            precision = precision_after(unit, prepared.action)
-            if prepared.deferred or not self._take_pages(unit, precision):
+            switch = SlotSwitch(
+                unit, precision_after(unit, prepared.action), {}, unit.version(), shards_after(unit, prepared.action)
+            )
+            if prepared.deferred or not self._take_pages(switch):
                 self._drop(prepared.switches[first:])
                 del prepared.switches[first:]
                 prepared.deferred += units
                 return
-            prepared.switches.append(SlotSwitch(unit, precision, {}, unit.version()))
+            prepared.switches.append(switch)
         for switch in prepared.switches[first:]:
-            switch.precision = self._fill(switch.unit, switch.precision, prepared.action)
-            switch.contents = resident_contents(switch.unit, switch.precision)
-            prepared.moved_bytes += switch.precision.nbytes
+            if switch.shards is None:
+                switch.precision = self._fill(switch.unit, switch.precision, prepared.action)
+                switch.contents = resident_contents(switch.unit, switch.precision)
+                prepared.moved_bytes += switch.precision.nbytes
+            else:
+                prepared.moved_bytes += refill_parts(
+                    self._weights, switch.unit, switch.shards, prepared.action, self._copy_rate
+                )
+                switch.contents = self._contents_of_parts(switch)
 
     def _drop(self, switches: list[SlotSwitch]) -> None:
         """Give the pages of new buffers back."""
         for switch in reversed(switches):
-            self._broker.give_to_cache(switch.unit.pool.name, retire(switch.unit, switch.precision, self._broker))
+            if switch.shards is not None:
+                give_back_parts(switch.unit, switch.shards, self._broker)
+            else:
+                self._broker.give_to_cache(switch.unit.pool.name, retire(switch.unit, switch.precision, self._broker))
             switch.unit.pool.notify()
 
-    def _take_pages(self, unit: WeightUnit, precision: LayerPrecision) -> bool:
+    def _take_pages(self, switch: SlotSwitch) -> bool:
         """Fill the precision's buffer with pages: of the KV cache, or as many as it gives up of the reserve."""
+        unit, precision = switch.unit, switch.precision
+        if switch.shards is not None:
+            taken = claim_parts(unit, switch.shards, self._broker)
+            switch.pages = taken or 0
+            return taken is not None
         pages, place = unit.pages_in(precision), unit.pool.name
         from_reserve = self._from_reserve(unit, precision)
         taken = next((n for n in (pages, pages - from_reserve) if self._broker.take_from_cache(place, n)), None)
@@ -213,6 +240,7 @@ class SwapHandler(ActionHandler):
             if unit.pool.free_pages >= pages:
                 raise
             return False  # another model has the pages
+        switch.pages = pages
         return True
 
     def _from_reserve(self, unit: WeightUnit, precision: LayerPrecision) -> int:
@@ -220,12 +248,14 @@ class SwapHandler(ActionHandler):
         reserve = self._broker.reserves.get(unit.pool.name)
         return min(reserve.ready, unit.held_pages, unit.pages_in(precision)) if reserve else 0
 
-    def _most_needed(self, switches: list[tuple[WeightUnit, LayerPrecision]]) -> int:
+    def _most_needed(self, units: list[WeightUnit], action: Move) -> int:
         """Return the most pages that caches are asked for when these units switch one after another."""
         most = grown = 0
-        for unit, precision in switches:
-            most = max(most, grown + unit.pages_in(precision) - self._from_reserve(unit, precision))
-            grown += unit.pages_in(precision) - unit.held_pages
+        for unit in units:
+            pages, whole = pages_needed(unit, action), shards_after(unit, action) is None
+            reserved = self._from_reserve(unit, precision_after(unit, action)) if whole else 0
+            most = max(most, grown + pages - reserved)
+            grown += pages - pages_left(unit, action)
         return most
 
     def _fill(self, unit: WeightUnit, precision: LayerPrecision, action: Move) -> LayerPrecision:
@@ -243,6 +273,12 @@ class SwapHandler(ActionHandler):
             precision = unit.precisions.renewed(precision, unit.host_copies)
             copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
         return precision
+
+    def _contents_of_parts(self, switch: SlotSwitch) -> dict[str, Content]:
+        unit, shards = switch.unit, switch.shards
+        if shards == unit.every:
+            return resident_contents(unit, unit.full)
+        return absent_contents(unit, Absence.DROPPED, shards or frozenset())
 
     def _retire_old(self, switches: list[SlotSwitch]) -> tuple[int, int]:
         """Return the pages that the units gave up: those free now, and those that tensors outside still show."""
@@ -265,3 +301,9 @@ class SwapHandler(ActionHandler):
             self._broker.give_to_cache(place, pages)
             freed += pages * units[0].pool.page_bytes
         return freed
+
+
+def _bytes_needed(unit: WeightUnit, action: Move) -> int:
+    """Return the bytes that an action copies for a unit."""
+    after = shards_after(unit, action)
+    return precision_after(unit, action).nbytes if after is None else sum(n for _, n in runs_of_parts(unit, after))

@@ -16,7 +16,7 @@ from elastic.hooks.interceptor import Args, Kwargs
 from elastic.weights import batch_context
 from elastic.weights.layer import Absence
 from elastic.weights.model import ModelWeights
-from elastic.weights.proxy.dropped_source import dropped_error
+from elastic.weights.proxy.dropped_source import missing_error
 
 
 class EnterLayer(Hook):
@@ -42,9 +42,10 @@ class EnterLayer(Hook):
                 self._caches.become_stock(value)
         layer = self._layers[self._index]
         if layer.absent and ((plan := batch_context.thread.plan) is None or self._index in plan):
-            if layer.absent is Absence.DROPPED:
-                raise dropped_error(layer.name, self._index)
-            self._weights.streamer(layer).enter(layer)
+            if layer.absent is Absence.HOST:
+                self._weights.streamer(layer).enter(layer)
+            elif plan is None or not layer.shards_here:  # by a plan, some of its parts may do
+                raise missing_error(layer.name, self._index, sorted(layer.every - layer.shards_here), len(layer.every))
         if self._index not in self._interceptors:
             return None
         for interceptor in self._interceptors[self._index]:

@@ -32,7 +32,7 @@ class WeightBuffer:
     `allocate` (pages owned) and `make_reclaimable` (pages free, still mapped, lost one by one to whoever takes them)
     are a pair; `show` makes the parameters, each a storage of its own, and `hide` drops them. A buffer that a tensor
     outside still shows is given up with `orphan`: its pages are `retained` until that tensor dies. `shrink` gives up
-    some parameters only. `slots`: the pages to be filled, by number; None: all.
+    some parameters only, `extend` has more pages. `slots`: the pages to be filled, by number; None: all.
     """
 
     def __init__(self, pool: PagePool, nbytes: int, *, slots: Collection[int] | None = None) -> None:
@@ -60,22 +60,43 @@ class WeightBuffer:
         try:
             with self.pool.mapping_lock:
                 self.pool.reuse(list(self._range.slots.values()), owner, self)
-            for slot, count in runs(sorted(self._slots - self._range.slots.keys())):
-                stop = slot + count
-                while slot < stop:
-                    made = self.pool.make_ready(min(PAGES_AT_ONCE, stop - slot))
-                    if pace is not None:
-                        pace.acquire(made * self.pool.page_bytes)
-                    slot += self._map(slot, min(stop - slot, max(PAGES_AT_ONCE, self.pool.cached_pages)), owner)
+            self._fill(owner, pace)
         except BaseException:
             self.make_reclaimable()
             raise
 
     @property
-    def page_numbers(self) -> tuple[int, ...]:
-        """The pages of the place that it shows, in order."""
+    def unmapped_pages(self) -> int:
+        """Pages that it needs and has not."""
+        return len(self._slots - self._range.slots.keys())
+
+    def adopt(self, slots: Collection[int], owner: str) -> int:
+        """Need these pages too, by number; return how many of them are mapped, as `retained` ones, and owned now."""
         with self.pool.mapping_lock:
-            return tuple(page for _, page in sorted(self._range.slots.items()))
+            self._slots |= set(slots)
+            retained = [self._range.slots[slot] for slot in slots if slot in self._range.slots]
+            self.pool.reassign(retained, owner)
+            return len(retained)
+
+    def extend(self, owner: str, pace: RateLimiter | None = None) -> None:
+        """Have what it needs mapped and owned beside what it shows; raise `CapacityError` with some of it missing."""
+        self._fill(owner, pace)
+
+    def _fill(self, owner: str, pace: RateLimiter | None) -> None:
+        """Map pages in all slots that need one, a few at a time."""
+        for slot, count in runs(sorted(self._slots - self._range.slots.keys())):
+            stop = slot + count
+            while slot < stop:
+                made = self.pool.make_ready(min(PAGES_AT_ONCE, stop - slot))
+                if pace is not None:
+                    pace.acquire(made * self.pool.page_bytes)
+                slot += self._map(slot, min(stop - slot, max(PAGES_AT_ONCE, self.pool.cached_pages)), owner)
+
+    @property
+    def page_numbers(self) -> tuple[int, ...]:
+        """The pages of the place that it needs and shows, in order."""
+        with self.pool.mapping_lock:
+            return tuple(page for slot, page in sorted(self._range.slots.items()) if slot in self._slots)
 
     def read(
         self,
@@ -83,12 +104,14 @@ class WeightBuffer:
         pieces: Iterable[tuple[int, int]],
         rate: RateLimiter,
         pace: YieldingPace | None = None,
+        *,
+        at: int = 0,
     ) -> None:
-        """Copy pieces (offset, bytes) of another process's memory side by side into its own pages.
+        """Copy pieces (offset, bytes) of another process's memory side by side into its own pages, from byte `at` on.
 
         Raises `StateError` where the memory cannot be read.
         """
-        address = self._range.address
+        address = self._range.address + at
         for offset, nbytes in pieces:
             with nullcontext() if pace is None else pace.copying(nbytes):
                 self._read_piece(reader, address, offset, nbytes)
@@ -131,6 +154,13 @@ class WeightBuffer:
                 self._shown[name] = parameter.show(storage.tensor(parameter.dtype))
         return {name: self._shown[name] for name in layout.parameters}
 
+    def show_part(self, key: str, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """View a run of bytes, as [elements] of a dtype, under a name that no parameter and no other run has."""
+        if key not in self._storages:
+            address = self._range.address + offset
+            self._storages[key] = offset, MappedStorage(address, nbytes, self.pool.device, self._note_death)
+        return self._storages[key][1].tensor(dtype)
+
     def hide(self) -> bool:
         """Drop the parameters; return whether no tensor outside shows one."""
         self._shown.clear()
@@ -150,8 +180,18 @@ class WeightBuffer:
         self._orphaned = True
         return self.shrink(list(self._storages), on_freed)
 
-    def shrink(self, names: Iterable[str], on_freed: Callable[[int], object]) -> int:
-        """Give up some of the shown parameters, and the pages that hold no other one; as `orphan`."""
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The names of what it shows: parameters and runs."""
+        return tuple(self._storages)
+
+    def shrink(
+        self, names: Iterable[str], on_freed: Callable[[int], object], keep: Collection[int] | None = None
+    ) -> int:
+        """Give up some of what is shown, and the pages that hold nothing else, or all but those to keep; as `orphan`.
+
+        `keep`: pages by number; they hold all that is still shown. None: just these.
+        """
         with self.pool.mapping_lock:
             self._on_freed = on_freed
             for name in names:
@@ -160,7 +200,7 @@ class WeightBuffer:
                 storage.drop()
                 if storage.alive:
                     self._given_up.append((offset, storage))
-            self._slots = self._slots_under(self._storages.values())
+            self._slots = self._slots_under(self._storages.values()) if keep is None else set(keep)
             retained = self._slots_under(self._given_up) - self._slots
             self.pool.reassign((self._range.slots[slot] for slot in retained), RETAINED)
         finish_queued_work(self.pool.device)

@@ -160,7 +160,7 @@ class Runtime(LayerVerbs):
         Raises `ConfigError` or `CapacityError` if one cannot be done at all.
         """
         self._require_running()
-        actions = (actions,) if isinstance(actions, Action) else tuple(actions)
+        actions = tuple(map(self._weights.with_layers, (actions,) if isinstance(actions, Action) else actions))
         steps = [self._executor.handler(action).dry_run(action) for action in actions]
         steps = [replace(step, pause_ms=self._log.last_pause_ms(type(step.action))) for step in steps]
         if not dry_run:
@@ -173,7 +173,7 @@ class Runtime(LayerVerbs):
         They are prepared together and committed together, so one call moves a layer once: else `ConfigError`. Waiting
         inside a forward pass of the same thread is a `StateError`, as is any call while it captures a CUDA graph.
         """
-        self._require_possible(actions)
+        actions = self._possible(actions)
         if not wait:
             return self._executor.submit(actions, why)
         self._require_outside()
@@ -181,8 +181,7 @@ class Runtime(LayerVerbs):
 
     def request(self, actions: Sequence[Action], why: str) -> Any:
         """Have actions done that nobody waits for, on all ranks of the model. Returns a future, or None."""
-        self._require_possible(actions)
-        return self._executor.request(actions, why)
+        return self._executor.request(self._possible(actions), why)
 
     def prepare(
         self, actions: Action | Sequence[Action], *, id: str | None = None, timeout_s: float = PREPARED_S
@@ -198,8 +197,7 @@ class Runtime(LayerVerbs):
         committed as a whole. (A KV limit below what live caches hold is in force from the commit on; its result is
         `deferred` until they end.) Then nothing is held.
         """
-        actions = (actions,) if isinstance(actions, Action) else tuple(actions)
-        self._require_possible(actions)
+        actions = self._possible((actions,) if isinstance(actions, Action) else tuple(actions))
         if self._one_of_several:
             raise ConfigError("this model is one of several ranks, which agree among themselves; use apply")
         if not actions:
@@ -237,26 +235,30 @@ class Runtime(LayerVerbs):
 
     # -- for other processes
 
-    def digests(self, layers: Layers) -> dict[int, int]:
+    def digests(self, layers: Layers = (), *, shards: Sequence[int] = ()) -> dict[int, int]:
         """Return a checksum of the full weights of decoder layers, by index; layers with equal ones have equal weights.
 
-        It is computed once, beside forward passes, unless the weights are written; before layers are dropped it has to
-        be. Raises `ConfigError` for what is no layer.
+        Or of `shards`, by their numbers: that of each with what it has in common with the others of its layer. It is
+        computed once, beside forward passes, unless the weights are written; before layers are dropped it has to be.
+        Raises `ConfigError` for what is no layer, and no shard.
         """
         self._require_running()
         self._require_outside()
+        if shards:
+            return _awaited(self._executor.call(partial(self._weights.shard_digests, tuple(shards))))
         return _awaited(self._measure(self._weights.layer_indices(layers)))
 
-    def weights_source(self, layers: Layers) -> WeightsSource:
+    def weights_source(self, layers: Layers = (), *, shards: Sequence[int] = ()) -> WeightsSource:
         """Say where other processes can read the full weights of decoder layers: for their `rt.fetch`.
 
-        It holds until the layers are released, dropped, swapped or migrated; who reads later notices. Raises
-        `ConfigError` for what is no layer, `StateError` for layers without full weights at one place, and for the
-        memory of a GPU in a process that serves it to no others.
+        Or of the layers of `shards`, which must be here. It holds until they are released, dropped, swapped or
+        migrated; who reads later notices. Raises `ConfigError` for what is no layer, `StateError` for layers without
+        full weights at one place, and for the memory of a GPU in a process that serves it to no others.
         """
         self._require_running()
         self._require_outside()
-        return _awaited(self._executor.call(partial(self._weights.source, self._weights.layer_indices(layers))))
+        parts = dict.fromkeys(self._weights.layer_indices(layers)) | self._weights.parts_by_layer(shards)
+        return _awaited(self._executor.call(partial(self._weights.source, parts)))
 
     def exchange_with(self, peers: Peers, pace: YieldingPace) -> None:
         """Have weights be fetched from other ranks, and read by them; `pace` is that of fetches that let steps pass."""
@@ -342,13 +344,16 @@ class Runtime(LayerVerbs):
         if self._gate.inside:
             raise StateError("an action cannot be awaited inside a forward pass; call it with wait=False")
 
-    def _require_possible(self, actions: Sequence[Action]) -> None:
+    def _possible(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        """Return actions with the layers of their shards. Raises for what cannot be done in one call, or now."""
         self._require_running()
         require_no_capture("weights and caches cannot be moved or resized")
+        actions = tuple(map(self._weights.with_layers, actions))
         for kind in (ON_LAYERS, MigrateKV):
             layers = [layer for action in actions if isinstance(action, kind) for layer in action.layers]
             if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
                 raise ConfigError(f"one call would move layers {twice} twice; make two calls of it")
+        return actions
 
     def _require_running(self) -> None:
         if self.in_forked_child:

@@ -115,55 +115,71 @@ class LayerVerbs(ABC):
         return self._change((Release(self._weights.layer_indices(layers)),), wait)
 
     @overload
-    def drop(self, layers: Layers, *, wait: Literal[True] = True) -> Change: ...
+    def drop(self, layers: Layers = (), *, shards: Sequence[int] = (), wait: Literal[True] = True) -> Change: ...
     @overload
-    def drop(self, layers: Layers, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def drop(
+        self, layers: Layers = (), *, shards: Sequence[int] = (), wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
 
-    def drop(self, layers: Layers, *, wait: bool = True) -> Done:
+    def drop(self, layers: Layers = (), *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have the weights of decoder layers leave this process, without a copy; their pages are KV capacity then.
 
-        `layers` are indices or module names, one or several. A dropped layer cannot be called until it is back, by
-        `fetch` from a process that has the same weights, or by `restore` from the checkpoint. Nothing is copied or
-        hashed, so all layers take milliseconds; but a layer whose digest was never asked for (`rt.digests`) is read
-        once before. Raises `ConfigError` for what is no layer, and for one with shared parameters or adapters;
-        `StateError` for one that was written since the model was wrapped, has replicas or modules elsewhere, or is not
-        at its place in full. With `wait=False`, a future. (KunServe, section 4.1)
+        `layers` are indices or module names, one or several; of `shards`, by number, only these are dropped, while the
+        others stay where they are (AMOEBA, 3.2). A dropped layer cannot be called until it is back, by `fetch` from a
+        process that has the same weights, or by `restore` from the checkpoint. Nothing is copied or hashed, so all
+        layers take milliseconds; but a layer whose digest was never asked for (`rt.digests`) is read once before.
+        Raises `ConfigError` for what is no layer, and for one with shared parameters or adapters; `StateError` for one
+        that was written since the model was wrapped, has replicas or modules elsewhere, or is not at its place in full.
+        With `wait=False`, a future. (KunServe, section 4.1)
         """
         indices = self._weights.layer_indices(layers)
-        self._measure(indices)
-        return self._change((Drop(indices),), wait)
+        self._measure(indices or tuple(self._weights.parts_by_layer(shards)))
+        return self._change((Drop(indices, tuple(shards)),), wait)
 
     @overload
-    def fetch(self, layers: Layers, source: WeightsSource, *, wait: Literal[True] = True) -> Change: ...
+    def fetch(
+        self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: Literal[True] = True
+    ) -> Change: ...
     @overload
-    def fetch(self, layers: Layers, source: WeightsSource, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def fetch(
+        self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
 
-    def fetch(self, layers: Layers, source: WeightsSource, *, wait: bool = True) -> Done:
+    def fetch(self, layers: Layers, source: WeightsSource, *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have dropped decoder layers at their place again, bit for bit, from the memory of another process.
 
-        `source` is the other's `rt.weights_source(layers)`. Where its memory cannot be read any more, the checkpoint
-        is. Pages come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises `ConfigError`
-        for what is no layer, and for a source without them or of another model; `StateError` where the weights cannot
-        be had, or are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a future.
-        (KunServe, section 4.4)
+        `source` is the other's `rt.weights_source(layers)`. With `shards`, by number, and no layers, these alone return
+        beside those that are here, maybe from one source after another. Where its memory cannot be read any more, the
+        checkpoint is. Pages come from the KV cache as by `restore`, and layers that find none are `deferred`. Raises
+        `ConfigError` for what is no layer, and for a source without them or of another model; `StateError` where the
+        weights cannot be had, or are not those that were dropped; `CapacityError` as `restore`. With `wait=False`, a
+        future. (KunServe, section 4.4)
         """
-        return self._change((Fetch(self._weights.layer_indices(layers), source),), wait)
+        return self._change((Fetch(self._weights.layer_indices(layers), source, shards=tuple(shards)),), wait)
 
     @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[True] = True) -> Change: ...
+    def restore(
+        self, layers: Layers | None = None, *, shards: Sequence[int] = (), wait: Literal[True] = True
+    ) -> Change: ...
     @overload
-    def restore(self, layers: Layers | None = None, *, wait: Literal[False]) -> Future[tuple[Change, ...]]: ...
+    def restore(
+        self, layers: Layers | None = None, *, shards: Sequence[int] = (), wait: Literal[False]
+    ) -> Future[tuple[Change, ...]]: ...
 
-    def restore(self, layers: Layers | None = None, *, wait: bool = True) -> Done:
+    def restore(self, layers: Layers | None = None, *, shards: Sequence[int] = (), wait: bool = True) -> Done:
         """Have the full weights of decoder layers at their place again, bit for bit. None: all that `wrap` left there.
 
-        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped.
+        `layers` are indices or module names; also of modules inside a layer, where parts of it were swapped; or
+        `shards` of dropped layers alone, by number.
         The KV cache gives up free pages, idle caches, and caches at rest (to the host), never what a running one holds:
         then the answer is `deferred`, new caches do not get these pages, and the layers return as pages come free.
         Dropped layers are read from host memory or the checkpoint. Raises `ConfigError` for what is no layer,
         `CapacityError` for more layers than the place has room for, and `StateError` for a dropped layer that neither
         has, or has otherwise.
         """
+        if shards:
+            named = () if layers is None else self._weights.layer_indices(layers)
+            return self._change((Restore(named, shards=tuple(shards)),), wait)
         by_parts = self._weights.find_parts(self._weights.initially_resident if layers is None else layers)
         return self._change([Restore(indices, parts) for parts, indices in by_parts.items()], wait)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -24,11 +24,12 @@ from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import DROPPED, HOST, LayerPages
 from elastic.weights.parameter_slot import Content, ParameterSlot, UnpagedTensors, is_under
 from elastic.weights.precision import LayerPrecision, LayerVariant, UnitPrecisions
+from elastic.weights.proxy.dropped_source import missing_error
 from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
 from elastic.weights.proxy.transfer_cache import TransferCache
 from elastic.weights.proxy.weight_home import StagedTensors
-from elastic.weights.shards.layer_cut import LayerCut, whole_pages
+from elastic.weights.shards.layer_cut import LayerCut, Piece, whole_pages
 from elastic.weights.shards.part_views import PartViews, Views
 
 
@@ -43,6 +44,13 @@ class DecoderLayer:
     """Where released weights are read from, if it has them."""
     cut: LayerCut | None = None
     """Its parts that can be here or not by themselves; None: it is here as a whole, or not."""
+
+    def parts_in(self, shards: Collection[int]) -> frozenset[int]:
+        """Return the parts of it, from 0, among shards of the model; without any, all parts."""
+        of = 1 if self.cut is None else self.cut.shards
+        return (
+            frozenset(shard % of for shard in shards if shard // of == self.index) if shards else frozenset(range(of))
+        )
 
 
 class Absence(Enum):
@@ -152,7 +160,9 @@ class WeightUnit:
     # -- the bytes
 
     def measure(self) -> dict[str, int]:
-        """Return the digests of the full parameters, by name; they are computed once, as long as nobody writes them.
+        """Return the digests of the full parameters, by name, of those that come and go part by part piece by piece.
+
+        They are computed once, as long as nobody writes them.
 
         Those of a dropped unit are what they were; empty: nobody asked before.
         """
@@ -160,18 +170,44 @@ class WeightUnit:
             return self.digests
         self.digests = {}
         synchronize(self.pool.backend.device)
-        found = {name: self._digest(name) for name in self.slots}
+        found = {name: self._digest(name) for name in self.slots if name not in self._parted}
+        found |= {piece.key: self._digest_of(piece) for part in self.every for piece in self.pieces(part)}
         if not self.written:
             self.digests = found
         return found
 
-    def pages_of_full(self) -> LayerPages:
-        """Say where its full parameters lie. Raises `StateError` for a unit that has them in no block of its own."""
+    def pages_of_full(self, shards: frozenset[int] | None = None) -> LayerPages:
+        """Say where its full parameters lie, these parts of it at least; None: all.
+
+        Raises `StateError` for a unit that has them in no block of its own.
+        """
         block = self.blocks.get(self.full.key)
-        if self.absent or self.precision is not self.full or block is None or self.part:
+        if not self.shards_here or self.precision is not self.full or block is None or self.part:
             raise StateError(f"{self.name} has no full weights of its own at {self.pool.name} now; restore it first")
-        layout = self.full.layout
-        return LayerPages(self.index, block.page_numbers, layout.nbytes, layout.checksum, combined(self.measure()))
+        if missing := sorted((self.every if shards is None else shards) - self.shards_here):
+            raise missing_error(self.name, self.index, missing, len(self.every))
+        known, here = combined(self.measure()), tuple(sorted(self.shards_here))
+        return LayerPages(self.index, block.page_numbers, self.nbytes, self.layout_checksum, known, here)
+
+    @property
+    def layout_checksum(self) -> str:
+        """Tell by few letters how its full parameters and their parts lie."""
+        return self.layout.checksum if self.cut is None else self.cut.checksum(self.layout)
+
+    @property
+    def _parted(self) -> tuple[str, ...]:
+        """The parameters that come and go part by part."""
+        return () if self.cut is None else self.cut.parted
+
+    def pieces(self, part: int) -> Iterator[Piece]:
+        """Yield the runs of bytes that come and go with a part."""
+        return iter(()) if self.cut is None else self.cut.pieces(self.layout, part)
+
+    def part_digest(self, part: int) -> int:
+        """Return a checksum of the full weights of a part and of all that the parts have in common."""
+        every = self.measure()
+        others = {piece.key for other in self.every - {part} for piece in self.pieces(other)}
+        return combined({key: value for key, value in every.items() if key not in others})
 
     @property
     def recoverable(self) -> bool:
@@ -187,6 +223,14 @@ class WeightUnit:
             return self.host_copies[name].tensor
         entry = self._in_checkpoint(name)
         return None if entry is None else entry.to(self.layout.parameters[name].dtype)
+
+    def stored_piece(self, of: Piece | str) -> torch.Tensor:
+        """Return a full parameter by its name, or a piece of one, as `stored`. Raises `StateError` if it is nowhere."""
+        name = of if isinstance(of, str) else of.name
+        full = self.stored(name)
+        if full is None:
+            raise StateError(f"{self.name}.{name} is neither in host memory nor in a checkpoint")
+        return full if isinstance(of, str) else of.of(full)
 
     def _in_checkpoint(self, name: str) -> torch.Tensor | None:
         """Return a full parameter, mapped, whose dtype holds all values of the file's; None: it is not there so."""
@@ -206,8 +250,17 @@ class WeightUnit:
 
     def _view(self, cut: ParameterCut, rows: range) -> torch.Tensor:
         """View a run of rows of a parameter, any shape, in the checkpoint's orientation."""
+        if self.absent and cut.name in self._parted:
+            return self.show_piece(self._required_cut().piece(self.layout, cut.name, rows))
         plain: torch.Tensor = self.slots[cut.name].parameter
         return plain.detach().narrow(cut.dim, rows.start, len(rows))
+
+    def show_piece(self, piece: Piece) -> torch.Tensor:
+        """View a piece of a layer of which not all parts are here, in the checkpoint's orientation."""
+        lies = self.layout.parameters[piece.name]
+        shape = [len(piece.rows) if dim == piece.dim else size for dim, size in enumerate(lies.shape)]
+        shown = self.blocks[self.full.key].show_part(piece.key, piece.offset, piece.nbytes, lies.dtype)
+        return shown.as_strided(shape, lies.strides)
 
     def _required_cut(self) -> LayerCut:
         if self.cut is None:
@@ -219,6 +272,8 @@ class WeightUnit:
         if self.precision is not self.full or self.absent is Absence.HOST:
             form = "in host memory" if self.absent else f"in variant {self.variant!r}"
             raise StateError(f"{self.name} is {form}; restore it first: rt.restore({self.index})")
+        if missing := sorted(set(parts) - self.shards_here):
+            raise missing_error(self.name, self.index, missing, len(self.every))
 
     def block_for(self, precision: LayerPrecision) -> WeightBuffer:
         """Return the block of a precision, addresses stable as long as no tensor outside keeps an earlier one."""
@@ -274,10 +329,7 @@ class WeightUnit:
                 targets = precision.tensors_of(name, tensors)
                 pairs += [(targets[part], tensor) for part, tensor in precision.packings[name].parts.items()]
             else:
-                full = self.stored(name)
-                if full is None:
-                    raise StateError(f"{self.name}.{name} is neither in host memory nor in a checkpoint")
-                pairs.append((tensors[name], full))
+                pairs.append((tensors[name], self.stored_piece(name)))
         return pairs
 
     # -- the switches, at a safe point
@@ -307,6 +359,11 @@ class WeightUnit:
             for name, slot in self.slots.items():
                 slot.put(contents[name])
         self._version_shown = self.version()
+
+    def _digest_of(self, piece: Piece) -> int:
+        """Return the digest of a piece that is resident, or in the host store."""
+        parameter = self._at_place(piece.name)
+        return digest(piece.of(self.host_copies[piece.name].tensor if parameter is None else parameter))
 
     def _digest(self, name: str) -> int:
         """Return the digest of a full parameter that is resident, or in the host store."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic.errors import ConfigError, StateError
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.sharding.cut_plan import CutPlan
-from elastic.types import DROPPED, RankMemory, Residency, WeightsSource
+from elastic.types import DROPPED, Action, Drop, Fetch, RankMemory, Residency, Restore, WeightsSource
 from elastic.weights.layer import Absence, WeightUnit, combined
 from elastic.weights.parameter_slot import ParameterSlot, is_under
 from elastic.weights.shards.part_views import Views
@@ -126,14 +127,45 @@ class ModelWeights:
             for layer in layers
         }
 
-    def source(self, layers: Sequence[int]) -> WeightsSource:
-        """Say where other processes find the full weights of layers.
+    def shard_digests(self, shards: Sequence[int]) -> dict[int, int]:
+        """Return a checksum of the full weights of each shard, with what its layer's shards have in common."""
+        return {
+            shard: self.layers[layer].part_digest(part)
+            for layer, parts in self.parts_by_layer(shards).items()
+            for shard, part in ((layer * self.shards + part, part) for part in sorted(parts))
+        }
+
+    def parts_by_layer(self, shards: Iterable[int]) -> dict[int, frozenset[int]]:
+        """Group shards by their layer: the parts of it, from 0. Raises `ConfigError` naming one that is none."""
+        found: dict[int, set[int]] = {}
+        count, of = len(self.layers) * self.shards, self.shards
+        for shard in shards:
+            if not isinstance(shard, int) or isinstance(shard, bool) or not 0 <= shard < count:
+                raise ConfigError(
+                    f"shard {shard!r} is none of this model; they are 0 to {count - 1}, {of} of each layer"
+                )
+            found.setdefault(shard // of, set()).add(shard % of)
+        return {layer: frozenset(parts) for layer, parts in found.items()}
+
+    def with_layers(self, action: Action) -> Action:
+        """Return an action on shards with their layers, which need not be said. Raises `ConfigError` for others."""
+        if not isinstance(action, Drop | Fetch | Restore) or not action.shards:
+            return action
+        layers = tuple(self.parts_by_layer(action.shards))
+        said = self.layer_indices(action.layers)
+        if said and set(said) != set(layers):
+            raise ConfigError(f"layers={said} are not those of shards={action.shards}; give one of the two")
+        return replace(action, layers=layers)
+
+    def source(self, parts: Mapping[int, frozenset[int] | None]) -> WeightsSource:
+        """Say where other processes find the full weights of layers, of which these parts must be here; None: all.
 
         Raises `StateError` for layers that have none at their place, or at several, and for the memory of a GPU that no
         rank serves.
         """
+        layers = tuple(parts)
         units = self.units_of(layers)
-        pages = tuple(unit.pages_of_full() for unit in units)
+        pages = tuple(unit.pages_of_full(parts[unit.index]) for unit in units)
         pools = {unit.pool for unit in units}
         if len(pools) != 1:
             raise StateError(f"layers {tuple(layers)} are at {len(pools)} places; ask for those of one place")
@@ -167,6 +199,8 @@ class ModelWeights:
 
     def _form_of(self, layer: WeightUnit) -> str:
         if layer.absent:
+            if layer.shards_here:
+                return f"{layer.dtype}[{','.join(map(str, sorted(layer.shards_here)))}/{len(layer.every)}]"
             return DROPPED if layer.absent is Absence.DROPPED else ABSENT
         return "+".join(dict.fromkeys(unit.variant for unit in self.units(layer.index)))
 

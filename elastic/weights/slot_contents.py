@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
@@ -26,17 +28,28 @@ def resident_contents(unit: WeightUnit, precision: LayerPrecision) -> dict[str, 
     return {n: WeightProxy(slot.parameter, RemoteSource(unit, contents[n])) for n, slot in unit.slots.items()}
 
 
-def absent_contents(unit: WeightUnit, absence: Absence = Absence.HOST) -> dict[str, Content]:
-    """Make the contents of an absent unit, by parameter: proxies of what the host store has, or of nothing."""
-    if absence is Absence.DROPPED:
-        nothing = DroppedSource(unit.name, unit.index)
-        return {name: WeightProxy(slot.parameter, nothing) for name, slot in unit.slots.items()}
-    return {name: WeightProxy(slot.parameter, HostSource(unit, name)) for name, slot in unit.slots.items()}
+def absent_contents(
+    unit: WeightUnit, absence: Absence = Absence.HOST, shards: frozenset[int] = frozenset()
+) -> dict[str, Content]:
+    """Make the contents of an absent unit, by parameter: proxies of what the host store has, or of nothing.
+
+    Of a dropped one that still has some parts, what these have in common stays as it is.
+    """
+    if absence is Absence.HOST:
+        return {name: WeightProxy(slot.parameter, HostSource(unit, name)) for name, slot in unit.slots.items()}
+    nothing = DroppedSource(unit.name, unit.index, sorted(unit.every - shards), len(unit.every))
+    kept: dict[str, torch.Tensor] = {}
+    if shards and unit.cut is not None:
+        kept = unit.blocks[unit.full.key].show(unit.cut.common(unit.layout))
+    return {
+        name: slot.plain(kept[name]) if name in kept else WeightProxy(slot.parameter, nothing)
+        for name, slot in unit.slots.items()
+    }
 
 
-def reinstate(unit: WeightUnit, precision: LayerPrecision, absent: Absence | None) -> None:
-    """Have a unit's slots as they were before a switch; the bytes are still there."""
+def reinstate(unit: WeightUnit, precision: LayerPrecision, absent: Absence | None, shards: frozenset[int]) -> None:
+    """Have a unit's slots as they were before a switch, when it had these parts; the bytes are still there."""
     if absent:
-        unit.hide(absent_contents(unit, absent), absent)
+        unit.hide(absent_contents(unit, absent, shards), absent, shards)
     else:
         unit.show(resident_contents(unit, precision), precision)

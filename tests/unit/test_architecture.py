@@ -37,7 +37,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "kvcache": (("storage",), ("layers",), ("",)),
     "quant": (("formats",), ("kernels", "checkpoints"), ("pruning",), ("variants",), ("sensitivity",)),
     "controller": (("",), ("sensors",), ("policies",)),
-    "actions": (("pages",), ("",), ("transactions",)),
+    "actions": (("pages",), ("shards",), ("",), ("transactions",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("pipeline",), ("continuous", "vllm")),
     "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),

@@ -1,7 +1,8 @@
-"""The weight of a parameter whose layer was dropped: nowhere in this process."""
+"""The weight of a parameter whose layer was dropped, or parts of it: nowhere in this process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -17,22 +18,35 @@ def dropped_error(layer: str, index: int) -> StateError:
     )
 
 
+def missing_error(layer: str, index: int, missing: Sequence[int], of: int) -> StateError:
+    """Make the error of whoever needs some of the parts that a layer is cut into, where these are dropped."""
+    if len(missing) == of:
+        return dropped_error(layer, index)
+    shards = tuple(index * of + part for part in missing)
+    return StateError(
+        f"shards {shards} of {layer} are dropped: have them back with rt.fetch((), source, shards={shards}) from a "
+        f"process that has them, or with rt.restore({index}) from the checkpoint"
+    )
+
+
 class DroppedSource:
     """A weight that is not here: its shape and dtype are known, and whoever needs its value is refused."""
 
-    def __init__(self, layer: str, index: int) -> None:
+    def __init__(self, layer: str, index: int, missing: Sequence[int] = (0,), of: int = 1) -> None:
         self._layer = layer
         self._index = index
+        self._missing = missing
+        self._of = of
 
     def value(self) -> NoReturn:
         """Raise `StateError`."""
-        raise dropped_error(self._layer, self._index)
+        raise missing_error(self._layer, self._index, self._missing, self._of)
 
     copy = stored = value
 
     def write(self, value: torch.Tensor) -> NoReturn:
         """Raise `StateError`, whatever the value: any shape."""
-        raise dropped_error(self._layer, self._index)
+        self.value()
 
     def describe(self) -> str:
         """Say for an error message where the weight is."""

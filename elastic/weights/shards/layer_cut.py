@@ -10,7 +10,7 @@ from hashlib import blake2b
 import torch
 
 from elastic.memory.weight_layout import LayerLayout, ParameterLayout, pages_under
-from elastic.planning.sharding.cut_plan import CutPlan, ParameterCut
+from elastic.planning.sharding.cut_plan import CutPlan
 from elastic.planning.sharding.shard_pages import ShardPages
 
 
@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Its name among the digests of its layer."""
+        """Its name among the digests of its layer, and among what a buffer shows."""
         return f"{self.name}[{self.rows.start}:{self.rows.stop}]"
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -69,13 +69,22 @@ class LayerCut:
     def pieces(self, layout: LayerLayout, part: int) -> Iterator[Piece]:
         """Yield what a part consists of in a layout of the layer, one parameter after another."""
         for name in self.parted:
-            cut, lies = self.plan.cuts[name], layout.parameters[name]
-            for rows in cut.rows[part]:
-                yield _piece(cut, lies, rows)
+            for rows in self.plan.cuts[name].rows[part]:
+                yield self.piece(layout, name, rows)
+
+    def piece(self, layout: LayerLayout, name: str, rows: range) -> Piece:
+        """Return a run of rows of a parameter that comes and goes part by part."""
+        cut, lies = self.plan.cuts[name], layout.parameters[name]
+        row_bytes = cut.row_elements * lies.dtype.itemsize
+        return Piece(name, cut.dim, rows, lies.offset + rows.start * row_bytes, len(rows) * row_bytes)
+
+    def common(self, layout: LayerLayout) -> LayerLayout:
+        """Return the layout of all that does not come and go part by part, where it lies."""
+        return layout.without(self.parted)
 
     def pages(self, layout: LayerLayout, page_bytes: int) -> ShardPages:
         """Return the pages of a layout of the layer, by part."""
-        common = layout.without(self.parted).parameters.values()
+        common = self.common(layout).parameters.values()
         return ShardPages(
             tuple(pages_under(lies.offset, lies.nbytes, page_bytes) for lies in common),
             tuple(
@@ -94,8 +103,3 @@ def whole_pages(layout: LayerLayout, page_bytes: int) -> ShardPages:
     """Return the pages of a layer that is not cut: one part."""
     lies = layout.parameters.values()
     return ShardPages((), (tuple(pages_under(p.offset, p.nbytes, page_bytes) for p in lies),))
-
-
-def _piece(cut: ParameterCut, lies: ParameterLayout, rows: range) -> Piece:
-    row_bytes = cut.row_elements * lies.dtype.itemsize
-    return Piece(cut.name, cut.dim, rows, lies.offset + rows.start * row_bytes, len(rows) * row_bytes)

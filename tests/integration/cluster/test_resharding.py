@@ -102,14 +102,15 @@ def test_two_instances_share_every_layer_and_part_under_running_requests(
     serve: Callable[..., Served], name: str
 ) -> None:
     served = serve(name)
-    fleet, weights, whole = served.fleet, served.weights(), sum(served.fleet.layer_bytes())
+    fleet, weights = served.fleet, served.weights()
     served.submit([5, 40, 70, 12], tokens=120)
     served.begin(5)
     done = fleet.reshard(["r0", "r1"], tp=2)
     assert (done.status, done.members, done.tp) == ("applied", ("r0", "r1"), 2), done.why
     left = served.weights()
     assert sum(weights) - sum(left) == done.freed_bytes > 0
-    assert max(left) < whole
+    pages = [[layer.pages({part}) for layer in model.elastic.shard_pages] for part, model in enumerate(served.models)]
+    assert left == [sum(each) * PAGE for each in pages]
     assert [model.elastic.shards_here for model in served.models] == [
         (frozenset({part}),) * len(fleet.layer_bytes()) for part in range(2)
     ]
@@ -121,7 +122,8 @@ def test_two_instances_share_every_layer_and_part_under_running_requests(
         served.heard.wait_for_tokens(request, min(told[request] + 5, 120))  # tokens come while layers are shared
     served.submit([30, 9], tokens=60)
     back = fleet.reshard("r1", tp=1)
-    assert (back.status, back.fetched_bytes) == ("applied", done.freed_bytes), back.why
+    assert back.status == "applied", back.why
+    assert back.fetched_bytes >= done.freed_bytes  # pages in which two parts meet had stayed
     assert fleet.groups() == ()
     served.finish()
     assert served.weights() == weights
@@ -158,12 +160,12 @@ def test_ranks_that_share_layers_in_stages_of_a_pipeline(serve: Callable[..., Se
 
 
 def test_a_prompt_longer_than_a_rank_can_hold_ends_while_short_ones_run(serve: Callable[..., Served]) -> None:
-    served = serve("qwen3", budget=330 * PAGE)
+    served = serve("qwen3", budget=300 << 10)
     fleet = served.fleet
     alone = max(instance.load.total_blocks for instance in fleet.status().instances) * ENGINE["block_tokens"]
     served.submit([10, 14, 9], tokens=60)
     assert fleet.reshard(["r0", "r1"], tp=2).status == "applied"
-    served.submit([alone], tokens=10)
+    served.submit([alone + 100], tokens=10)
     *_, long = served.requests
     served.submit([12, 8], tokens=30)
     served.finish()

@@ -103,10 +103,9 @@ class ReshardingGroups(Groups):
         model, running = self._running()
         slower = slowdown(changes, model, running) if model is not None else 0.0
         price = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
-        flips = len({(flip.home, flip.shards[0] // now.shards) for flip in flips_between(*changes[0])})
         return Resharded(
             "planned",
-            flips,
+            len(flips_between(*changes[0])),
             kv_bytes(changes, rooms),
             members=members,
             tp=len(units[0]),

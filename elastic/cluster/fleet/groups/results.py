@@ -22,7 +22,7 @@ class Exchanged:
 
     status: Status
     flips: int = 0
-    """Layers of instances that another rank computes now."""
+    """Layers of instances, or parts of layers, that another rank computes now."""
     moved_bytes: int = 0
     """Keys and values that were copied."""
     fetched_bytes: int = 0

@@ -1,0 +1,1 @@
+"""Parts of layers that leave and return by themselves, in the block that the others lie in."""
