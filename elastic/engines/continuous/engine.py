@@ -29,14 +29,14 @@ from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
-from elastic.engines.executor.layer_groups import block_groups, layer_groups
+from elastic.engines.executor.layer_groups import LayerGroup, block_groups, layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_valid
 from elastic.engines.stopping import end_tokens, with_ends
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
-from elastic.planning.sharding.heads import kv_shards
+from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import Runtime, runtime
 
 logger = logging.getLogger(__name__)
@@ -89,14 +89,10 @@ class ContinuousEngine(PipelinedEngine):
             stack.callback(self.runtime.observe, True)
             kv = _one_pool(model)
             groups = layer_groups(self._config)
-            heads, dim = kv_shape(model)
-            parts = kv_shards(self.shards, heads)
-            shape = BlockShape(block_tokens, heads // parts, dim)
-            sizes = block_groups(groups, shape.elements * model.dtype.itemsize, parts)
+            self.kv_format = form = _kv_format(model, groups, block_tokens, block_layout, self.shards)
+            shape = BlockShape(block_tokens, form.heads, form.dim)
+            sizes = block_groups(groups, form.block_bytes, form.kv_shards)
             windows = [group.window for group in groups]
-            forms = tuple((size.layers, window) for size, window in zip(sizes, windows, strict=True))
-            dtype = str(model.dtype).removeprefix("torch.")
-            self.kv_format = KVFormat(block_tokens, block_layout, dtype, shape.heads, dim, forms, parts)
             self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, block_tokens, share_prefixes)
             memory = self._blocks.memory
             assert isinstance(memory, BlockMemory)
@@ -295,6 +291,15 @@ class ContinuousEngine(PipelinedEngine):
         if self._max_queue is not None and waiting >= self._max_queue:
             wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
             raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
+
+
+def _kv_format(model: Any, groups: Sequence[LayerGroup], block_tokens: int, block_layout: str, shards: int) -> KVFormat:
+    """Return the form of a model's blocks, whose decoder layers are cut into so many shards."""
+    heads, dim = kv_shape(model)
+    parts = kv_shards(shards, heads)
+    dtype = str(model.dtype).removeprefix("torch.")
+    layers = tuple((parts_of(group.layers, parts), group.window) for group in groups)
+    return KVFormat(block_tokens, block_layout, dtype, heads // parts, dim, layers, parts)
 
 
 def _one_pool(model: Any) -> KVPool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.sector_space import BlockGroup
+from elastic.planning.sharding.heads import parts_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -36,11 +37,4 @@ def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
 
 def block_groups(groups: Sequence[LayerGroup], block_bytes: int, kv_shards: int) -> tuple[BlockGroup, ...]:
     """Return the blocks that groups of decoder layers have, each layer in so many parts, of `block_bytes` in each."""
-    return tuple(
-        BlockGroup(
-            tuple(layer * kv_shards + part for layer in group.layers for part in range(kv_shards)),
-            block_bytes,
-            kv_shards,
-        )
-        for group in groups
-    )
+    return tuple(BlockGroup(parts_of(group.layers, kv_shards), block_bytes, kv_shards) for group in groups)

@@ -76,15 +76,20 @@ class PagedCache:
         self.refresh()
 
     def refresh(self) -> None:
-        """Show the layers that are here now, and no others: layers have come or gone. No step is in flight."""
-        self.layers = {}
+        """Show the layers that are here now, and no others: layers have come or gone.
+
+        Steps may be in flight in layers that stay.
+        """
+        layers: dict[int, CachedLayer] = {}
         for index, ranges in enumerate(self._memory.groups):
             here: dict[int, list[int]] = {}
             for number in ranges.layers:
                 here.setdefault(number // self.kv_shards, []).append(number % self.kv_shards)
-            elements = self.kv_shards * self._part_blocks(index) * self.layout.shape.elements
+            size = self.kv_shards * self._part_blocks(index) * self.layout.shape.elements
             for layer, parts in here.items():
-                self.layers[layer] = CachedLayer(index, ranges.view_parts(layer, self._dtype)[:elements], tuple(parts))
+                elements = ranges.view_parts(layer, self._dtype)[:size]
+                layers[layer] = CachedLayer(index, elements, tuple(parts))
+        self.layers = layers
 
     def clear(self, group: int, blocks: Ints) -> None:
         """Fill blocks [count] with zeros in every layer of a group that is here.

@@ -20,6 +20,7 @@ from elastic.engines.executor.layer_groups import LayerGroup, block_groups
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
+from elastic.kvcache.storage.sector_space import GroupRanges
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.page_pool import PagePool
 from elastic.planning.sharding.heads import heads_of, kv_parts, kv_shards
@@ -200,6 +201,21 @@ def test_parts_that_are_elsewhere_are_refused(stack: ExitStack) -> None:
             cache.attend(0, *states, None, shards, 4)
     with pytest.raises(ConfigError, match="of=3"):
         cache.attend(0, *states, None, (0,), 3)
+
+
+def test_layers_that_stay_are_there_while_others_come(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, seen = Rank(stack, "head_centric", 2, 2, (1,)), []
+    cache, view_parts = rank.runner.cache, GroupRanges.view_parts
+
+    def looked_at(*given: Any) -> torch.Tensor:
+        seen.append({layer: cached.parts for layer, cached in cache.layers.items()})
+        return view_parts(*given)
+
+    monkeypatch.setattr(GroupRanges, "view_parts", looked_at)
+    rank.memory.add_layers((0, 4))
+    cache.refresh()
+    assert seen == [dict.fromkeys(range(3), (1,))] * 3
+    assert {layer: cached.parts for layer, cached in cache.layers.items()} == {0: (0, 1), 1: (1,), 2: (0, 1)}
 
 
 @pytest.mark.parametrize("shards", [(0,), (0, 1), None])
