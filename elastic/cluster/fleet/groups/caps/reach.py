@@ -1,4 +1,4 @@
-"""The largest requests that the instances of a group could hold, so that these wait instead of being refused."""
+"""The largest requests that instances could hold in a group, so that these wait instead of being refused."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ def blocks_by_degree(home: str, room: Room, format: KVFormat, degrees: Iterable[
     for degree in degrees:
         if room.path.shards % degree == 0:
             names = [home, *(f"{home}, {number}" for number in range(1, degree))]
-            alone = {name: LayerPath.alone(name, room.path.layers, room.path.shards) for name in names}
-            shape = parallel(Shape(alone, dict.fromkeys(names, frozenset(range(len(room.path.ranks))))), degree)
-            rooms = {name: replace(room, path=alone[name]) for name in names}
-            found[degree] = reachable_blocks(shape, rooms, {home: format})[home]
+            paths = {name: LayerPath.alone(name, room.path.layers, room.path.shards) for name in names}
+            now = Shape(paths, dict.fromkeys(names, room.resident))
+            apart = replace(now, weights=dict.fromkeys(names, frozenset(range(len(room.path.ranks)))))
+            books = Books(dict.fromkeys(names, room), format, now)
+            found[degree] = _reachable(books, parallel(apart, degree), home) * sector_blocks(room, format)
     return found
 
 
 def note_reach(dispatcher: Dispatcher, shape: Shape, rooms: Mapping[str, Room]) -> None:
-    """Have the instances of a group know the highest limits that its caps allow, one after another."""
+    """Have the instances of a group know the highest limits that its caps allow, one after another.
+
+    `rooms` are as the ranks have them in this shape.
+    """
     with dispatcher.lock:
         there = {home: i for home in shape.members if (i := dispatcher.instances.get(home)) is not None}
-        for home, blocks in reachable_blocks(shape, rooms, {h: i.kv_format for h, i in there.items()}).items():
-            there[home].group_blocks = blocks
+        for home, instance in there.items():
+            books = Books(rooms, instance.kv_format, shape)
+            instance.group_blocks = _reachable(books, shape, home) * sector_blocks(rooms[home], instance.kv_format)
 
 
-def reachable_blocks(shape: Shape, rooms: Mapping[str, Room], formats: Mapping[str, KVFormat]) -> dict[str, int]:
-    """Return the blocks that each of these instances could have in a shape, if the others of it had none."""
-    if not formats:
-        return {}
-    books = Books(rooms, next(iter(formats.values())), shape)
-    caps = largest_caps(shared_memory(books, shape), {home: rooms[home].most_sectors for home in shape.members})
-    return {home: caps[home] * sector_blocks(rooms[home], kv) for home, kv in formats.items()}
+def _reachable(books: Books, shape: Shape, home: str) -> int:
+    """Return the sectors that an instance could have in a shape, if the others of it had none."""
+    most = {name: room.most_sectors for name, room in books.rooms.items()}
+    return largest_caps(shared_memory(books, shape), most)[home]
