@@ -1,8 +1,9 @@
-"""What hooks cannot do: a layer's own forward that is left out, for a replica, or because another rank computes it.
+"""What hooks cannot do: a module's own forward that is left out, for a replica, or because other ranks compute of it.
 
 One row cannot be shared out. Where a replica's place is the best for it, the replica is called in the thread of the
-forward pass, between the layer's own hooks. A layer that another rank computes is passed over. So each decoder layer
-of a model that may need it has a dispatcher as the `forward` of its instance.
+forward pass, between the layer's own hooks. A layer that another rank computes is passed over; of one that several
+ranks compute, some modules compute a part. So each decoder layer of a model that may need it, and each such module, has
+a dispatcher as the `forward` of its instance.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from elastic.weights import batch_context
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of the layer's class, or what this thread's plan or share of a batch asks for instead."""
+    """Call the forward of a module's class, or what this thread's plan or share of a batch asks for instead."""
     plan = batch_context.thread.plan
     if plan is not None:
         return plan.call(layer, args, kwargs)
@@ -31,7 +32,7 @@ def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def install_override(layer: nn.Module) -> bool:
-    """Have a layer dispatch, unless its instance has a forward method already; return whether it had none."""
+    """Have a module dispatch, unless its instance has a forward method already; return whether it had none."""
     if "forward" in layer.__dict__:
         return False
     layer.__dict__["forward"] = MethodType(forward, layer)
@@ -45,5 +46,5 @@ def remove_override(layer: nn.Module) -> None:
 
 
 def dispatches(layer: nn.Module) -> bool:
-    """Return whether this layer's own forward can be left out."""
+    """Return whether this module's own forward can be left out."""
     return getattr(layer.__dict__.get("forward"), "__func__", None) is forward

@@ -1,4 +1,4 @@
-"""What of a batch a thread computes: a share of its rows or tokens, or some of the layers.
+"""What of a batch a thread computes: a share of its rows or tokens, or some of the layers, or of their parts.
 
 What depends on the number of tokens goes by those of the whole batch, so a replica takes the kernels that the layer
 would have taken for all rows together.
@@ -23,20 +23,20 @@ class BatchShare:
 
 
 class ForwardPlan(Protocol):
-    """Which layers a forward pass computes in this process; the others are passed over."""
+    """Which layers a forward pass computes in this process, whole or in part; the others are passed over."""
 
     def __contains__(self, layer: object, /) -> bool:
         """Return whether the layer of this index is computed."""
 
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the forward of a layer's class, or pass over it; return what the layer returns."""
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward of a module's class, pass over it or compute a part; return what the module returns."""
 
 
 class _CurrentBatch(threading.local):
     share: BatchShare | None = None
     """None: whole batches."""
     plan: ForwardPlan | None = None
-    """None: all layers. Looked at by layers with a forward override alone."""
+    """None: all layers. Looked at by modules with a forward override alone."""
 
 
 thread = _CurrentBatch()

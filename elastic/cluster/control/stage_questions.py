@@ -192,19 +192,22 @@ class ResumeSteps:
 
 @dataclass(frozen=True)
 class WrittenBlocks:
-    """Of each group, the blocks that were written since the last time."""
+    """Of each group, the blocks that were written since the last time; it waits for no step."""
 
 
 @dataclass(frozen=True)
 class FlipLayers:
-    """Pause the engine between two steps, have what was written last copied, and go on by another path: `Flipped`."""
+    """Pause the engine between two steps, have what was written last copied, and go on by another path: `Flipped`.
+
+    The exchange ends with it, unless it fails.
+    """
 
     path: LayerPath
 
 
 @dataclass(frozen=True)
 class EndExchange:
-    """Note no more which blocks are written."""
+    """Note no more which blocks are written: the layers stay where they are."""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,10 @@ class FleetEvent:
     """Tokens whose KV was lost, and is computed again."""
     stalled_ms: float = 0.0
     """The longest that one of the requests waited for its next token because of it."""
+    seconds: float = 0.0
+    """What it took, of a drop, a restore and a migration."""
+    timeline: tuple[tuple[str, float], ...] = ()
+    """What of it was done when: in seconds from its beginning."""
     why: str = ""
 
 

@@ -37,8 +37,8 @@ class LayerExchange(HostedStages):
 
     What moves are shards, numbered as in `LayerPath`; where layers are not cut, a shard is a layer. At their home:
     `begin_exchange`; at the rank that gets them `prepare_layers`, and `copy_layers` in rounds, by the home's
-    `written_blocks`; then at the home `flip` and `end_exchange`. Shards that come home are prepared and copied by the
-    home itself, which is named as `home` then.
+    `written_blocks`; then at the home `flip`, or `end_exchange` where it is given up. Shards that come home are
+    prepared and copied by the home itself, which is named as `home` then.
     """
 
     _written: WrittenBlocks | None
@@ -48,7 +48,7 @@ class LayerExchange(HostedStages):
         return self._kv_exchange.locate(self._memory, sorted(self._kv_parts(shards)))
 
     def begin_exchange(self, shards: Sequence[int]) -> Exchange:
-        """Note from now on which blocks are written, and keep all sectors until `end_exchange`.
+        """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
         Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has not.
         """
@@ -75,27 +75,23 @@ class LayerExchange(HostedStages):
     def written_blocks(self) -> Blocks:
         """Return the blocks, by group, that steps which are over have written since this was asked.
 
-        Whoever asks copies them; where that fails, the exchange is given up.
+        Whoever asks copies them; where that fails, the exchange is given up. It waits for no step.
         """
-        return self._between_steps(lambda: self._exchange().take())
+        return self._exchange().take()
 
     def flip(self, path: LayerPath, source: LayersKV | None = None, timeout_s: float = ANSWER_S) -> Flipped:
         """Have steps go by another path, in which shards of one rank are another one's, which has prepared them.
 
-        What was written since `written_blocks` is copied while no step is in flight. `source` is where the keys and
-        values of the shards lie; None: their rank is asked. Raises `StateError` where they cannot be copied, `RankLost`
-        where a rank has gone: nothing has changed then, and what would have been copied is told again.
+        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
+        `source` is where the keys and values of the shards lie; None: their rank is asked. Raises `StateError` where
+        they cannot be copied, `RankLost` where a rank has gone: nothing has changed then, and what would have been
+        copied is told again.
         """
         return self._between_steps(lambda: self._flip(path, source, timeout_s))
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
-
-        def end() -> None:
-            self._written = self._loop.scheduler.written = None
-            self._memory.keep_sectors = False
-
-        self._between_steps(end)
+        self._between_steps(self._end_exchange)
 
     def pause_steps(self) -> None:
         """Begin no step until `resume_steps`, and finish those in flight: the stalling form of an exchange.
@@ -187,6 +183,7 @@ class LayerExchange(HostedStages):
         except BaseException:
             written.put_back(blocks)
             raise
+        self._end_exchange()
         if frm == self.rank:
             self._drop_kv(self._kv_parts(shards) - self._own_parts)
         self._follow_journal()
@@ -225,6 +222,10 @@ class LayerExchange(HostedStages):
         if self._written is None:
             raise StateError("no exchange has begun; call begin_exchange first")
         return self._written
+
+    def _end_exchange(self) -> None:
+        self._written = self._loop.scheduler.written = None
+        self._memory.keep_sectors = False
 
     def _copy_home(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:

@@ -200,7 +200,7 @@ class GroupRank(FakeRank):
 
     def on_detach_stage(self, question: ask.DetachStage) -> None:
         assert question.rank not in self.path.guests
-        self.stages.remove(question.rank)
+        self.stages.discard(question.rank)
 
     def on_close_stage(self, question: ask.CloseStage) -> None:
         self.guests.pop(question.home, None)
@@ -262,6 +262,7 @@ class GroupRank(FakeRank):
             if before.ranks[shard] != self.name:
                 self.world[before.ranks[shard]].guests[self.name].shards.remove(shard)
         self.path = after
+        self.exchanging = False
         return Flipped(1.0, 10)
 
     def on_weight_digests(self, question: ask.WeightDigests) -> dict[int, int]:

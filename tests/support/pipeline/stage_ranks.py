@@ -35,8 +35,16 @@ BLOCK = 8
 class Rank:
     """A copy of a model, its turn, and blocks for two sequences of up to 96 tokens."""
 
-    def __init__(self, name: str, rank: str, exchange: QueueExchange, stack: ExitStack, shards: int = 1) -> None:
-        self.model = architectures.build(name)
+    def __init__(
+        self,
+        name: str,
+        rank: str,
+        exchange: QueueExchange,
+        stack: ExitStack,
+        shards: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = architectures.build(name, dtype)
         elastic.wrap(self.model, places=small(16 << 20, f"cpu#{rank}"), shards=shards)
         stack.callback(elastic.unwrap, self.model)
         self.rank, self.turn, self.shards = rank, Turn(), shards
@@ -60,8 +68,9 @@ class Rank:
         shape = BlockShape(BLOCK, heads // cut, dim)
         groups = layer_groups(self.model.config)
         (kv,) = self.model.elastic.kv.memory.shares()
-        memory = BlockMemory(kv, block_groups(groups, shape.elements * 4, cut))
+        memory = BlockMemory(kv, block_groups(groups, shape.elements * self.model.dtype.itemsize, cut))
         stack.callback(memory.close)
+        self.memory = memory
         self.batch = InputBatch([group.window for group in groups], BLOCK)
         self.cache = PagedCache(memory, groups, self.batch.tables, LAYOUTS["head_centric"](shape), self.model.dtype)
         stack.callback(self.cache.close)
@@ -82,6 +91,11 @@ class Rank:
         for group, blocks in enumerate(self.blocks):
             self.cache.clear(group, blocks)
 
+    def keep(self, parts: Sequence[int]) -> None:
+        """Have blocks of some parts of layers alone, by their numbers over all layers."""
+        self.memory.remove_layers(set(self.memory.layers) - set(parts))
+        self.cache.refresh()
+
     def inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         batch, ids = self.batch.begin_step(chunks)
         return {
@@ -99,9 +113,11 @@ class Rank:
 class Ranks:
     """Some ranks of the same model, each with a thread."""
 
-    def __init__(self, name: str, ranks: str, stack: ExitStack, shards: int = 1) -> None:
+    def __init__(
+        self, name: str, ranks: str, stack: ExitStack, shards: int = 1, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.exchange = QueueExchange()
-        self.ranks = {rank: Rank(name, rank, self.exchange, stack, shards) for rank in ranks}
+        self.ranks = {rank: Rank(name, rank, self.exchange, stack, shards, dtype) for rank in ranks}
         self.layers = self.ranks["a"].model.config.num_hidden_layers
         self.shards = shards
         self._threads = {rank: stack.enter_context(ThreadPoolExecutor(1)) for rank in ranks}

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from elastic.cluster.control.messages import Apply
+from elastic.cluster.control.messages import Apply, Question
 from elastic.cluster.control.stage_questions import (
     AttachStage,
     CloseStage,
@@ -23,13 +23,23 @@ from elastic.cluster.control.stage_questions import (
     WeightsOf,
 )
 from elastic.cluster.fleet.groups.caps.change import CapChange
+from elastic.cluster.fleet.groups.caps.needs import is_short
 from elastic.cluster.fleet.groups.flip import ExchangeForm, FlipDone, flip_layers
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import Books, FlipRound, LayerFlip, Shape, Transition, plan_transition
+from elastic.cluster.fleet.groups.transition import (
+    Books,
+    FlipRound,
+    LayerFlip,
+    Shape,
+    Transition,
+    plan_quickly,
+    plan_transition,
+)
 from elastic.engines.core.kv_state import KVFormat
-from elastic.errors import ElasticError, RankLost, StateError
+from elastic.errors import CapacityError, ElasticError, RankLost, StateError
+from elastic.planning.arrangement.caps import GAIN
 from elastic.planning.sharding.numbers import layers_of
 from elastic.types import Drop, Fetch, Restore
 
@@ -54,6 +64,7 @@ class Exchange:
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
+        self._timeline: list[tuple[str, float]] = []
 
     def run(self) -> Exchanged:
         """Change the group; it serves on. It stops where a flip fails: all is in order then, with a part of it done.
@@ -65,12 +76,14 @@ class Exchange:
         group = self.group
         rooms = measure(self._ranks, group.members)
         books, most = self._books(rooms), self._form.layers_per_step
-        transition = plan_transition(group.shape, self._target, books, group.caps_in_force(), most)
+        transition = plan_quickly(group.shape, self._target, books, group.caps_in_force(), most)
         try:
             if not self._caps.lower(transition.caps):
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
+            self._did("caps lowered")
             self._connect(transition, rooms)
             compare_weights(self._ranks, group)
+            self._did("connected")
             with self._stalled(transition) if self._form.exchange == "stall" else nullcontext():
                 self._change(transition)
         except RankLost:
@@ -79,6 +92,7 @@ class Exchange:
             self._raise_caps()
             return self._result("partial" if self.counts.flips or self.counts.freed_bytes else "deferred", str(error))
         self._raise_caps()
+        self._did("caps raised")
         return self._result("applied")
 
     def _result(self, status: Status, why: str = "") -> Exchanged:
@@ -91,7 +105,11 @@ class Exchange:
             counts.stalled_ms,
             self._deadline.seconds,
             why,
+            tuple(self._timeline),
         )
+
+    def _did(self, what: str) -> None:
+        self._timeline.append((what, round(self._deadline.seconds, 4)))
 
     def _books(self, rooms: Mapping[str, Room]) -> Books:
         return Books(rooms, self._format, self.group.shape)
@@ -108,7 +126,9 @@ class Exchange:
         if group.shape.apart and not self._missing():
             group.caps = {home: group.staged.get(home) for home in group.members}
             self._ranks.ask_all({home: SetCap(cap) for home, cap in group.caps.items()})
-        elif not self._caps.raise_to(self._books(measure(self._ranks, group.members)).caps(group.shape)):
+            return
+        books, staging = self._books(measure(self._ranks, group.members)), keeps_staging(self._ranks, group)
+        if not self._caps.raise_to(books.caps(group.shape, staging=staging)):
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
     def _missing(self) -> list[tuple[str, int]]:
@@ -119,15 +139,22 @@ class Exchange:
     # -- layers
 
     def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
-        """Open what flips need."""
+        """Open what flips need, all of it at the same time."""
         needed = {(flip.home, flip.target) for flip in transition.flips if flip.target != flip.home} - self.group.stages
         if needed:
             self._ranks.introduce(self.group.members)
+        asked: list[tuple[str, Question]] = []
         for home, rank in sorted(needed):
             path = self.group.shape.paths[home]
             opened = OpenStage(home, path, transition.caps[home], rooms[home].most_sectors)
-            self._ranks.ask_all({rank: opened, home: AttachStage(rank)})
-            self.group.stages.add((home, rank))
+            asked += [(rank, opened), (home, AttachStage(rank))]
+        try:
+            self._ranks.ask_each(asked)
+        except ElasticError:
+            with suppress(ElasticError):  # one was lost: the others are told of it
+                close_stages(self._ranks, needed)
+            raise
+        self.group.stages |= needed
 
     @contextmanager
     def _stalled(self, transition: Transition) -> Iterator[None]:
@@ -145,18 +172,42 @@ class Exchange:
     def _change(self, transition: Transition) -> None:
         for rank in self.group.members:
             self._drop_unneeded(rank)
-        for flips in transition.rounds:
-            for flip in flips:
-                self._fetch(flip.target, flip.shards)
-            failed = self._flip(flips)
-            if lost := next((error for error in failed if isinstance(error, RankLost)), None):
-                raise lost
-            for source in dict.fromkeys(flip.source for flip in flips):
-                self._drop_unneeded(source)
-            if failed:
-                raise failed[0]
+        while transition.rounds:
+            self._take_round(transition.rounds[0])
+            transition = self._rest(replace(transition, rounds=transition.rounds[1:]))
         for rank, wanted in self._target.weights.items():
             self._fetch(rank, wanted)
+
+    def _take_round(self, flips: FlipRound) -> None:
+        for flip in flips:
+            self._fetch(flip.target, flip.shards)
+        failed = self._flip(flips)
+        self._did(f"{self.counts.flips} layers flipped")
+        if lost := next((error for error in failed if isinstance(error, RankLost)), None):
+            raise lost
+        for source in dict.fromkeys(flip.source for flip in flips):
+            self._drop_unneeded(source)
+        if failed:
+            raise failed[0]
+
+    def _rest(self, rest: Transition) -> Transition:
+        """Let requests that wait have at once what has come free, if the rest finds an order then, too; return it."""
+        group, now = self.group, self.group.caps_in_force()
+        if not rest.rounds or not is_short(self._ranks.dispatcher, group.members):
+            return rest
+        books = self._books(measure(self._ranks, group.members))
+        caps = books.caps(group.shape, staging=True)
+        try:
+            planned = plan_transition(group.shape, self._target, books, caps, self._form.layers_per_step)
+        except CapacityError:  # the rest has an order with the caps of now
+            return rest
+        gains = any(cap > (1 + GAIN) * now[home] for home, cap in planned.caps.items())
+        if not gains or any(cap < now[home] for home, cap in planned.caps.items()):
+            return rest
+        if not self._caps.raise_to(planned.caps):
+            return rest
+        self._did("caps raised")
+        return planned
 
     def _flip(self, flips: FlipRound) -> list[ElasticError]:
         """Flip layers of several instances side by side; return the errors of those that failed."""
@@ -223,6 +274,11 @@ def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
     return ranks.ask_all({rank: MeasureRoom(rank) for rank in names})
 
 
+def keeps_staging(ranks: Ranks, group: Group) -> bool:
+    """Return whether a group keeps room for a layer more at each rank, since a policy may have it drop more."""
+    return bool(group.staged) and (group.shape.has_twice or len(ranks.serving()) > len(group.members))
+
+
 def compare_weights(ranks: Ranks, group: Group) -> None:
     """Have ranks note what their weights are, and compare them, once. Raises `StateError` where they are not equal.
 
@@ -245,14 +301,14 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
 
 def part(ranks: Ranks, group: Group) -> None:
     """Close the connections of instances that compute all of their layers themselves again."""
-    close_stages(ranks, group, group.stages)
+    close_stages(ranks, group.stages)
+    group.stages.clear()
 
 
-def close_stages(ranks: Ranks, group: Group, stages: Iterable[tuple[str, str]]) -> None:
-    """Close connections (home, rank) by which no layers are computed."""
+def close_stages(ranks: Ranks, stages: Iterable[tuple[str, str]]) -> None:
+    """Have homes let go of ranks that compute no layers of them, (home, rank)."""
     for home, rank in sorted(stages):
         if ranks.there(home):
             ranks.ask(home, DetachStage(rank))
         if ranks.there(rank):
             ranks.ask(rank, CloseStage(home))
-    group.stages = group.stages.difference(stages)

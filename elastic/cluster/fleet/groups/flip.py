@@ -70,7 +70,6 @@ def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: 
     except ElasticError:
         _undo(ranks, flip, prepared)
         raise
-    ranks.ask(flip.home, EndExchange())
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 

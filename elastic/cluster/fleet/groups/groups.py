@@ -17,13 +17,21 @@ from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, keeps_staging, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
-from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.groups.results import (
+    Dropped,
+    Exchanged,
+    GroupStatus,
+    Migrated,
+    Restored,
+    all_dropped,
+    all_restored,
+)
 from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -101,7 +109,7 @@ class Groups:
                 done.append(self._drop_group(each, each.members, shape_of, timeout_s, why, form))
                 if done[-1].status != "applied":
                     break
-            return _together(done, planned.groups)
+            return all_dropped(done, planned.groups)
 
     def drop_layers(
         self, layers: Mapping[str, Collection[int]], timeout_s: float, why: str, form: ExchangeForm = LIVE
@@ -118,7 +126,7 @@ class Groups:
             if rank is not None and not found:
                 self._ranks.instance(rank)  # it is there
                 return Restored("applied", members=(rank,))
-            return _all_restored([self._restore(group, timeout_s, why, form) for group in found])
+            return all_restored([self._restore(group, timeout_s, why, form) for group in found])
 
     def merge(self, names: Sequence[str]) -> GroupStatus:
         """Have instances be a group; no layer changes its rank yet."""
@@ -254,8 +262,9 @@ class Groups:
             return False
         rooms = measure(self._ranks, group.members)
         books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
-        needs, memory = needs_of(self._dispatcher, rooms), shared_memory(books, group.shape)
-        caps = better_caps(memory, needs, books.caps(group.shape), now)
+        shares = books.caps(group.shape, staging=(staging := keeps_staging(self._ranks, group)))
+        memory = shared_memory(books, group.shape, shares if staging else None)
+        caps = better_caps(memory, needs_of(self._dispatcher, rooms), shares, now)
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
@@ -351,7 +360,8 @@ class Groups:
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why
         self._log.count(exchanged_bytes=done.moved_bytes)
-        self._event(kind, group, moved_bytes=done.moved_bytes, stalled_ms=done.stalled_ms, why=why)
+        about = {name: getattr(done, name) for name in ("moved_bytes", "stalled_ms", "seconds", "timeline")}
+        self._event(kind, group, **about, why=why)
 
     def _event(self, kind: EventKind, group: Group, **about: Any) -> None:
         self._log.add(kind, rank=",".join(group.members), **about)
@@ -375,26 +385,3 @@ def _held(shape: Shape, name: str) -> Held:
 def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:
     (room,) = rooms.values()
     return tuple(pages.pages(range(pages.shards)) * room.page_bytes for pages in room.weight_pages)
-
-
-def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
-    """Add up what came of several groups; the status is that of the first that was not applied."""
-    stopped = next((each for each in done if each.status != "applied"), None)
-    partly = stopped is not None and stopped.status == "deferred" and any(each.flips for each in done)
-    return {
-        "status": "partial" if partly else stopped.status if stopped is not None else "applied",
-        "flips": sum(each.flips for each in done),
-        "moved_bytes": sum(each.moved_bytes for each in done),
-        "fetched_bytes": sum(each.fetched_bytes for each in done),
-        "stalled_ms": max((each.stalled_ms for each in done), default=0.0),
-        "seconds": sum(each.seconds for each in done),
-        "why": stopped.why if stopped is not None else "",
-    }
-
-
-def _together(done: Sequence[Dropped], plans: tuple[GroupPlan, ...]) -> Dropped:
-    return Dropped(**_sums(done), groups=plans, freed_bytes=sum(each.freed_bytes for each in done))
-
-
-def _all_restored(done: Sequence[Restored]) -> Restored:
-    return Restored(**_sums(done), members=tuple(name for each in done for name in each.members))

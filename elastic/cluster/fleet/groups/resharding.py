@@ -84,7 +84,8 @@ class ReshardingGroups(Groups):
             return
         unit_of = {name: unit for unit in units for name in unit}
         across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]
-        close_stages(self._ranks, group, across)
+        close_stages(self._ranks, across)
+        group.stages.difference_update(across)
         parts = [group.part_of(unit) for unit in units if len(unit) > 1]
         self._forget(group)
         self._groups = (*self._groups, *parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ class Exchanged:
     seconds: float = 0.0
     why: str = ""
     """What stopped it."""
+    timeline: tuple[tuple[str, float], ...] = ()
+    """What of it was done when: in seconds from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +114,28 @@ class GroupStatus:
             if self.tp > 1:
                 told[rank]["shards"] = tuple(len(have.get(i, ())) for i in range(path.layers))
         return told
+
+
+def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
+    """Add up what came of several groups; the status is that of the first that was not applied."""
+    stopped = next((each for each in done if each.status != "applied"), None)
+    partly = stopped is not None and stopped.status == "deferred" and any(each.flips for each in done)
+    return {
+        "status": "partial" if partly else stopped.status if stopped is not None else "applied",
+        "flips": sum(each.flips for each in done),
+        "moved_bytes": sum(each.moved_bytes for each in done),
+        "fetched_bytes": sum(each.fetched_bytes for each in done),
+        "stalled_ms": max((each.stalled_ms for each in done), default=0.0),
+        "seconds": sum(each.seconds for each in done),
+        "why": stopped.why if stopped is not None else "",
+    }
+
+
+def all_dropped(done: Sequence[Dropped], plans: tuple[GroupPlan, ...]) -> Dropped:
+    """Return what came of several groups that dropped layers."""
+    return Dropped(**_sums(done), groups=plans, freed_bytes=sum(each.freed_bytes for each in done))
+
+
+def all_restored(done: Sequence[Restored]) -> Restored:
+    """Return what came of several groups that were restored."""
+    return Restored(**_sums(done), members=tuple(name for each in done for name in each.members))

@@ -21,6 +21,9 @@ from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError
 
+HEADROOM = 1.25
+"""The least that caps are lowered to for fewer rounds, in units of what live requests have and are promised."""
+
 
 class LayerFlip(NamedTuple):
     """Shards of one instance that another rank computes from then on: one pause of the instance."""
@@ -73,6 +76,11 @@ class Shape:
     def tp(self) -> int:
         """How many ranks share a layer, at the most."""
         return max(len(path.holders(layer)) for path in self.paths.values() for layer in range(self.layers))
+
+    @property
+    def has_twice(self) -> bool:
+        """Whether several ranks have the weights of a shard."""
+        return sum(map(len, self.weights.values())) > len(frozenset().union(*self.weights.values()))
 
     def units(self) -> tuple[tuple[str, ...], ...]:
         """Return the members that compute layers of each other, together; one that does not by itself."""
@@ -156,27 +164,41 @@ class Books:
 
     def staged(self, home: str) -> int:
         """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
-        pages, every, size = self.pages[home] - self.rooms[home].weights_of(self._every), self._every, self._layer
-        layer = max(self.sector_pages(home, every[first : first + size]) for first in every[::size])
-        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + layer))
+        pages, every = self.pages[home] - self.rooms[home].weights_of(self._every), self._every
+        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + self._layer_pages(home)))
 
-    def caps(self, shape: Shape) -> dict[str, int]:
-        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left."""
+    def staging(self, caps: Mapping[str, int]) -> dict[str, int]:
+        """Return the pages of each rank that a layer more of any instance needs there."""
+        return {rank: max(caps.values()) * self._layer_pages(rank) for rank in self.pages}
+
+    def caps(self, shape: Shape, *, staging: bool = False) -> dict[str, int]:
+        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left.
+
+        With `staging` each rank keeps room for a layer more of any of them.
+        """
         base = {home: self.alone(home) for home in shape.paths}
         none = dict.fromkeys(base, 0)
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
+        layer = {rank: self._layer_pages(rank) if staging else 0 for rank in self.pages}
         factor = math.inf
         for rank in self.pages:
             cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())
+            cost += max(base.values()) * layer[rank]
             factor = min(factor, max(0, free[rank]) / cost) if cost else factor
         caps = {home: min(self.rooms[home].most_sectors, int(count * factor)) for home, count in base.items()}
         for home, path in shape.paths.items():
             more = min(
-                self.free(rank, shape, caps) // self.sector_pages(rank, path.shards_of(rank))
+                (self.free(rank, shape, caps) - max(caps.values()) * layer[rank])
+                // (self.sector_pages(rank, path.shards_of(rank)) + layer[rank])
                 for rank in dict.fromkeys(path.ranks)
             )
             caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))
         return caps
+
+    def _layer_pages(self, rank: str) -> int:
+        """Return the pages that a sector needs at a rank in the layer that needs most."""
+        every, size = self._every, self._layer
+        return max(self.sector_pages(rank, every[first : first + size]) for first in every[::size])
 
 
 def plan_transition(
@@ -197,6 +219,22 @@ def plan_transition(
         if stuck is None:
             return Transition(tuple(rounds), caps)
         caps = _lowered(*stuck, books, caps)
+
+
+def plan_quickly(
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None = None
+) -> Transition:
+    """Order the flips as `plan_transition` does, but with lower caps where these save rounds, and nobody needs more.
+
+    What live requests have and are promised keeps `HEADROOM` for others that come meanwhile.
+    """
+    found = plan_transition(now, target, books, caps, layers_per_step)
+    needed = {home: math.ceil(HEADROOM * books.rooms[home].committed_sectors) for home in caps}
+    lower = {home: min(cap, max(needed[home], cap // 2)) for home, cap in found.caps.items()}
+    if lower == found.caps:
+        return found
+    quick = plan_transition(now, target, books, lower, layers_per_step)
+    return quick if quick.caps == lower and len(quick.rounds) < len(found.rounds) else found
 
 
 def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:

@@ -62,12 +62,13 @@ def test_what_was_sent_is_received_by_its_key_whatever_becomes_of_the_tensor(
     a, b = (hub.transport("a") for hub in hubs(stack))
     hidden = torch.rand(1, 3, 4).to(dtype)
     sent = []
-    for step in range(20):
-        a.send("b", hidden, Key(step, 2))
+    keys = [Key(step, 2, site) for step in range(10) for site in range(2)]
+    for key in keys:
+        a.send("b", hidden, key)
         sent.append(hidden.clone())
         hidden += 1
-    for step in (*range(10, 20), *range(10)):
-        assert torch.equal(b.receive("a", hidden, Key(step, 2)), sent[step])
+    for number in (*range(10, 20), *range(10)):
+        assert torch.equal(b.receive("a", hidden, keys[number]), sent[number])
 
 
 def test_threads_that_wait_each_get_their_own(stack: ExitStack) -> None:

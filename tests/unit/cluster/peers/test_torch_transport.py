@@ -41,13 +41,14 @@ def test_what_was_sent_is_received_by_its_key_whatever_becomes_of_the_tensor(
 ) -> None:
     a, b = ends
     hidden, sent = torch.rand(1, 3, 4).to(dtype), []
-    for step in range(20):
-        a.send("b", hidden, Key(step, 2))
+    keys = [Key(step, 2, site) for step in range(10) for site in range(2)]
+    for key in keys:
+        a.send("b", hidden, key)
         sent.append(hidden.clone())
         hidden += 1
     b.send("a", hidden, Key(0, 2))
-    for step in (*range(10, 20), *range(10)):
-        assert torch.equal(b.receive("a", hidden, Key(step, 2)), sent[step])
+    for number in (*range(10, 20), *range(10)):
+        assert torch.equal(b.receive("a", hidden, keys[number]), sent[number])
     assert torch.equal(a.receive("b", hidden, Key(0, 2)), hidden)
 
 

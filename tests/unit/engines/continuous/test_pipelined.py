@@ -200,6 +200,24 @@ def test_prepared_layers_that_are_given_up_leave_nothing(group: Callable[..., En
     ranks.part("a")
 
 
+def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    engine = ranks["a"]
+    began = engine.begin_exchange((1, 2))
+    with pytest.raises(StateError, match="not prepared"):
+        engine.flip(engine.path.moved((1, 2), "b"))
+    assert engine.written_blocks() == ((),)
+    ranks["b"].prepare_layers("a", (1, 2), began)
+    ranks["b"].copy_layers("a", engine.layers_kv((1, 2)))
+    engine.flip(engine.path.moved((1, 2), "b"))
+    with pytest.raises(StateError, match="no exchange has begun"):
+        engine.written_blocks()
+    engine.begin_exchange((1,))
+    engine.end_exchange()
+    ranks.part("a")
+
+
 def test_layers_with_room_for_them_nowhere_are_refused_before_anything_changes(
     group: Callable[..., EngineGroup],
 ) -> None:

@@ -45,11 +45,12 @@ def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room]) -> dict[str, Nee
         return needs
 
 
-def shared_memory(books: Books, shape: Shape) -> SharedMemory:
-    """Return the memory that instances of a shape share."""
+def shared_memory(books: Books, shape: Shape, caps: Mapping[str, int] | None = None) -> SharedMemory:
+    """Return the memory that instances of a shape share; with `caps` less room for a layer more of who has most."""
     none = dict.fromkeys(shape.paths, 0)
+    kept = books.staging(caps) if caps is not None else dict.fromkeys(books.pages, 0)
     return SharedMemory(
-        {rank: books.free(rank, shape, none) for rank in books.pages},
+        {rank: books.free(rank, shape, none) - kept[rank] for rank in books.pages},
         {
             rank: {home: books.sector_pages(rank, shards) for home, shards in shape.shards_at(rank).items()}
             for rank in books.pages

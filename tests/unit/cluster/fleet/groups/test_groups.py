@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover, Room, SetCap
+from elastic.cluster.control.stage_questions import (
+    AttachStage,
+    FlipLayers,
+    LosePeer,
+    OpenStage,
+    PrepareLayers,
+    Recover,
+    Room,
+    SetCap,
+)
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.targets import shape_keeping
 from elastic.cluster.fleet.groups.transition import Books, Shape, plan_transition
@@ -164,6 +173,21 @@ def test_room_for_one_layer_lets_full_instances_drop_though_no_request_ends(flee
     assert a.cap is None
 
 
+def test_room_for_one_layer_stays_in_a_group_that_can_drop_more(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.keep_staging()
+    for layers in range(1, 4):
+        for rank in (a, b):
+            rank.committed, rank.stuck = rank.cap, True
+        done = fleet.drop(layers={"r0": range(6 - layers, 6), "r1": range(layers)}, timeout_s=0.05)
+        assert (done.status, done.flips) == ("applied", 2)
+        for rank in (a, b):
+            assert rank.committed < rank.cap
+            rank.check()
+            left = rank.free(rank.cap)
+            assert left >= rank.cap * SECTOR if layers < 3 else left < 2 * LAYERS
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     layers=st.integers(2, 12), weight=st.integers(0, 30), sectors=st.integers(1, 60), ranks=st.integers(2, 4),
@@ -233,6 +257,17 @@ def test_as_many_layers_flip_at_a_pause_as_there_is_room_for_on_both_sides(fleet
         rank.check()
 
 
+def test_instances_that_use_little_change_all_their_layers_at_one_pause(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    for verb in (lambda: fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}), fleet.restore):
+        for rank in ranks:
+            rank.asked.clear()
+            rank.committed = ALONE // 5
+        assert verb().status == "applied"
+        assert [sum(isinstance(each, FlipLayers) for each in rank.asked) for rank in ranks] == [1, 1]
+    assert_alone(fleet, ranks)
+
+
 def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
     every, names = frozenset(range(LAYERS)), ("r0", "r1")
     sizes, weights = (
@@ -271,6 +306,37 @@ def test_a_flip_beside_one_that_fails_is_done(fleets: Any) -> None:
     assert (len(a.path.guests), b.path.guests) == (1, ())
     for rank in (a, b):
         rank.check()
+
+
+@pytest.mark.parametrize("question", [OpenStage, AttachStage])
+def test_a_connection_that_fails_leaves_none_open(fleets: Any, question: type) -> None:
+    fleet, (a, b) = fleets()
+    b.fails = lambda asked: StateError("it does not connect") if isinstance(asked, question) else None
+    deferred = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    assert (deferred.status, deferred.flips) == ("deferred", 0)
+    assert "does not connect" in deferred.why
+    assert_alone(fleet, [a, b])
+    b.fails = lambda asked: None
+    assert fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}).status == "applied"
+
+
+def test_requests_that_wait_get_what_a_round_has_freed_before_the_next(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    fleet.keep_staging()
+    for rank in ranks:
+        rank.committed, rank.stuck = rank.cap, True
+        ask_for(fleet, rank, 1000)
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, timeout_s=0.05)
+    assert (dropped.status, dropped.flips) == ("applied", 6)
+    for rank in ranks:
+        caps = [asked.sectors for asked in rank.asked if isinstance(asked, SetCap)]
+        assert caps == sorted(caps)
+        assert len(set(caps)) == 3
+        rank.fill()
+        rank.check()
+    steps = [what for what, _ in dropped.timeline]
+    assert steps[2:] == ["2 layers flipped", "4 layers flipped", "caps raised", "6 layers flipped", "caps raised"]
+    assert [seconds for _, seconds in dropped.timeline] == sorted(seconds for _, seconds in dropped.timeline)
 
 
 def test_layers_per_step_is_a_number(fleets: Any) -> None:

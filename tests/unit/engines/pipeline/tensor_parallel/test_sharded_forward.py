@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import count
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 import elastic
 from elastic.engines.core.step import Chunk
@@ -23,6 +25,7 @@ from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.engines.pipeline.transport import Key
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, RankLost, StateError
+from elastic.planning.sharding.heads import kv_parts
 from elastic.weights import batch_context
 from support import architectures
 from support.pipeline.stage_ranks import Rank, Ranks, whole_text
@@ -43,9 +46,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @cache
-def exact(name: str) -> Any:
-    """The model in float64."""
-    model = architectures.build(name).double()
+def exact(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in float64, with the weights that it has in another dtype."""
+    model = architectures.build(name, dtype).double()
     model.config._experts_implementation = "eager"  # no other is there for float64
     return model
 
@@ -62,7 +65,7 @@ def chunks(step: int) -> list[Chunk]:
 
 
 @pytest.mark.parametrize("shards", PATHS)
-@pytest.mark.parametrize("name", sorted(architectures.CONFIGS))
+@pytest.mark.parametrize("name", sorted(architectures.CONFIGS.keys() - SERVED))
 @torch.no_grad()
 def test_a_text_gives_the_logits_of_one_rank_to_rounding(name: str, shards: int, stack: ExitStack) -> None:
     ranks = Ranks(name, "abcd"[:shards], stack, shards)
@@ -72,6 +75,16 @@ def test_a_text_gives_the_logits_of_one_rank_to_rounding(name: str, shards: int,
         assert error(logits, expected) <= 2 * error(plain, expected), path
         assert torch.equal(logits.argmax(-1), plain.argmax(-1)), path
     assert not ranks.exchange.boxes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@torch.no_grad()
+def test_a_text_gives_them_in_half_precision(name: str, stack: ExitStack) -> None:
+    ranks = Ranks(name, "abcd", stack, 4, torch.bfloat16)
+    expected = exact(name, torch.bfloat16)(**whole_text()).logits
+    plain = architectures.build(name, torch.bfloat16)(**whole_text()).logits
+    for step, path in enumerate(PATHS[4]):
+        assert error(ranks.logits(ranks.path(path), step, whole_text), expected) <= 2 * error(plain, expected)
 
 
 @pytest.mark.parametrize("shards", PATHS)
@@ -90,6 +103,61 @@ def test_prompts_and_decoding_in_blocks_give_them_too(name: str, shards: int, st
             logits = ranks.logits(ranks.path(path), step, lambda rank, step=step: rank.inputs(chunks(step)))
             assert error(logits, expected) <= 2 * error(single, expected), (path, step)
             assert torch.equal(logits.argmax(-1), single.argmax(-1)), (path, step)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 3), (8, 1)])
+@torch.no_grad()
+def test_heads_need_not_be_as_many_for_each_shard(
+    heads: int, kv_heads: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads of four shards, so that some have none; six of them; one KV head, which all ranks have."""
+    sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = architectures.CONFIGS["llama-gqa"]().to_dict() | sizes | {"head_dim": 8}
+    monkeypatch.setitem(architectures.CONFIGS, "odd", lambda: LlamaConfig(**config))
+    ranks = Ranks("odd", "abcd", stack, 4)
+    plain = Rank("odd", "plain", ranks.exchange, stack)
+    for rank in (plain, *ranks.ranks.values()):
+        rank.make_cache(stack)
+        rank.computed.clear()
+    singles = [plain.model(**plain.inputs(chunks(step))).logits for step in range(3)]
+    for path in PATHS[4][1:]:
+        for step, single in enumerate(singles):
+            logits = ranks.logits(ranks.path(path), step, lambda rank, step=step: rank.inputs(chunks(step)))
+            torch.testing.assert_close(logits, single)
+
+
+def test_a_rank_needs_no_keys_and_values_but_those_of_its_shards(stack: ExitStack) -> None:
+    ranks = Ranks("mistral-sliding", "abc", stack, 4)
+    path = ranks.path("aabb/cbca/cccc")
+    expected = [ranks.logits(path, step, lambda rank, step=step: rank.inputs(chunks(step))) for step in range(3)]
+    for name, rank in ranks.ranks.items():
+        rank.keep(kv_parts(path.shards_of(name), path.shards, rank.cache.kv_shards))
+        rank.clear()
+    for step in range(3):
+        logits = ranks.logits(path, step, lambda rank, step=step: rank.inputs(chunks(step)))
+        assert torch.equal(logits, expected[step])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "phi3", "qwen3-moe"])
+@torch.no_grad()
+def test_a_rank_needs_no_weights_but_those_of_its_shards(name: str, stack: ExitStack) -> None:
+    """They are dropped, so that its pages are others'; and come back from the ranks that have them."""
+    ranks = Ranks(name, "ab", stack, 4)
+    path, plain = ranks.path("aabb/abba/bbbb"), architectures.build(name)(**whole_text()).logits
+    runtimes = {rank: ranks.ranks[rank].model.elastic for rank in "ab"}
+    expected = ranks.logits(path, 0, whole_text)
+    for rank, other in ("ab", "ba"):
+        runtimes[rank].digests(shards=path.shards_of(other))
+        runtimes[rank].drop(shards=path.shards_of(other))
+    for step in (1, 2):
+        assert torch.equal(ranks.logits(path, step, whole_text), expected)
+    for rank, other in ("ab", "ba"):
+        with pytest.raises(StateError, match="dropped"):
+            ranks.ranks[rank].model(**whole_text())
+        come = path.shards_of(other)
+        runtimes[rank].fetch((), runtimes[other].weights_source(shards=come), shards=come)
+        assert torch.equal(ranks.ranks[rank].model(**whole_text()).logits, plain)
+        runtimes[rank].check()
 
 
 def test_any_path_gives_them(stack: ExitStack) -> None:
@@ -189,32 +257,44 @@ def test_a_lost_rank_ends_the_pass_in_the_middle_of_a_layer_and_leaves_nothing_o
         pass
 
 
-@pytest.mark.parametrize("path", ["abcd/abcd/abcd", "aaaa/bcbc/dddd", "abab/cdcd/abab"])
+class Broken(Exception):
+    """What a module raises."""
+
+
+def fail(*called: Any) -> None:
+    raise Broken("broken")
+
+
 @pytest.mark.parametrize("module", ["self_attn.o_proj", "mlp.act_fn"])
-def test_a_module_that_fails_ends_the_step_at_every_rank_that_waits_for_it(
-    path: str, module: str, stack: ExitStack
-) -> None:
+def test_a_module_that_fails_ends_the_step_at_every_rank_that_waits_for_it(module: str, stack: ExitStack) -> None:
     ranks = Ranks("llama-gqa", "abcd", stack, 4)
-    way = ranks.path(path)
-    expected = ranks.logits(way, 0, whole_text)
+    expected = architectures.build("llama-gqa")(**whole_text()).logits
 
-    def fail(*called: Any) -> None:
-        raise ValueError("broken")
+    @settings(max_examples=12, deadline=None)
+    @given(st.lists(st.text("abcd", min_size=4, max_size=4), min_size=3, max_size=3), st.integers(0, 2), st.data())
+    def any_rank(layer_ranks: list[str], layer: int, data: st.DataObject) -> None:
+        path, step = ranks.path("/".join(layer_ranks)), next(steps)
+        failing = data.draw(st.sampled_from(sorted(set(layer_ranks[layer]))))
+        behind = {"a", *"".join(layer_ranks[layer:])}
+        with layers(ranks.ranks[failing].model)[layer].get_submodule(module).register_forward_pre_hook(fail):
+            futures = ranks.begin(path, step, whole_text)
+            for rank, future in futures.items():
+                failure = future.exception(10)
+                if rank == failing:
+                    assert isinstance(failure, Broken)
+                elif rank in behind:
+                    assert isinstance(failure, StateError)
+                    assert str(failure) == "broken"
+                else:
+                    assert failure is None
+        for rank in ranks.ranks.values():
+            rank.computed.clear()
+        torch.testing.assert_close(ranks.logits(path, next(steps), whole_text), expected)
+        assert not ranks.exchange.boxes
+        assert not ranks.exchange.failed
 
-    failing = path[5]
-    with layers(ranks.ranks[failing].model)[1].get_submodule(module).register_forward_pre_hook(fail):
-        for rank, future in ranks.begin(way, 1, whole_text).items():
-            done = rank not in path[5:]  # it computes nothing behind the layer before
-            if done and rank != "a":
-                assert future.result(10) is None
-            else:
-                with pytest.raises(ValueError if rank == failing else StateError, match="broken"):
-                    future.result(10)
-    for rank in ranks.ranks.values():
-        rank.computed.clear()
-    assert torch.equal(ranks.logits(way, 2, whole_text), expected)
-    assert not ranks.exchange.boxes
-    assert not ranks.exchange.failed
+    steps = count()
+    any_rank()
 
 
 def test_instances_that_compute_each_others_shards_have_a_batch_of_each_in_flight(stack: ExitStack) -> None:
@@ -260,6 +340,23 @@ def test_another_librarys_forward_method_is_refused_and_kept(wrapped: Any) -> No
         StageForward(model, Turn())
     assert [module for module in model.modules() if "forward" in module.__dict__] == [module]
     assert module.__dict__.pop("forward") is theirs
+
+
+def test_a_layer_that_is_not_here_in_full_is_refused_before_anybody_waits_in_it(stack: ExitStack) -> None:
+    ranks = Ranks("llama-gqa", "ab", stack, 2)
+    path = ranks.path("ab/ab/ab")
+    expected = ranks.logits(path, 0, whole_text)
+    a = ranks.ranks["a"]
+    a.model.elastic.release((1,))
+    futures = ranks.begin(path, 1, whole_text)
+    for future in futures.values():
+        with pytest.raises(StateError, match="in host memory; restore it first"):
+            future.result(10)
+    assert a.computed == [0]
+    a.model.elastic.restore((1,))
+    for rank in ranks.ranks.values():
+        rank.computed.clear()
+    assert torch.equal(ranks.logits(path, 2, whole_text), expected)
 
 
 def test_a_model_that_was_not_cut_is_refused(stack: ExitStack) -> None:
