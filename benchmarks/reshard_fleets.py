@@ -17,8 +17,8 @@ from serving import Answer, Load, fleet, prompt, summary, warm_up
 import elastic
 from elastic.engines.base import Request
 
-PLACE = "cpu#{}=246MiB"
-LAYERS, BLOCK_TOKENS, SHARDS = 12, 32, 4
+PLACE, ROOMY = "cpu#{}=246MiB", "cpu#{}=512MiB"
+LAYERS, BLOCK_TOKENS, SHARDS, CONTEXT = 12, 32, 4, 8192
 TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
 """Keys and values of 8 heads of 64 in float32."""
 ENGINE = {"block_tokens": BLOCK_TOKENS, "max_requests": 64, "max_batch_tokens": 256, "share_prefixes": False}
@@ -35,10 +35,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def ranks(path: Path, count: int = 2, **options: Any) -> Iterator[elastic.Fleet]:
+def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
     """Serve with so many ranks, whose layers are cut; each has a core of two."""
     cores = [(number % 2,) for number in range(count)]
-    with fleet(path, cores, place=PLACE, engine=ENGINE, **{"wrap": WRAP, **options}) as engine:
+    with fleet(path, cores, place=place, engine=ENGINE, **{"wrap": WRAP, **options}) as engine:
         warm_up(engine)
         yield engine
 
@@ -55,13 +55,17 @@ def reshard(engine: elastic.Fleet, tp: int, **options: Any) -> Any:
 
 
 def longest_served(engine: elastic.Fleet, degree: int) -> int:
-    """Serve the longest request that the fleet says it can hold, and have a block more refused; return its tokens."""
+    """Serve the longest request that the fleet says it can hold, and have a block more refused; return its tokens.
+
+    Where the model was made for fewer tokens, a request of all of these is served.
+    """
     predicted = max(blocks[degree] for blocks in engine.capacity((degree,)).values()) * BLOCK_TOKENS
     load, choose = Load(engine), random.Random(SEED)
-    answer = load.submit(Request(prompt(predicted - 4, choose), 4, ignore_eos=True))
+    tokens = min(predicted, CONTEXT)
+    answer = load.submit(Request(prompt(tokens - 4, choose), 4, ignore_eos=True))
     load.wait()
     if answer.finish != "length":
-        raise RuntimeError(f"a request of {predicted} tokens ended as {answer.finish}")
+        raise RuntimeError(f"a request of {tokens} tokens ended as {answer.finish}")
     try:
         engine.submit(Request(prompt(predicted + BLOCK_TOKENS, choose), 4), print)
     except elastic.ElasticError:
@@ -97,8 +101,8 @@ def steps(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
     """Gaps between tokens while layers change their rank, so many at a pause, over those at rest; up and down."""
     forms = dict(list(FORMS.items())[::3]) if quick else FORMS
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in forms}
-    for _ in range(1 if quick else min(rounds, 3)):
-        with ranks(path, routing="round_robin") as engine:
+    for _ in range(1 if quick else min(rounds, 2)):
+        with ranks(path, place=ROOMY, routing="round_robin") as engine:
             for name in random.sample(list(forms), len(forms)):
                 for key, value in transformed(engine, forms[name], quick).items():
                     figures[name].setdefault(key, []).append(value)
@@ -119,15 +123,15 @@ def steps(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 def transformed(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[str, float]:
     """Have ranks share layers and part again beside four long answers; return what these had of it."""
     load, choose = Load(engine), random.Random(SEED)
-    asked = [Request(prompt(100 if quick else 500, choose), 800, ignore_eos=True) for _ in range(4)]
+    asked = [Request(prompt(100 if quick else 500, choose), 1500, ignore_eos=True) for _ in range(4)]
     answers = [load.submit(request) for request in asked]
     while min(len(answer.tokens) for answer in answers) < 4:
         time.sleep(0.005)
     rest = timed(lambda: time.sleep(0.3 if quick else 1.0))
-    kv_bytes = TOKEN_BYTES * sum(len(r.prompt) + len(a.tokens) for r, a in zip(asked, answers, strict=True))
     begin = time.perf_counter()
     up = reshard(engine, 2, **form)
     during = (begin, time.perf_counter())
+    kv_bytes = TOKEN_BYTES * sum(len(r.prompt) + len(a.tokens) for r, a in zip(asked, answers, strict=True))
     shared = timed(lambda: time.sleep(0.3 if quick else 1.0))
     down = reshard(engine, 1, **form)
     for request in asked:
@@ -182,12 +186,12 @@ class Played:
 
 
 def trace(seed: int, rate: float, length_s: float, longs: int, long_tokens: int) -> list[tuple[float, str, Request]]:
-    """Short prompts of 64 to 192 tokens at random times, and long ones at even ones."""
-    choose, at_s = random.Random(seed), 0.0
+    """Short prompts of 64 to 192 tokens at random times, as many as come on average, and long ones at even times."""
+    choose = random.Random(seed)
     found: list[tuple[float, str, Request]] = []
-    while (at_s := at_s + choose.expovariate(rate)) < length_s:
+    for _ in range(max(4, round(rate * length_s))):
         request = Request(prompt(choose.randint(64, 192), choose), choose.randint(16, 48), ignore_eos=True)
-        found.append((at_s, "short", request))
+        found.append((choose.random() * length_s, "short", request))
     for number in range(longs):
         request = Request(prompt(long_tokens - 16, choose), 16, ignore_eos=True)
         found.append(((number + 0.3) * length_s / longs, "long", request))

@@ -9,6 +9,8 @@ import elastic
 from elastic.assets import MODEL_DIR
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
+BLOCK = 16
+"""Tokens of a block of KV cache."""
 SHORT = tuple(TOKENIZER.encode("class Reader:\n    def read(self"))
 
 
@@ -29,9 +31,9 @@ class Answer:
 
 def main() -> None:
     lengths = elastic.Lengths(most_ranks=2, dwell_s=0.5)
-    with elastic.Fleet(str(MODEL_DIR), ranks=2, places=["cpu=14MiB"], wrap={"shards": 2}, policy=lengths) as fleet:
-        block = 16
-        capacity = {degree: block * min(c[degree] for c in fleet.capacity([1, 2]).values()) for degree in (1, 2)}
+    options = {"wrap": {"shards": 2}, "engine": {"block_tokens": BLOCK}, "policy": lengths}
+    with elastic.Fleet(str(MODEL_DIR), ranks=2, places=["cpu=16MiB"], **options) as fleet:
+        capacity = {degree: BLOCK * min(c[degree] for c in fleet.capacity([1, 2]).values()) for degree in (1, 2)}
         print(f"tokens that fit one process: {capacity[1]:,}; two that share their layers: {capacity[2]:,}")
 
         short = Answer(fleet, SHORT, 200)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from elastic import CapacityError
 from elastic.cluster.control import stage_questions as ask
+from elastic.cluster.control.messages import Submit
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.lengths.controller import LengthController
 from elastic.config import Lengths
 from elastic.engines.base import Request
 from elastic.engines.core.load import EngineLoad
+from elastic.engines.core.step import SequenceState
 from support.cluster.fake_group import ALONE, SECTOR, GroupRank, kv_of
 from support.cluster.fake_rank import BLOCK, FakeLauncher
 from support.serving.generations import Collector
@@ -24,6 +26,10 @@ from support.serving.generations import Collector
 SHARDS = 4
 SECTOR_BLOCKS = SECTOR * 4096 // kv_of(SHARDS).block_bytes
 AT_ONCE = Lengths(wait_s=0.0, dwell_s=0.0, cooldown_s=0.0, patience_s=0.0)
+
+
+def blocks_of(states: Sequence[SequenceState]) -> int:
+    return sum(-(-(len(state.request.prompt) + state.request.max_tokens) // BLOCK) for state in states)
 
 
 class SharingRank(GroupRank):
@@ -35,17 +41,34 @@ class SharingRank(GroupRank):
 
     @property
     def committed(self) -> int:  # type: ignore[override]
-        tokens = [len(s.request.prompt) + s.request.max_tokens for states in self.live.values() for s in states]
-        return -(-sum(-(-count // BLOCK) for count in tokens) // SECTOR_BLOCKS)
+        return -(-sum(blocks_of(states) for states in self.live.values()) // SECTOR_BLOCKS)
 
     @committed.setter
     def committed(self, _: int) -> None:
         pass
 
+    @property
+    def limit(self) -> int:
+        """Blocks that its requests may have together."""
+        return (ALONE if self.cap is None else self.cap) * SECTOR_BLOCKS
+
+    def take(self) -> None:
+        """Begin what there is room for, in order; the rest waits here."""
+        came, self.inbox = self.inbox, []
+        kept: list[Any] = []
+        for message in came:
+            used = sum(blocks_of(states) for states in self.live.values())
+            if isinstance(message, Submit) and (kept or used + blocks_of(message.states) > self.limit):
+                kept.append(message)
+            else:
+                self.inbox = [message]
+                super().take()
+        self.inbox = kept
+
     def load(self) -> EngineLoad:
-        total = (ALONE if self.cap is None else self.cap) * SECTOR_BLOCKS
-        used = self.committed * SECTOR_BLOCKS
-        return EngineLoad(sum(map(len, self.live.values())), 0, max(0, total - used), total, self.steps)
+        free = self.limit - sum(blocks_of(states) for states in self.live.values())
+        running = sum(map(len, self.live.values()))
+        return EngineLoad(running, len(self.inbox), max(0, free), self.limit, self.steps)
 
     def on_set_cap(self, question: ask.SetCap) -> None:
         super().on_set_cap(question)
