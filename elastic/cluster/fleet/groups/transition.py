@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import add
 from typing import NamedTuple
 
 from elastic.cluster.control.stage_questions import Room
@@ -167,7 +166,7 @@ class Books:
         """Count the pages that a flip takes at its target."""
         here, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
         new = [part for part in room.parts_of(flip.shards) if part not in here.parts]
-        more = max(map(add, here.pages, self._by_group(room, new))) - max(here.pages)
+        more = max(a + b for a, b in zip(here.pages, self._by_group(room, new), strict=True)) - max(here.pages)
         weights = 0
         for shards in layers_of(flip.shards, self._layer):
             first = min(shards) // self._layer * self._layer

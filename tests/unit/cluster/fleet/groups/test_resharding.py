@@ -226,7 +226,8 @@ def test_ranks_without_room_are_refused_and_nothing_changes(fleets: Any) -> None
 
 @settings(max_examples=30, deadline=None)
 @given(
-    shards=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]), degrees=st.lists(st.sampled_from([1, 2, 4]), max_size=4),
+    shards=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]),
+    degrees=st.lists(st.sampled_from([1, 2, 4]), max_size=4),
     sectors=st.integers(2, 40), room=st.integers(0, 60), most=st.none() | st.integers(1, 3),
 )  # fmt: skip
 def test_no_rank_ever_needs_more_than_it_has(
