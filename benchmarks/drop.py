@@ -125,14 +125,14 @@ def capacity(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 def flips_noted() -> Iterator[list[float]]:
     """Give the milliseconds that each flip of fleets in this process paused its instance."""
     found: list[float] = []
-    flip = exchanges.flip_layer
+    flip = exchanges.flip_layers
 
     def noted(*args: Any, **options: Any) -> Any:
         done = flip(*args, **options)
         found.append(done.stalled_ms)
         return done
 
-    with patch.object(exchanges, "flip_layer", noted):
+    with patch.object(exchanges, "flip_layers", noted):
         yield found
 
 

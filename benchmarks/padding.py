@@ -5,19 +5,24 @@
 By shapes alone, no weight is made: pages of one matrix of the feed-forward network whole and in parts, and the bytes
 that padding adds, in percent of the weights. `padded`: one product over all parts, so that cuts are whole rows and
 whole pages. `segments`: a product for each part. `aligned`: one product as well, cut at the rows that end on pages, so
-that nothing but the end is padded; the largest part is then so many percent larger than an even one. Experts are cut by
-experts. Pages are of 2 MiB, for the model inside of 4 to 64 KiB. Target: at most 14 % for all of the paper's models.
+that nothing but the end is padded; the largest part is then so many percent larger than an even one. `here`: what is
+done. Nothing is padded: cuts are the aligned ones where the largest part is at most 5 % larger than an even one, else
+even ones, and a page that two parts have in common is kept by both, which is counted. Experts are cut by experts. Pages
+are of 2 MiB, for the model inside of 4 to 64 KiB. Target: at most 14 % for all of the paper's models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from common import arguments, finish, table
 
 from elastic.errors import ConfigError
+from elastic.planning.sharding.bounds import most_parts, row_bounds
 from elastic.planning.sharding.page_layout import aligned_unit, choose_layout, cut_layout, page_count
+from elastic.runtime.cutting import MOST_UNEVEN
 
 CUDA_PAGE = 2 << 20
 BF16 = 2
@@ -84,6 +89,7 @@ def measure(case: Case) -> dict[str, Any]:
         "padded": padded.padding,
         "segments": segments.padding,
         **aligned(case),
+        "here": kept_twice(case),
         "chosen": choose_layout(*sizes, case.parts).form,
     }
 
@@ -99,6 +105,18 @@ def aligned(case: Case) -> dict[str, float | None]:
     return {"aligned": layout.padding, "aligned_largest": largest * case.parts / case.rows - 1}
 
 
+def kept_twice(case: Case) -> float:
+    """Return the bytes of pages that all ranks keep together beyond the weights, as a share of these."""
+    unit = aligned_unit(case.row_bytes, case.page_bytes)
+    even = row_bounds(case.rows, case.parts)
+    bounds = row_bounds(case.rows, case.parts, unit) if most_parts(case.rows, unit) >= case.parts else even
+    if max(b - a for a, b in pairwise(bounds)) * case.parts > (1 + MOST_UNEVEN) * case.rows:
+        bounds = even
+    ends = [bound * case.row_bytes for bound in bounds]
+    pages = sum(-(-stop // case.page_bytes) - start // case.page_bytes for start, stop in pairwise(ends))
+    return pages * case.page_bytes / ends[-1] - 1
+
+
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
@@ -106,7 +124,7 @@ def percent(share: float | None) -> str:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     rows = [measure(case) for case in CASES]
-    shares = ("padded", "segments", "aligned", "aligned_largest")
+    shares = ("padded", "segments", "aligned", "aligned_largest", "here")
     cells = [
         [
             r["model"],
@@ -117,11 +135,25 @@ def main() -> None:
         ]
         for r in rows
     ]
-    header = ["matrix", "pages", "of a part", "padded %", "segments %", "aligned %", "its largest part +%", "chosen"]
+    header = [
+        "matrix",
+        "pages",
+        "of a part",
+        "padded %",
+        "segments %",
+        "aligned %",
+        "its largest part +%",
+        "here %",
+        "chosen",
+    ]
     table(header, cells)
-    most = max(row[row["chosen"]] for row in rows if row["paper"])
-    verdict = "met" if most <= MOST_PADDING else "missed"
-    print(f"\nmost padding of the paper's models in the chosen form: {percent(most)} % ({verdict}, <= 14 %)")
+    print()
+    for form, most in (
+        ("in the chosen form", max(row[row["chosen"]] for row in rows if row["paper"])),
+        ("here", max(row["here"] for row in rows if row["paper"])),
+    ):
+        verdict = "met" if most <= MOST_PADDING else "missed"
+        print(f"most of the paper's models {form}: {percent(most)} % ({verdict}, <= 14 %)")
     finish("padding", options.device, rows)
 
 

@@ -39,6 +39,7 @@ BENCHMARKS = (
     "fleet",
     "overload",
     "drop",
+    "reshard",
     "microbatches",
     "migrate",
     "migrate_kv",

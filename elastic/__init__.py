@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from elastic.config import SLO, Overload, Place, Policy, Scale
+from elastic.config import SLO, Lengths, Overload, Place, Policy, Scale
 from elastic.errors import (
     BackendUnavailable,
     CapacityError,
@@ -81,6 +81,7 @@ __all__ = [
     "Integers",
     "IntegrityError",
     "KVStatus",
+    "Lengths",
     "Load",
     "Migrate",
     "MigrateKV",

@@ -267,8 +267,7 @@ class Overload:
     cooldown_s: float = 0.5
     """Seconds between two actions on an instance at least; it doubles with each that comes to nothing."""
     dwell_s: float = 5.0
-    """Seconds from the last drop, or the last sign of overload, to a restore at least; it doubles with each restore
-    after which there is an overload again before long."""
+    """Seconds from the last drop or overload to a restore at least; doubled by each restore that was too early."""
     idle_s: float = 2.0
     """Seconds without any request after which layers are restored at once."""
     partial: bool = True
@@ -283,17 +282,19 @@ class Overload:
     """Whether steps of a pipeline cost the same, instead of having as many tokens; ranks measure that before."""
     exchange: Literal["live", "stall"] = "live"
     coordinated: bool = True
+    layers_per_step: int | None = None
     """How keys, values and weights go from rank to rank; see `Fleet.drop`. (KunServe, section 4.2)"""
 
     def __post_init__(self) -> None:
         for name in ("kv_high", "queue_kv", "restore_below", "margin"):
             require(_is_share(getattr(self, name)), name, getattr(self, name), "a share from 0 to 1")
-        for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2), ("scale_out", 0)):
-            value = getattr(self, name)
-            require(_is_integer(value) and value >= least, name, value, f"a whole number, at least {least}")
+        steps = [("layers_per_step", 1)] if self.layers_per_step is not None else []
+        for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2), ("scale_out", 0), *steps):
+            whole = _is_integer(value := getattr(self, name)) and value >= least
+            require(whole, name, value, f"a whole number, at least {least}")
         for name in ("queue_high_s", "cooldown_s", "dwell_s", "idle_s"):
-            value = getattr(self, name)
-            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+            valid = _is_number(value := getattr(self, name)) and value >= 0
+            require(valid, name, value, "a number of seconds, at least 0")
         require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
         for name in ("partial", "best_effort", "lookahead", "coordinated"):

@@ -25,9 +25,10 @@ def add_options(command: ArgumentParser) -> None:
     remove = what.add_parser("remove", help="end a rank; its requests go on elsewhere")
     drop = what.add_parser("drop", help="have ranks compute each other's layers, and drop those that they hold twice")
     restore = what.add_parser("restore", help="have dropped layers return")
+    reshard = what.add_parser("reshard", help="have ranks share every layer of their instances, or share none any more")
     merge = what.add_parser("merge", help="connect ranks, so that they can compute each other's layers")
     split = what.add_parser("split", help="restore a group of ranks, and close its connections")
-    acting = (move, add, remove, drop, restore, merge, split)
+    acting = (move, add, remove, drop, restore, reshard, merge, split)
     for each in (status, *acting):
         each.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     for each in acting:
@@ -39,6 +40,7 @@ def add_options(command: ArgumentParser) -> None:
     remove.add_argument("--now", action="store_true", help="do not wait until its requests have gone on elsewhere")
     _add_drop(drop)
     restore.add_argument("rank", nargs="?", metavar="RANK", help="a rank of the group (all groups)")
+    _add_reshard(reshard)
     merge.add_argument("ranks", nargs="+", metavar="RANK", help="their names")
     split.add_argument("rank", metavar="RANK", help="a rank of the group")
 
@@ -48,6 +50,18 @@ def _add_drop(command: ArgumentParser) -> None:
     what.add_argument("--need", metavar="SIZE", help="weights that are to leave at least, such as 24MiB")
     what.add_argument(
         "--layers", action="append", metavar="RANK=LAYERS", help="layers that a rank drops, such as r0=6-11; repeatable"
+    )
+    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+
+
+def _add_reshard(command: ArgumentParser) -> None:
+    command.add_argument("instances", nargs="+", metavar="INSTANCE", help="whoever computes layers with one counts too")
+    command.add_argument("--tp", type=int, required=True, metavar="N", help="ranks that share each layer; 1: none do")
+    command.add_argument(
+        "--layers-per-step",
+        type=int,
+        metavar="N",
+        help="layers that change at a pause (as many as there is room for)",
     )
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
@@ -122,15 +136,10 @@ def _drop(url: str, token: str, options: Namespace) -> int:
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
             print(f"{rank} keeps layers {ranges(keeps)}")
-    freed_bytes = dropped.get("freed_bytes", 0)
     if options.dry_run:
-        print(
-            f"planned: {freed_bytes:,} bytes of weights would leave, {dropped.get('flips', 0)} layers change their "
-            f"rank, {dropped.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "
-            f"{(dropped.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
-        )
-    else:
-        print(f"{dropped.get('status')}: {freed_bytes:,} bytes of weights have left; {_exchanged(dropped)}")
+        return _planned(dropped)
+    freed_bytes = dropped.get("freed_bytes", 0)
+    print(f"{dropped.get('status')}: {freed_bytes:,} bytes of weights have left; {_exchanged(dropped)}")
     return _code(dropped)
 
 
@@ -139,6 +148,33 @@ def _restore(url: str, token: str, options: Namespace) -> int:
 
     restored = post(url, "/elastic/fleet/restore", {"rank": options.rank}, token, ACT_S).get("restored") or {}
     return _returned(restored)
+
+
+def _reshard(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.status_client import post
+
+    body = {"instances": options.instances, "tp": options.tp, "dry_run": options.dry_run}
+    if options.layers_per_step is not None:
+        body["layers_per_step"] = options.layers_per_step
+    done = post(url, "/elastic/fleet/reshard", body, token, ACT_S).get("resharded") or {}
+    if options.dry_run:
+        return _planned(done)
+    members = ", ".join(done.get("members") or options.instances)
+    print(
+        f"{done.get('status')}: {members} at tp={done.get('tp', options.tp)}; {done.get('freed_bytes', 0):,} bytes of "
+        f"weights have left, {done.get('fetched_bytes', 0):,} came back; {_exchanged(done)}"
+    )
+    return _code(done)
+
+
+def _planned(done: Mapping[str, Any]) -> int:
+    """Say what would be done; return the exit code."""
+    print(
+        f"planned: {done.get('freed_bytes', 0):,} bytes of weights would leave, {done.get('flips', 0)} layers change "
+        f"their rank, {done.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "
+        f"{(done.get('price') or {}).get('seconds', 0.0):.3f} s of serving, and longer steps afterwards"
+    )
+    return _code(done)
 
 
 def _merge(url: str, token: str, options: Namespace) -> int:
@@ -202,6 +238,7 @@ _ACTS = {
     "remove": _remove,
     "drop": _drop,
     "restore": _restore,
+    "reshard": _reshard,
     "merge": _merge,
     "split": _split,
 }

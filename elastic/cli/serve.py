@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
-from elastic.cli.inputs.fleet_options import DROP, add_fleet, check_fleet, make_fleet, make_launcher, read_configs
+from elastic.cli.inputs.fleet_options import (
+    FLEET_POLICIES,
+    add_fleet,
+    check_fleet,
+    make_fleet,
+    make_launcher,
+    read_configs,
+)
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -99,8 +106,10 @@ def add_memory(command: ArgumentParser) -> None:
         "--policy",
         metavar="NAME",
         help="accuracy, balanced, performance or manual (balanced where there are variants); "
-        "of a fleet also drop: ranks compute each other's layers when KV runs out",
+        "of a fleet also drop: ranks compute each other's layers when KV runs out; or lengths: they share them when a "
+        "request is too long for each",
     )
+    command.add_argument("--shards", type=int, metavar="N", help="parts of each layer that ranks can share (1)")
     command.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
     command.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
     command.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")
@@ -213,10 +222,12 @@ def sampling_defaults(model: Any, source: str) -> dict[str, float]:
 
 def wrap_options(options: Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `elastic.wrap`."""
-    policy = None if options.policy == DROP else options.policy
+    policy = None if options.policy in FLEET_POLICIES else options.policy
     if policy is None:
         policy = "balanced" if options.variants else "manual"
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
+    if options.shards is not None:
+        chosen["shards"] = options.shards
     if options.order is not None:
         chosen["order"] = options.order
     if options.slo_ttft is not None or options.slo_tpot is not None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["move", "drop", "swap", "add"]
-"""Requests move, layers are dropped, layers become smaller, an instance is added."""
+Kind = Literal["move", "drop", "reshard", "swap", "add"]
+"""Requests move, layers are dropped, shared by several ranks, become smaller, an instance is added."""
 EQUAL = 0.05
 """Prices that differ by no more than this share are equal: they are predictions."""
 
@@ -23,6 +23,8 @@ class Offer:
     """KV that requests which wait could have."""
     lossless: bool = True
     """Whether answers stay the same."""
+    largest_bytes: int | None = None
+    """KV of the largest request that fits one instance then; None: it stays as it is."""
 
     def __str__(self) -> str:
         loss = "" if self.lossless else " with a loss of quality"
@@ -39,12 +41,13 @@ class Choice:
     """All offers with their prices, and which one is taken."""
 
 
-def cheapest(offers: Sequence[Offer], needed_bytes: int) -> Choice | None:
+def cheapest(offers: Sequence[Offer], needed_bytes: int, largest_bytes: int = 0) -> Choice | None:
     """Choose the cheapest offer that suffices; of equal price a lossless one, then the first. None: nothing is offered.
 
-    Where none suffices it is the cheapest for each byte. One that relieves nothing is none.
+    `largest_bytes`: KV of a request that fits no instance as they are; only offers by which it would fit count. Where
+    none suffices it is the cheapest for each byte. One that relieves nothing is none.
     """
-    given = [offer for offer in offers if offer.relieved_bytes > 0]
+    given = [o for o in offers if o.relieved_bytes > 0 and (o.largest_bytes or 0) >= largest_bytes]
     if not given:
         return None
     enough = [offer for offer in given if offer.relieved_bytes >= needed_bytes]

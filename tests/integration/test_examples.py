@@ -20,6 +20,13 @@ PROMISES = {
         r"the rank was killed, and the text is the same: True",
         r"lost: 1 requests",
     ),
+    "long_prompt": (
+        r"tokens that fit one process: \d+; two that share their layers: [\d,]+",
+        r"a prompt of \d+ tokens had its answer: 20 tokens",
+        r"the short one beside it has the text that it has by itself: True",
+        r"resharded: r\d,r\d; [1-9][\d,]+ bytes of KV copied",
+        r"parted: r\d,r\d",
+    ),
     "manual_control": (
         r"would: Swap\(layers=\(10, 11\), variant='int4', parts=\(\)\): applied, moves [\d,]+ bytes, frees [1-9]",
         r"two layers to int4: applied, [1-9][\d,]+ bytes freed",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from elastic.cli.inputs.checks import require_at_least
-from elastic.config import Place
+from elastic.config import Lengths, Place
 from elastic.engines.base import GrammarCompiler
 from elastic.errors import ConfigError
 
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 LAUNCHERS = ("local", "in-process", "join", "ray")
 ROUTINGS = ("prefix", "freeness", "least_load", "round_robin")
-_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores")
+_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "tp")
 """Options that mean nothing without `--ranks`."""
-DROP = "drop"
-"""The policy that a fleet has, not its ranks."""
+FLEET_POLICIES = ("drop", "lengths")
+"""Policies that a fleet has, not its ranks."""
+SHARDS = 4
+"""Into which layers are cut for `--policy lengths`, unless something else is said."""
 
 
 def add_fleet(command: ArgumentParser) -> None:
@@ -40,6 +42,9 @@ def add_fleet(command: ArgumentParser) -> None:
     group.add_argument(
         "--cores", action="append", metavar="N,N", help="CPU cores of a rank, such as 0,1; once for each rank"
     )
+    group.add_argument(
+        "--tp", metavar="1..N", help="with --policy lengths: ranks that share their layers at the most, as 1..4 (1..4)"
+    )
 
 
 def check_fleet(options: Namespace) -> None:
@@ -48,8 +53,10 @@ def check_fleet(options: Namespace) -> None:
         given = next((name for name in _ALONE if getattr(options, name)), None)
         if given is not None:
             raise ConfigError(f"--{given.replace('_', '-')} is for a fleet; say how many processes: --ranks N")
-        if options.policy == DROP:
-            raise ConfigError("--policy drop is for a fleet of two ranks at least; say how many: --ranks N")
+        if options.policy in FLEET_POLICIES:
+            raise ConfigError(
+                f"--policy {options.policy} is for a fleet of two ranks at least; say how many: --ranks N"
+            )
         return
     require_at_least(1, options.ranks, "--ranks")
     joined = options.launch == "join"
@@ -58,6 +65,9 @@ def check_fleet(options: Namespace) -> None:
     for name in ("listen", "key_file"):
         if getattr(options, name) and not joined:
             raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
+    if options.tp is not None and options.policy != "lengths":
+        raise ConfigError("--tp is for instances that share their layers when requests need it: --policy lengths")
+    _lengths(options)
     _by_rank(options.place or [], options.ranks)
     _cores(options)
     for place in options.place or []:
@@ -76,7 +86,7 @@ def make_fleet(
         cores=_cores(options),
         launch=launcher,
         engine={} if grammars is None else {"grammars": "llguidance"},  # each rank compiles them for itself
-        wrap={name: value for name, value in wrap.items() if name != "places"},
+        wrap=_of_ranks(options, wrap),
         policy=_policies(options),
         routing=options.routing or "prefix",
         max_queue=options.max_queue,
@@ -84,9 +94,30 @@ def make_fleet(
     )
 
 
+def _of_ranks(options: Namespace, wrap: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `elastic.wrap` in each rank."""
+    cut = {"shards": SHARDS} if options.policy == "lengths" else {}
+    return {**cut, **{name: value for name, value in wrap.items() if name != "places"}}
+
+
 def _policies(options: Namespace) -> list[FleetPolicy]:
     chosen: list[FleetPolicy] = ["balance"] if options.balance else []
-    return [*chosen, "drop"] if options.policy == DROP else chosen
+    if options.policy == "lengths":
+        return [*chosen, _lengths(options)]
+    return [*chosen, "drop"] if options.policy == "drop" else chosen
+
+
+def _lengths(options: Namespace) -> Lengths:
+    """Return the policy of lengths as `--tp` has it. Raises `ConfigError`."""
+    if options.tp is None:
+        return Lengths()
+    least, dots, most = options.tp.partition("..")
+    if least != "1" or not dots or not most.isdigit():
+        raise ConfigError(f"--tp {options.tp!r} is no range of ranks; write 1..2 or 1..4: all begin by themselves")
+    cut = SHARDS if options.shards is None else options.shards
+    if int(most) > cut:
+        raise ConfigError(f"--tp {options.tp}: layers are cut in {cut}; give --shards {most}")
+    return Lengths(most_ranks=int(most))
 
 
 def read_configs(path: str) -> tuple[Any, Any]:

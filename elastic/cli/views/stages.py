@@ -15,13 +15,16 @@ from elastic.cli.views.status_document import StatusDocument
 IDLE, DROPPED = ("-", "dim"), ("·", "dim")
 OWN, OTHERS = "blue", "green"
 MOST = 9
+SHARED = "+"
+"""Between the names of ranks that share a layer."""
 
 
 def stages(document: StatusDocument) -> Panel | None:
     """Draw a line for each rank, a cell for each layer; None: every instance computes its layers by itself."""
     paths = {instance.name: instance.path for instance in document.instances if instance.path}
     ranks = [rank for rank in document.ranks if rank.state in ("serving", "draining")]
-    if not any(len(set(path)) > 1 for path in paths.values()) and not any(rank.dropped for rank in ranks):
+    alone = all(len(set(path)) == 1 and SHARED not in path[0] for path in paths.values())
+    if alone and not any(rank.dropped for rank in ranks):
         return None
     leaders = {each.leader or next(iter(each.ranks), ""): each.name for each in document.instances}
     return grid(paths, {rank.name: rank.dropped for rank in ranks}, leaders)
@@ -32,17 +35,18 @@ def grid(
 ) -> Panel:
     """Draw ranks by layers.
 
-    `paths` has for each instance the rank of each layer, `dropped` for each rank the layers whose weights it has not,
-    `leaders` for each rank the instance that it is the home of.
+    `paths` has for each instance the rank of each layer, or those that share it; `dropped` for each rank the layers
+    whose weights it has not, `leaders` for each rank the instance that it is the home of.
     """
     count = max(map(len, paths.values()), default=0)
     table = Table.grid(padding=(0, 1))
     for rank, away in dropped.items():
-        by_layer = [[name for name, path in paths.items() if tuple(path[i : i + 1]) == (rank,)] for i in range(count)]
+        by_layer = [[name for name, path in paths.items() if rank in _ranks(path, i)] for i in range(count)]
+        shared = [any(len(_ranks(paths[name], i)) > 1 for name in these) for i, these in enumerate(by_layer)]
         cells = Text()
         for layer, instances in enumerate(by_layer):
             cells.append(*_cell(instances, leaders.get(rank), layer in away))
-        table.add_row(Text(rank), cells, Text(_words(by_layer, away)))
+        table.add_row(Text(rank), cells, Text(_words(by_layer, shared, away)))
     legend = Text.assemble(
         ("1 2", OWN), " instances computed, its own too   ", ("1 2", OTHERS), " others only   ",
         IDLE, " none   ", DROPPED, " dropped",
@@ -58,12 +62,19 @@ def _cell(instances: Sequence[str], own: str | None, dropped: bool) -> tuple[str
     return text, OWN if own in instances else OTHERS
 
 
-def _words(by_layer: Sequence[Sequence[str]], dropped: Collection[int]) -> str:
-    """Return what a rank computes as text, such as `0-5 of i0, i1`."""
+def _ranks(path: Sequence[str], layer: int) -> list[str]:
+    """Return the ranks that compute a layer."""
+    return path[layer].split(SHARED) if layer < len(path) else []
+
+
+def _words(by_layer: Sequence[Sequence[str]], shared: Sequence[bool], dropped: Collection[int]) -> str:
+    """Return what a rank computes as text, such as `0-5 of i0, i1` or `parts of 0-5 of i0`."""
+    layers: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+    for layer, instances in enumerate(by_layer):
+        layers.setdefault((tuple(instances), shared[layer]), []).append(layer)
     told = [
-        f"{ranges([layer for layer, these in enumerate(by_layer) if tuple(these) == instances])} of "
-        f"{', '.join(instances)}"
-        for instances in dict.fromkeys(map(tuple, by_layer))
+        f"{'parts of ' if parts else ''}{ranges(these)} of {', '.join(instances)}"
+        for (instances, parts), these in layers.items()
         if instances
     ]
     if dropped:

@@ -44,7 +44,9 @@ class RankDocument:
     """Seconds since it was last heard of."""
     why: str = ""
     dropped: tuple[int, ...] = ()
-    """Layers whose weights it has not, since other ranks compute them."""
+    """Layers of whose weights it has none, since other ranks compute them."""
+    shards: tuple[int, ...] = ()
+    """Of each layer, how many of its shards it has the weights of; (): all of them."""
     layers: tuple[str, ...] = ()
     status: Status | None = None
     events: tuple[Event, ...] = ()
@@ -73,7 +75,9 @@ class InstanceDocument:
     freeness: float | None = None
     leader: str = ""
     path: tuple[str, ...] = ()
-    """Of each layer the rank that computes it; (): its leader computes all."""
+    """Of each layer the rank that computes it, or those that share it, such as `r0+r1`; (): its leader computes all."""
+    tp: int = 1
+    """How many ranks share a layer, at the most."""
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,21 @@
 A *home* is a rank whose engine plans steps, a *stage* of it another rank that computes some of its layers. The fleet
 has layers change their rank one after another; who copies what, and when the path of the steps changes, the two ranks
 settle between themselves, by the log of the home (`engines.pipeline.items`).
+
+What changes its rank is a shard of a layer, by its number in the `LayerPath`; where layers are not cut, it is a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.sharding.heads import kv_parts
+from elastic.planning.sharding.numbers import by_layer
+from elastic.planning.sharding.shard_pages import ShardPages
 
 Bulk = Literal["sockets", "nixl"]
 
@@ -89,15 +94,23 @@ class Room:
     """For keys and values, of its engine and of those that it is a stage of."""
     page_bytes: int
     sector_pages: tuple[int, ...]
-    """Of each decoder layer, the pages that a sector of its group has in it."""
+    """Of each part of the KV cache, the pages that a sector of its group has in it."""
     most_sectors: int
     """That its engine has addresses for."""
     committed_sectors: int
     """That live requests of its engine have, and are promised."""
-    weight_pages: tuple[int, ...]
-    """Of each decoder layer, the pages that its weights have when they are there."""
+    weight_pages: tuple[ShardPages, ...]
+    """Of each decoder layer, the pages that its weights have when some of its shards are there."""
     resident: frozenset[int]
-    """Layers whose weights are there."""
+    """Shards whose weights are there."""
+
+    def weights_of(self, shards: Iterable[int]) -> int:
+        """Count the pages of weights when these shards are there, and no others."""
+        return sum(self.weight_pages[layer].pages(parts) for layer, parts in by_layer(shards, self.path.shards).items())
+
+    def parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
+        """Return the parts of the KV cache that shards need."""
+        return kv_parts(shards, self.path.shards, len(self.sector_pages) // self.path.layers)
 
 
 @dataclass(frozen=True)
@@ -133,32 +146,32 @@ class Allot:
 
 @dataclass(frozen=True)
 class LayersMemory:
-    """Where the keys and values of a home's layers lie at this rank: `LayersKV`."""
+    """Where the keys and values of a home's shards lie at this rank: `LayersKV`."""
 
     home: str
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BeginExchange:
     """Note from now on which blocks are written; answers with what `PrepareLayers` gets."""
 
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PrepareLayers:
-    """Have memory for layers of a home that come here, its own ones too. Raises `CapacityError`."""
+    """Have memory for shards of a home that come here, its own ones too. Raises `CapacityError`."""
 
     home: str
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
     exchange: Any = field(repr=False, hash=False)
     """What the home answered to `BeginExchange`."""
 
 
 @dataclass(frozen=True)
 class CopyLayers:
-    """Copy blocks (None: all) of layers that come here; answers with the bytes."""
+    """Copy blocks (None: all) of shards that come here; answers with the bytes."""
 
     home: str
     source: LayersKV
@@ -179,34 +192,37 @@ class ResumeSteps:
 
 @dataclass(frozen=True)
 class WrittenBlocks:
-    """Of each group, the blocks that were written since the last time."""
+    """Of each group, the blocks that were written since the last time; it waits for no step."""
 
 
 @dataclass(frozen=True)
 class FlipLayers:
-    """Pause the engine between two steps, have what was written last copied, and go on by another path: `Flipped`."""
+    """Pause the engine between two steps, have what was written last copied, and go on by another path: `Flipped`.
+
+    The exchange ends with it, unless it fails.
+    """
 
     path: LayerPath
 
 
 @dataclass(frozen=True)
 class EndExchange:
-    """Note no more which blocks are written."""
+    """Note no more which blocks are written: the layers stay where they are."""
 
 
 @dataclass(frozen=True)
 class GiveUpLayers:
-    """Free the memory of layers of a home that do not come here after all."""
+    """Free the memory of shards of a home that do not come here after all."""
 
     home: str
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Recover:
     """Go on without a rank that was lost, with all layers at home again: the tokens that are computed anew.
 
-    The weights of layers that were dropped come back first.
+    The weights of shards that were dropped come back first.
     """
 
     lost: str
@@ -216,16 +232,16 @@ class Recover:
 
 @dataclass(frozen=True)
 class WeightsOf:
-    """Where the weights of layers lie in this rank's memory: `WeightsSource`."""
+    """Where the weights of shards lie in this rank's memory: `WeightsSource`."""
 
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class WeightDigests:
-    """Checksums of the weights of layers as they were wrapped: {layer: int}. Needed before they can be dropped."""
+    """Checksums of the weights of shards as they were wrapped: {shard: int}. Needed before they can be dropped."""
 
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
 
 
 PeerQuestion = OpenPeers | MeetPeers | LosePeer

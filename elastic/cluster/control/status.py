@@ -24,6 +24,8 @@ EventKind = Literal[
     "restored",
     "restore failed",
     "migrated",
+    "resharded",
+    "reshard failed",
     "parted",
     "recovered",
 ]
@@ -45,7 +47,9 @@ class RankStatus:
     why: str = ""
     """Lost or refused: why."""
     dropped: tuple[int, ...] = ()
-    """Layers whose weights it has not, since other ranks compute them."""
+    """Layers of whose weights it has none, since other ranks compute them."""
+    shards: tuple[int, ...] = ()
+    """Of each layer, how many of its shards it has the weights of, while ranks share layers; (): all of them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class InstanceStatus:
     """Free blocks after promises, over running sequences (Llumnix, section 4.2)."""
     epoch: int = 0
     path: tuple[str, ...] = ()
-    """Of each layer the rank that computes it; (): its leader computes all."""
+    """Of each layer the rank that computes it, or those that share it, such as `r0+r1`; (): its leader computes all."""
+    tp: int = 1
+    """How many ranks share a layer, at the most."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,10 @@ class FleetEvent:
     """Tokens whose KV was lost, and is computed again."""
     stalled_ms: float = 0.0
     """The longest that one of the requests waited for its next token because of it."""
+    seconds: float = 0.0
+    """What it took, of a drop, a restore and a migration."""
+    timeline: tuple[tuple[str, float], ...] = ()
+    """What of it was done when: in seconds from its beginning."""
     why: str = ""
 
 

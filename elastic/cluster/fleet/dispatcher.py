@@ -7,19 +7,21 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
-from elastic.cluster.fleet.instance import Instance, request_blocks
+from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.answer_lengths import AnswerLengths
 from elastic.cluster.fleet.planning.drain_rate import DrainRate
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
 from elastic.cluster.fleet.planning.router import Candidate, Routing, route
+from elastic.cluster.fleet.records.audit import check_records
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.records.requests import RequestRecord, new_record
+from elastic.cluster.fleet.refusals import no_room, require_place, require_possible
 from elastic.controller.sensors.request_metrics import Outcome, RequestMetrics
 from elastic.engines.base import FinishReason, Listener, Output, Request
 from elastic.engines.continuous.active_requests import OUTCOMES
@@ -28,6 +30,9 @@ from elastic.errors import CapacityError, ConfigError, IntegrityError, Overloade
 logger = logging.getLogger(__name__)
 RETRY_S = 0.1
 """How long an instance that had no room is not asked again for the same request."""
+UNREACHABLE_S = 30.0
+"""How long a request waits that no instance could hold any more: a rank that was lost may be replaced."""
+_NOBODY: frozenset[str] = frozenset()
 
 
 class Dispatcher:
@@ -46,6 +51,10 @@ class Dispatcher:
         self.queue: deque[RequestRecord] = deque()
         self.forms: list[tuple[str, ...]] = []
         self.log = log
+        self.on_waiting: Callable[[], None] | None = None
+        """Told when a request waits or room may have come free, if a policy says who goes where (`place`)."""
+        self.promised: Mapping[str, frozenset[str]] = {}
+        """By that policy: request -> the instances of which it waits for one."""
         self._names: set[str] = set()  # of all sequences
         self._routing, self._max_queue = routing, max_queue
         self._counters = counters
@@ -70,12 +79,12 @@ class Dispatcher:
                 raise ConfigError(f"request id {request.id!r} is in use; choose another")
             self._counters.arrived(request.id, len(request.prompt), record.arrived_s, sequences=len(record.answers))
             try:
-                self._require_possible(request)
-                chosen = None if self.queue else self._choose(record)
+                require_possible(self.instances.values(), request, self.retry_after_s)
+                chosen = None if self.queue or self.on_waiting is not None else self._choose(record)
                 if chosen is not None:
                     self._give(record, *chosen)
                 else:
-                    self._require_place_in_queue()
+                    require_place(len(self.queue), self._max_queue, self.retry_after_s)
                     encode(record.states())  # what cannot be sent is refused now
                     self.queue.append(record)
             except (CapacityError, ConfigError, Overloaded):
@@ -83,6 +92,8 @@ class Dispatcher:
                 raise
             self.records[request.id] = record
             self._names |= names
+            if self.queue and self.on_waiting is not None:
+                self.on_waiting()
 
     def cancel(self, request: str, index: int | None) -> None:
         """End a request, or one of its answers; unknown: nothing happens."""
@@ -103,22 +114,7 @@ class Dispatcher:
     def check(self) -> None:
         """Recount. Raises `IntegrityError`."""
         with self.lock:
-            waiting = {id(record) for record in self.queue}
-            for request, record in self.records.items():
-                there = [i.name for i in self.instances.values() if request in i.records]
-                if there != ([record.instance] if record.instance is not None else []):
-                    raise IntegrityError(
-                        f"request {request!r} is at {record.instance}, instances that have it: {there}"
-                    )
-                if record.instance is None and not record.moving and id(record) not in waiting:
-                    raise IntegrityError(f"request {request!r} is at no instance, and does not wait")
-                if not record.left:
-                    raise IntegrityError(f"request {request!r} has ended, and is remembered")
-            if len(waiting) != len(self.queue) or any(record.instance is not None for record in self.queue):
-                raise IntegrityError("a request waits that an instance has, or waits twice")
-            names = {answer.state.id for record in self.records.values() for answer in record.answers}
-            if names != self._names:
-                raise IntegrityError(f"sequences {sorted(names ^ self._names)} are remembered or missing")
+            check_records(self.records, self.queue, self.instances, self._names)
 
     # -- what ranks tell
 
@@ -129,10 +125,13 @@ class Dispatcher:
         elif isinstance(message, Refused):
             fault = self._refused(instance, message)
         else:
-            fault = None
+            fault, delivery, now = None, Delivery(self.lock), time.perf_counter()
             with self.lock:
-                instance.hear(message.load, time.perf_counter())
+                instance.hear(message.load, now)
+                if self.queue:
+                    self.give_up(self.queue[0], now, delivery)
                 self.dispatch()
+            delivery.tell()
         if fault is not None:
             instance.client.kill(fault)
 
@@ -256,14 +255,38 @@ class Dispatcher:
         return self.forms.index(form)
 
     def dispatch(self) -> None:
-        """Give requests that wait to instances that can hold them, in order."""
-        while self.queue:
-            record = self.queue[0]
-            chosen = self._choose(record)
-            if chosen is None:
-                return
-            self.queue.popleft()
+        """Give requests that wait to instances that can hold them, in order, or tell the policy that places them."""
+        if self.on_waiting is not None:
+            if self.queue:
+                self.on_waiting()
+            return
+        while self.queue and self.place(self.queue[0]):
+            pass
+
+    def place(self, record: RequestRecord, among: Collection[str] | None = None) -> bool:
+        """Give a request that waits to an instance, one of some; return False if none of them can hold it now."""
+        chosen = self._choose(record, among)
+        if chosen is not None:
+            self.queue.remove(record)
             self._give(record, *chosen)
+        return chosen is not None
+
+    def next_for(self, members: Collection[str]) -> RequestRecord | None:
+        """Return who is next of the requests that wait and may go to these instances; None: nobody."""
+        if self.on_waiting is None:
+            return self.queue[0] if self.queue else None
+        return next((r for r in self.queue if not self.promised.get(r.request.id, _NOBODY).isdisjoint(members)), None)
+
+    def give_up(self, record: RequestRecord, now: float, delivery: Delivery) -> None:
+        """End a request that waits, if for `UNREACHABLE_S` no instance there is could ever have held it."""
+        serving = [instance for instance in self.instances.values() if instance.state == "serving"]
+        if not serving or any(instance.ever_holds(record.request) for instance in serving):
+            record.unreachable_s = None
+        elif record.unreachable_s is None:
+            record.unreachable_s = now
+        elif now - record.unreachable_s >= UNREACHABLE_S:
+            words = str(no_room(serving, record.request))
+            self.end_answers(record, range(record.request.n), "failed", delivery, words)
 
     def requeue(self, records: Iterable[RequestRecord], delivery: Delivery) -> None:
         """Put requests that no instance has any more before those that wait; cancelled answers end."""
@@ -308,11 +331,13 @@ class Dispatcher:
 
     # -- inside, under the lock
 
-    def _choose(self, record: RequestRecord) -> tuple[Instance, int] | None:
+    def _choose(self, record: RequestRecord, among: Collection[str] | None = None) -> tuple[Instance, int] | None:
         """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere."""
         now = time.perf_counter()
         candidates = []
         for instance in self.instances.values():
+            if among is not None and instance.name not in among:
+                continue
             if instance.state != "serving" or record.refused.get(instance.name, 0.0) > now:
                 continue
             cached = self._prefixes.cached(instance.name, record.hashes) if record.hashes else 0
@@ -352,31 +377,6 @@ class Dispatcher:
             record.resumption.heard(request)
             record.resumption = None
         self.changed.notify_all()
-
-    def _require_possible(self, request: Request) -> None:
-        serving = [instance for instance in self.instances.values() if instance.state == "serving"]
-        if not serving or any(instance.fits_alone(request) for instance in serving):
-            return
-        best = max(serving, key=lambda instance: instance.most_blocks)
-        kv, tokens = best.kv_format, len(request.prompt) + request.max_tokens
-        if any(instance.ever_holds(request) for instance in serving):
-            raise Overloaded(
-                f"a request of {tokens} tokens does not fit while the limits of KV are as they are",
-                retry_after_s=self.retry_after_s,
-            )
-        bytes_of = kv.block_bytes * sum(len(layers) for layers, _ in kv.groups) // len(kv.groups)
-        raise CapacityError(
-            f"a request of {tokens} tokens fits in no instance; ask for less, or give the ranks more memory",
-            requested_bytes=request_blocks(kv, request) * bytes_of,
-            free_bytes=max(0, best.free_blocks) * bytes_of,
-            total_bytes=best.most_blocks * bytes_of,
-        )
-
-    def _require_place_in_queue(self) -> None:
-        if self._max_queue is not None and len(self.queue) >= self._max_queue:
-            raise Overloaded(
-                f"{len(self.queue)} requests wait, max_queue={self._max_queue}", retry_after_s=self.retry_after_s
-            )
 
     @property
     def retry_after_s(self) -> float:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from elastic.cluster.control.messages import (
     Apply,
@@ -27,8 +27,8 @@ from elastic.cluster.control.messages import (
 from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
-from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.ranks import result
+from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.launchers import launcher_of
@@ -65,10 +65,11 @@ class Fleet(GroupVerbs):
     A request goes to an instance that can hold it, chosen by `routing` (see `router.route`); others wait here, at most
     `max_queue` of them (None: any number). With `policy="balance"` requests move while they generate, so that all
     instances have room; with "drop", or an `Overload`, instances that run out of KV drop layers that they hold twice;
-    a list has both. A rank that is silent for `beat_timeout_s` seconds, or whose engine has work and begins no step
-    for `hang_timeout_s`, is fenced; with `replace` another one takes its place. Its requests go on elsewhere, from the
-    tokens that were told. `grammars` checks grammars before a rank sees them. By `bulk` ranks read each other's memory
-    where they find no memory file of it: "sockets", or "nixl" (the extra of that name, at all ranks).
+    with "lengths", or a `Lengths`, they share layers for long requests; a list has several. A rank that is silent for
+    `beat_timeout_s` seconds, or whose engine has work and begins no step for `hang_timeout_s`, is fenced; with
+    `replace` another one takes its place. Its requests go on elsewhere, from the tokens that were told. `grammars`
+    checks grammars before a rank sees them. By `bulk` ranks read each other's memory where they find no memory file of
+    it: "sockets", or "nixl" (the extra of that name, at all ranks).
 
     Listeners are called on the thread that reads from the request's rank; when it is cancelled while it waits, on the
     thread that does so; one call at a time for a request, in order. They may submit and cancel.
@@ -97,7 +98,7 @@ class Fleet(GroupVerbs):
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(beat_timeout_s > 0, "beat_timeout_s", beat_timeout_s, "above 0")
         require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
-        require(routing in _ROUTINGS, "routing", routing, f"one of {', '.join(_ROUTINGS)}")
+        require(routing in get_args(Routing), "routing", routing, f"one of {', '.join(get_args(Routing))}")
         require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
         policies = chosen(policy)
         self.counters = RequestMetrics()
@@ -118,7 +119,7 @@ class Fleet(GroupVerbs):
             hang_timeout_s=hang_timeout_s,
         )
         self._members.on_lost = self._supervisor.lost
-        self._groups = Groups(self._dispatcher, self._log, bulk)
+        self._groups = ReshardingGroups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.lost
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out
@@ -326,9 +327,9 @@ class Fleet(GroupVerbs):
 
     def status(self) -> FleetStatus:
         """Return its ranks, instances and counts."""
-        dropped = {rank: layers for group in self.groups() for rank, layers in group.dropped.items()}
+        held = {rank: about for group in self.groups() for rank, about in group.held().items()}
         told = self._members.statuses(time.perf_counter())
-        ranks = tuple(dataclasses.replace(rank, dropped=dropped.get(rank.name, ())) for rank in told)
+        ranks = tuple(dataclasses.replace(rank, **held.get(rank.name, {})) for rank in told)
         with self._dispatcher.lock:
             instances = tuple(instance.status() for instance in self._dispatcher.instances.values())
             return FleetStatus(ranks, instances, len(self._dispatcher.queue), self._log.totals(), self._policies.reason)
@@ -382,9 +383,6 @@ class Fleet(GroupVerbs):
         if self._state == "serving":
             raise StateError("no rank is left, and none comes; add one")
         raise StateError(f"the fleet is {self._state}; start it, or make a new one")
-
-
-_ROUTINGS: tuple[Routing, ...] = ("prefix", "freeness", "least_load", "round_robin")
 
 
 def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:

@@ -71,10 +71,14 @@ class Instance:
     """The ranks that compute layers of it, or could; none: it is by itself."""
     path: LayerPath | None = None
     """Who computes its layers, in a group."""
+    group_blocks: int = 0
+    """The highest limit that its group could give it, if the others had nothing."""
+    policy_blocks: int = 0
+    """The highest limit that a policy of the fleet could have it given, by dropping weights of others too."""
 
     def __post_init__(self) -> None:
         self.load: EngineLoad = self.hello.load
-        self.most_blocks = self.load.total_blocks
+        self._alone_blocks = self.load.total_blocks  # the highest limit that it had by itself
 
     @property
     def hello(self) -> Hello:
@@ -85,6 +89,16 @@ class Instance:
     def kv_format(self) -> KVFormat:
         """The form of its blocks."""
         return self.hello.kv
+
+    @property
+    def most_blocks(self) -> int:
+        """The highest limit that it had by itself, or can have now."""
+        return max(self._alone_blocks, self.load.total_blocks, self.reachable_blocks)
+
+    @property
+    def reachable_blocks(self) -> int:
+        """The highest limit that it is given when a request waits which needs it."""
+        return max(self.group_blocks, self.policy_blocks)
 
     @property
     def sequences(self) -> int:
@@ -109,7 +123,8 @@ class Instance:
             self.cut_off_s = now if load.lost_rank else None
         self.heard_s = now
         self.load = load
-        self.most_blocks = max(self.most_blocks, load.total_blocks)
+        if not self.group:
+            self._alone_blocks = max(self._alone_blocks, load.total_blocks)
 
     def join(self, group: tuple[str, ...], path: LayerPath, *, changing: bool = False) -> None:
         """Note who computes its layers.
@@ -123,7 +138,7 @@ class Instance:
 
     def part(self) -> None:
         """Note that it is by itself again."""
-        self.group, self.path = (), None
+        self.group, self.path, self.group_blocks = (), None, 0
 
     def give(self, record: RequestRecord, cached: int) -> None:
         """Note a request that it gets, so many blocks of whose prompt it has."""
@@ -166,15 +181,21 @@ class Instance:
         return request_blocks(self.kv_format, request) <= self.load.total_blocks
 
     def ever_holds(self, request: Request) -> bool:
-        """Return whether it would fit at the highest limit that there was."""
+        """Return whether it would fit at the highest limit that there was, or can be."""
         return request_blocks(self.kv_format, request) <= self.most_blocks
+
+    def reaches(self, request: Request) -> bool:
+        """Return whether it may wait for a limit at which it fits."""
+        return request_blocks(self.kv_format, request) <= max(self.load.total_blocks, self.reachable_blocks)
 
     def status(self) -> InstanceStatus:
         """Return what `Fleet.status` says of it."""
         requests = len(self.records)
         ranks = (self.name,) if self.path is None else tuple(dict.fromkeys((self.name, *self.path.ranks)))
-        epoch, path = (0, ()) if self.path is None else (self.path.epoch, self.path.ranks)
-        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path)
+        holders = [] if self.path is None else [self.path.holders(layer) for layer in range(self.path.layers)]
+        path, tp = tuple(map("+".join, holders)), max(map(len, holders), default=1)
+        epoch = 0 if self.path is None else self.path.epoch
+        return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path, tp)
 
 
 def request_blocks(kv: KVFormat, request: Request) -> int:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.caps.follower import CapFollower, Follows
+from elastic.cluster.fleet.lengths.controller import LengthController
+from elastic.cluster.fleet.lengths.controller import Verbs as LengthVerbs
 from elastic.cluster.fleet.moves import Mover
 from elastic.cluster.fleet.overload.controller import OverloadController, Verbs
 from elastic.cluster.fleet.planning.policies import FleetPolicies
 from elastic.cluster.fleet.records.event_log import EventLog
+
+
+class FleetVerbs(Verbs, LengthVerbs, Protocol):
+    """What policies ask of a fleet."""
 
 
 class PolicyThreads:
@@ -25,22 +32,25 @@ class PolicyThreads:
         dispatcher: Dispatcher,
         log: EventLog,
         mover: Mover,
-        verbs: Verbs,
+        verbs: FleetVerbs,
         groups: Follows,
         add: Callable[[int], Sequence[str]] | None,
     ) -> None:
-        self._threads: list[Balancer | OverloadController | CapFollower] = [CapFollower(groups)]
-        self._overload: OverloadController | None = None
+        self._threads: list[Balancer | OverloadController | LengthController | CapFollower] = [CapFollower(groups)]
+        self._changing: OverloadController | LengthController | None = None  # who has layers change their rank
         if chosen.balance:
             self._threads.append(Balancer(dispatcher, mover))
         if chosen.overload is not None:
-            self._overload = OverloadController(dispatcher, verbs, log, chosen.overload, moves=chosen.balance, add=add)
-            self._threads.append(self._overload)
+            self._changing = OverloadController(dispatcher, verbs, log, chosen.overload, moves=chosen.balance, add=add)
+            self._threads.append(self._changing)
+        if chosen.lengths is not None:
+            self._changing = LengthController(dispatcher, verbs, chosen.lengths)
+            self._threads.append(self._changing)
 
     @property
     def reason(self) -> str:
-        """What the overload policy said last; empty: there is none, or no tick yet."""
-        return self._overload.reason if self._overload is not None else ""
+        """What the policy of overloads or lengths said last; empty: there is none, or no tick yet."""
+        return self._changing.reason if self._changing is not None else ""
 
     def start(self) -> None:
         """Begin."""

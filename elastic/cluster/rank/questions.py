@@ -32,14 +32,19 @@ from elastic.cluster.control.messages import (
     RuntimeView,
     TakeBack,
 )
-from elastic.cluster.control.stage_questions import PeerQuestion, StageQuestion, WeightDigests, WeightsOf
+from elastic.cluster.control.stage_questions import CopyLayers, PeerQuestion, StageQuestion, WeightDigests, WeightsOf
 from elastic.cluster.rank.stages import Stages
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ConfigError, ElasticError, StateError
 
 logger = logging.getLogger(__name__)
 OF_THE_RUNTIME = Apply | PrepareActions | CommitActions | RollbackActions | Check | WeightsOf | WeightDigests
-LANES = {"actions": OF_THE_RUNTIME, "peers": PeerQuestion, "stages": StageQuestion}
+LANES: dict[str, Any] = {
+    "actions": OF_THE_RUNTIME,
+    "peers": PeerQuestion,
+    "copies": CopyLayers,
+    "stages": StageQuestion,
+}
 EVENTS = 200
 """How many of the last events `Look` tells."""
 
@@ -48,7 +53,8 @@ class Questions:
     """Answers questions on some threads: what may take long, as actions, does not stop what a move of a request needs.
 
     Each thread answers in the order in which it was asked: one for actions, one for layers that other ranks compute,
-    one that has whoever waits for another rank stop waiting, and one for all else.
+    one for copies of their keys and values, one that has whoever waits for another rank stop waiting, and one for all
+    else.
     """
 
     def __init__(self, engine: ContinuousEngine, connection: Connection, drain: Callable[[], None]) -> None:
@@ -125,10 +131,10 @@ class Questions:
                 return runtime.commit(id)
             case RollbackActions(id):
                 return runtime.rollback(id)
-            case WeightsOf(layers):
-                return runtime.weights_source(layers)
-            case WeightDigests(layers):
-                return runtime.digests(layers)
+            case WeightsOf(shards):
+                return runtime.weights_source(shards=shards)
+            case WeightDigests(shards):
+                return runtime.digests(shards=shards)
             case Check():
                 runtime.check()
                 return self._engine.check()

@@ -9,7 +9,6 @@ from elastic.engines.continuous.engine import ContinuousEngine
 def measure_room(engine: ContinuousEngine) -> Room:
     """Return the room of an engine's rank, as it is now."""
     room, runtime = engine.kv_room(), engine.runtime
-    count = len(engine.path.ranks)
     return Room(
         path=engine.path,
         pages=room.pages,
@@ -17,6 +16,6 @@ def measure_room(engine: ContinuousEngine) -> Room:
         sector_pages=room.sector_pages,
         most_sectors=room.sectors,
         committed_sectors=room.committed,
-        weight_pages=runtime.layer_pages,
-        resident=frozenset(range(count)) - frozenset(runtime.dropped),
+        weight_pages=runtime.shard_pages,
+        resident=frozenset(range(len(engine.path.ranks))) - frozenset(runtime.dropped_shards),
     )

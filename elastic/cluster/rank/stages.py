@@ -104,12 +104,12 @@ class Stages:
     def _exchange(self, question: StageQuestion) -> Any:
         engine = self._engine
         match question:
-            case LayersMemory(home, layers):
-                return engine.layers_kv(layers) if home == engine.rank else engine.stage_kv(home, layers)
-            case BeginExchange(layers):
-                return engine.begin_exchange(layers)
-            case PrepareLayers(home, layers, exchange):
-                return engine.prepare_layers(home, layers, exchange)
+            case LayersMemory(home, shards):
+                return engine.layers_kv(shards) if home == engine.rank else engine.stage_kv(home, shards)
+            case BeginExchange(shards):
+                return engine.begin_exchange(shards)
+            case PrepareLayers(home, shards, exchange):
+                return engine.prepare_layers(home, shards, exchange)
             case CopyLayers(home, source, blocks, coordinated):
                 return engine.copy_layers(home, source, blocks, coordinated=coordinated)
             case PauseSteps():
@@ -122,8 +122,8 @@ class Stages:
                 return engine.flip(path)
             case EndExchange():
                 return engine.end_exchange()
-            case GiveUpLayers(home, layers):
-                return engine.give_up_layers(home, layers)
+            case GiveUpLayers(home, shards):
+                return engine.give_up_layers(home, shards)
         raise StateError(f"the fleet asked a {type(question).__name__}, which this rank does not know")
 
     @property
@@ -148,12 +148,11 @@ class Stages:
         engine.attach_stage(rank, hub.connect_log(rank, engine.rank))
         self._attached.add(rank)
 
-    def _restore(self, layers: tuple[int, ...]) -> None:
-        """Have the weights of layers here again, from the checkpoint; return when they are."""
+    def _restore(self, shards: tuple[int, ...]) -> None:
+        """Have the weights of shards here again, from the checkpoint; return when they are."""
         runtime, until_s = self._engine.runtime, time.monotonic() + RESTORE_S
-        while layers:
-            (change,) = runtime.apply([Restore(layers)], why="another rank was lost")
-            layers = change.deferred
-            if layers and time.monotonic() > until_s:
-                raise StateError(f"the weights of layers {list(layers)} find no room after another rank was lost")
-            time.sleep(POLL_S if layers else 0)
+        while missing := tuple(sorted(set(shards).intersection(runtime.dropped_shards))):
+            if time.monotonic() > until_s:
+                raise StateError(f"the weights of shards {list(missing)} find no room after another rank was lost")
+            (change,) = runtime.apply([Restore(shards=missing)], why="another rank was lost")
+            time.sleep(POLL_S if change.deferred else 0)

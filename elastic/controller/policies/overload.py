@@ -213,9 +213,14 @@ class OverloadPolicy:
     def _plan(
         self, snapshot: FleetSnapshot, numbers: Sequence[int], need: int, margin: float | None = None
     ) -> DropPlan | None:
-        """Plan a drop among some of the groups, with the margin if there is one; its numbers are the snapshot's."""
+        """Plan a drop among some of the groups, with the margin if there is one; its numbers are the snapshot's.
+
+        A group that has dropped layers, and is short again, drops all that it still holds several times: it is a
+        pipeline already, and requests would wait anew for each further drop.
+        """
         share = self.settings.margin if margin is None else margin
         spare = int(share * sum(snapshot.groups[number].capacity_bytes for number in numbers))
+        all_twice = sum(_rest(snapshot, snapshot.groups[number]) for number in numbers) if margin is None else 0
         plans = (
             drop_plan(
                 [snapshot.groups[number].group for number in numbers],
@@ -227,7 +232,7 @@ class OverloadPolicy:
                 first=snapshot.first_cost,
                 last=snapshot.last_cost,
             )
-            for wanted in dict.fromkeys((need + spare, need))
+            for wanted in dict.fromkeys((max(need + spare, all_twice), need + spare, need))
         )
         plan = next((plan for plan in plans if plan is not None), None)
         if plan is None or not plan.groups:
@@ -301,6 +306,14 @@ def _layers(group: GroupReading) -> Layers:
 
 def _has_dropped(group: GroupReading, layers: int) -> bool:
     return any(len(member.held.layers) < layers for member in group.members)
+
+
+def _rest(snapshot: FleetSnapshot, group: GroupReading) -> int:
+    """Return the bytes of layers that a group which has dropped some still holds several times."""
+    if not _has_dropped(group, len(snapshot.layer_bytes)):
+        return 0
+    held = sum(snapshot.layer_bytes[layer] for layers in _layers(group) for layer in layers)
+    return held - sum(snapshot.layer_bytes)
 
 
 def _carried(states: Sequence[GroupState], group: GroupReading, now: float) -> GroupState:

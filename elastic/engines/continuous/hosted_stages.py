@@ -95,8 +95,11 @@ class HostedStages(MovingRequests):
             known = self._stages.get(home)
             if home == self.rank or (known is not None and not known.ended):
                 raise StateError(f"layers of {home!r} can be computed at {self.rank!r} already")
-            if len(path.ranks) != len(self.path.ranks):
-                raise ConfigError(f"{home!r} has {len(path.ranks)} layers, {self.rank!r} {len(self.path.ranks)}")
+            if (path.layers, path.shards) != (self.path.layers, self.path.shards):
+                raise ConfigError(
+                    f"{home!r} has {path.layers} layers of {path.shards} shards, {self.rank!r} {self.path.layers} of "
+                    f"{self.path.shards}"
+                )
             forward = self._stage_forward()
             memory = self._guest_memory(sectors_cap, addresses or self.sector_addresses)
             shape = BlockShape(self.kv_format.block_tokens, self.kv_format.heads, self.kv_format.dim)
@@ -105,9 +108,9 @@ class HostedStages(MovingRequests):
             self._stages[home] = stage
             stage.start()
 
-    def stage_kv(self, home: str, layers: Sequence[int]) -> LayersKV:
-        """Say where keys and values of another instance's layers lie here."""
-        return self._stage(home).layers_kv(layers)
+    def stage_kv(self, home: str, shards: Sequence[int]) -> LayersKV:
+        """Say where keys and values of another instance's shards lie here."""
+        return self._stage(home).layers_kv(shards)
 
     def allot(self, home: str, sectors: int) -> None:
         """Keep pages for so many sectors of another instance. Raises `CapacityError`, and nothing has changed."""

@@ -1,4 +1,4 @@
-"""Layers of an engine that change the rank that computes them, while it goes on.
+"""Shards of an engine's layers that change the rank that computes them, while it goes on.
 
 What they have of keys and values is copied beside the steps before, in rounds, and only what the last steps have
 written while none is in flight.
@@ -7,7 +7,7 @@ written while none is in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
@@ -35,25 +35,26 @@ class Flipped:
 class LayerExchange(HostedStages):
     """What a rank asks of its engine to have layers computed elsewhere. Thread-safe; not for listeners.
 
-    At the home of the layers: `begin_exchange`; at the rank that gets them `prepare_layers`, and `copy_layers` in
-    rounds, by the home's `written_blocks`; then at the home `flip` and `end_exchange`. Layers that come home are
+    What moves are shards, numbered as in `LayerPath`; where layers are not cut, a shard is a layer. At their home:
+    `begin_exchange`; at the rank that gets them `prepare_layers`, and `copy_layers` in rounds, by the home's
+    `written_blocks`; then at the home `flip`, or `end_exchange` where it is given up. Shards that come home are
     prepared and copied by the home itself, which is named as `home` then.
     """
 
     _written: WrittenBlocks | None
 
-    def layers_kv(self, layers: Sequence[int]) -> LayersKV:
-        """Say where the keys and values of layers lie. Raises `StateError` for layers whose are not here."""
-        return self._kv_exchange.locate(self._memory, layers)
+    def layers_kv(self, shards: Sequence[int]) -> LayersKV:
+        """Say where the keys and values of shards lie. Raises `StateError` for shards whose are not here."""
+        return self._kv_exchange.locate(self._memory, sorted(self._kv_parts(shards)))
 
-    def begin_exchange(self, layers: Sequence[int]) -> Exchange:
-        """Note from now on which blocks are written, and keep all sectors until `end_exchange`.
+    def begin_exchange(self, shards: Sequence[int]) -> Exchange:
+        """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
-        Raises `StateError` for an exchange that has begun, or layers that the model has not.
+        Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has not.
         """
 
         def begin() -> Exchange:
-            self._require_layers(layers)
+            self._require_shards(shards)
             if self._written is not None:
                 raise StateError("an exchange has begun; end it first")
             self._require_whole_group()
@@ -74,27 +75,23 @@ class LayerExchange(HostedStages):
     def written_blocks(self) -> Blocks:
         """Return the blocks, by group, that steps which are over have written since this was asked.
 
-        Whoever asks copies them; where that fails, the exchange is given up.
+        Whoever asks copies them; where that fails, the exchange is given up. It waits for no step.
         """
-        return self._between_steps(lambda: self._exchange().take())
+        return self._exchange().take()
 
     def flip(self, path: LayerPath, source: LayersKV | None = None, timeout_s: float = ANSWER_S) -> Flipped:
-        """Have steps go by another path, in which layers of one rank are another one's, which has prepared them.
+        """Have steps go by another path, in which shards of one rank are another one's, which has prepared them.
 
-        What was written since `written_blocks` is copied while no step is in flight. `source` is where the keys and
-        values of the layers lie; None: their rank is asked. Raises `StateError` where they cannot be copied, `RankLost`
-        where a rank has gone: nothing has changed then, and what would have been copied is told again.
+        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
+        `source` is where the keys and values of the shards lie; None: their rank is asked. Raises `StateError` where
+        they cannot be copied, `RankLost` where a rank has gone: nothing has changed then, and what would have been
+        copied is told again.
         """
         return self._between_steps(lambda: self._flip(path, source, timeout_s))
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
-
-        def end() -> None:
-            self._written = self._loop.scheduler.written = None
-            self._memory.keep_sectors = False
-
-        self._between_steps(end)
+        self._between_steps(self._end_exchange)
 
     def pause_steps(self) -> None:
         """Begin no step until `resume_steps`, and finish those in flight: the stalling form of an exchange.
@@ -116,20 +113,20 @@ class LayerExchange(HostedStages):
 
         self._between_steps(resume)
 
-    def prepare_layers(self, home: str, layers: Sequence[int], mapped: Exchange, timeout_s: float = ANSWER_S) -> None:
-        """Make room for the keys and values of layers that come here; `mapped` is what the exchange began with.
+    def prepare_layers(self, home: str, shards: Sequence[int], mapped: Exchange, timeout_s: float = ANSWER_S) -> None:
+        """Make room for the keys and values of shards that come here; `mapped` is what the exchange began with.
 
         Raises `CapacityError` where there is none, and nothing has changed.
         """
         if home != self.rank:
-            self._stage(home).prepare(layers, mapped, timeout_s)
+            self._stage(home).prepare(shards, mapped, timeout_s)
             return
 
         def prepare() -> None:
             with self._memory.lock:
                 keeps, self._memory.keep_sectors = self._memory.keep_sectors, False  # the own ones may go for it
                 try:
-                    self._memory.add_layers(layers)
+                    self._memory.add_layers(self._kv_parts(shards) - self._own_parts)
                 finally:
                     self._memory.keep_sectors = keeps
             self._runner.cache.refresh()
@@ -139,7 +136,7 @@ class LayerExchange(HostedStages):
     def copy_layers(
         self, home: str, source: LayersKV, blocks: Blocks | None = None, *, coordinated: bool = True
     ) -> int:
-        """Copy keys and values of prepared layers, all of the source's; return bytes.
+        """Copy keys and values of what is prepared, all of the source's; return bytes.
 
         `blocks` are those to copy, by group, None: all that are in sectors which both sides have. `coordinated`: behind
         what computes here, in chunks. (KunServe, section 4.2)
@@ -150,17 +147,17 @@ class LayerExchange(HostedStages):
             return self._stage(home).copy(source, blocks, coordinated=coordinated)
         return self._copy_home(source, blocks, coordinated=coordinated)
 
-    def give_up_layers(self, home: str, layers: Sequence[int]) -> None:
-        """Undo `prepare_layers`. Raises `StateError` for layers that steps are computed in."""
+    def give_up_layers(self, home: str, shards: Sequence[int]) -> None:
+        """Undo `prepare_layers`. Raises `StateError` for shards that steps are computed in."""
         if home != self.rank:
-            self._stage(home).give_up(layers)
+            self._stage(home).give_up(shards)
             return
 
         def give_up() -> None:
-            used = sorted(set(layers) & set(self.path.shards_of(self.rank)))
+            used = sorted(set(shards) & set(self.path.shards_of(self.rank)))
             if used:
-                raise StateError(f"layers {used} of {self.rank!r} are computed here; they cannot be given up")
-            self._drop_kv(layers)
+                raise StateError(f"shards {used} of {self.rank!r} are computed here; they cannot be given up")
+            self._drop_kv(self._kv_parts(shards) - self._own_parts)
 
         self._between_steps(give_up)
 
@@ -168,47 +165,49 @@ class LayerExchange(HostedStages):
 
     def _flip(self, path: LayerPath, source: LayersKV | None, timeout_s: float) -> Flipped:
         written, home = self._exchange(), self._home
-        layers, frm, to = self._change(path)
+        shards, frm, to = self._change(path)
         self._require_whole_group()
         if source is None and frm != self.rank:
-            home.ask_pages(frm, layers)  # it answers while the last steps end
+            home.ask_pages(frm, shards)  # it answers while the last steps end
         self._settle()
         start = time.perf_counter()
         blocks = written.take()
         try:
             if source is None:
-                source = self.layers_kv(layers) if frm == self.rank else home.pages_of(frm, layers, timeout_s)
+                source = self.layers_kv(shards) if frm == self.rank else home.pages_of(frm, shards, timeout_s)
             if to == self.rank:
                 copied = self._copy_home(source, blocks, coordinated=False)
             else:
-                copied = home.copy(to, layers, source, blocks, timeout_s)
+                copied = home.copy(to, shards, source, blocks, timeout_s)
             home.flip(path, to)
         except BaseException:
             written.put_back(blocks)
             raise
+        self._end_exchange()
         if frm == self.rank:
-            self._drop_kv(layers)
+            self._drop_kv(self._kv_parts(shards) - self._own_parts)
         self._follow_journal()
         return Flipped((time.perf_counter() - start) * 1e3, copied)
 
     def _change(self, path: LayerPath) -> tuple[tuple[int, ...], str, str]:
-        """Return the layers that another path moves, whose they are, and whose they will be."""
+        """Return the shards that another path moves, whose they are, and whose they will be."""
         before = self.path
-        if (path.home, path.epoch, len(path.ranks)) != (before.home, before.epoch + 1, len(before.ranks)):
+        same = (path.home, path.shards, len(path.ranks)) == (before.home, before.shards, len(before.ranks))
+        if not same or path.epoch != before.epoch + 1:
             raise ConfigError(f"{path} does not follow {before}")
         pairs = list(zip(before.ranks, path.ranks, strict=True))
-        layers = tuple(layer for layer, (old, new) in enumerate(pairs) if old != new)
+        shards = tuple(shard for shard, (old, new) in enumerate(pairs) if old != new)
         ranks = {pair for pair in pairs if pair[0] != pair[1]}
         if len(ranks) != 1:
             raise ConfigError(
-                f"{path} changes layers of {len(ranks)} pairs of ranks; flip those of one after the other"
+                f"{path} changes shards of {len(ranks)} pairs of ranks; flip those of one after the other"
             )
         ((frm, to),) = ranks
-        if to == self.rank and not set(layers) <= set(self._memory.layers):
-            raise StateError(f"layers {layers} were not prepared at {to!r}")
+        if to == self.rank and not self._kv_parts(shards) <= frozenset(self._memory.layers):
+            raise StateError(f"shards {shards} were not prepared at {to!r}")
         if to != self.rank and to not in self._home.links:
             raise StateError(f"rank {to!r} is not attached to the engine of {self.rank!r}")
-        return layers, frm, to
+        return shards, frm, to
 
     def _settle(self) -> None:
         """Finish the steps in flight. Raises `RankLost` if one was lost, or had been."""
@@ -224,13 +223,27 @@ class LayerExchange(HostedStages):
             raise StateError("no exchange has begun; call begin_exchange first")
         return self._written
 
+    def _end_exchange(self) -> None:
+        self._written = self._loop.scheduler.written = None
+        self._memory.keep_sectors = False
+
     def _copy_home(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:
             require_known_sectors(source, self._memory, blocks)
-        return self._kv_exchange.copy(self._memory, source, source.pages, blocks, coordinated=coordinated)
+        coming = sorted(frozenset(source.pages) - self._own_parts)  # steps write the others
+        return self._kv_exchange.copy(self._memory, source, coming, blocks, coordinated=coordinated)
 
-    def _drop_kv(self, layers: Sequence[int]) -> None:
-        self._memory.remove_layers(layers)
+    def _kv_parts(self, shards: Iterable[int]) -> frozenset[int]:
+        """Return the parts of the KV cache that shards need."""
+        return self._kv_exchange.parts_of(shards, self.path.shards)
+
+    @property
+    def _own_parts(self) -> frozenset[int]:
+        """The parts of the KV cache that this rank's own steps write."""
+        return self._kv_parts(self.path.shards_of(self.rank))
+
+    def _drop_kv(self, parts: Collection[int]) -> None:
+        self._memory.remove_layers(parts)
         self._runner.cache.refresh()
 
     def _follow_journal(self) -> None:
@@ -263,7 +276,7 @@ class LayerExchange(HostedStages):
                         sequence.noted = tuple(map(len, sequence.table.blocks))
         return journal
 
-    def _require_layers(self, layers: Sequence[int]) -> None:
-        wrong = sorted(set(layers) - set(range(len(self.path.ranks))))
+    def _require_shards(self, shards: Sequence[int]) -> None:
+        wrong = sorted(set(shards) - set(range(len(self.path.ranks))))
         if wrong:
-            raise ConfigError(f"layers {wrong}: the model has {len(self.path.ranks)}")
+            raise ConfigError(f"shards {wrong}: the model has {len(self.path.ranks)}")

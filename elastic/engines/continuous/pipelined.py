@@ -16,6 +16,7 @@ from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
+from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError, RankLost, StateError
@@ -156,7 +157,8 @@ class PipelinedEngine(RecoveringEngine):
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
         self._stages, self._forward, self._written = {}, None, None
         self._kv_exchange = KVExchange(self.kv_format, YieldingPace(self._turn.wait_idle, lambda: self._turn.stage_s))
-        self._home = HomeExecutor(self._runner, self._memory, self._turn, sum(len(group.layers) for group in groups))
+        path = LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
+        self._home = HomeExecutor(self._runner, self._memory, self._turn, path)
         self._home.set_cohorts(cohorts)
         return self._end_pipeline
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from elastic.engines.core.kv_state import KVSource, LayersKV
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, Overloaded, RankLost, StateError
+from elastic.planning.sharding.numbers import by_layer
 from elastic.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class RecoveringEngine(LayerExchange):
     def recover(self, lost: str, restore: Restore, memories: Mapping[str, KVSource] | None = None) -> int:
         """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
 
-        Steps in flight are void, and the other ranks are told that it is over. `restore` is given the layers that come
+        Steps in flight are void, and the other ranks are told that it is over. `restore` is given the shards that come
         home and returns when their weights are here; if it raises, the engine waits for another `recover`.
         `memories` are those of ranks that are gone, where they can still be read: what lies there, and at ranks that
         are there, is copied. Sequences whose keys and values are not all found, or have no room here, are computed anew
@@ -44,9 +46,9 @@ class RecoveringEngine(LayerExchange):
             self._settle_lost(lost)
             self._written = self._loop.scheduler.written = None
             self._memory.keep_sectors = False
-            away = tuple(layer for layer, rank in enumerate(self.path.ranks) if rank != self.rank)
-            again = self._take_home(away, restore, memories) if away else 0
-            self._part(LayerPath(self.rank, (self.rank,) * len(self.path.ranks), self.path.epoch + 1))
+            again = self._take_home(restore, memories) if self._away else 0
+            alone = LayerPath.alone(self.rank, self.path.layers, self.path.shards)
+            self._part(replace(alone, epoch=self.path.epoch + 1))
             self._memory.set_cap(None)
             self._fail_impossible()
             self._loop.paused = False
@@ -57,20 +59,26 @@ class RecoveringEngine(LayerExchange):
 
     # -- inside, on the loop's thread
 
+    @property
+    def _away(self) -> tuple[int, ...]:
+        """The shards that other ranks compute, or computed."""
+        return tuple(shard for shard, rank in enumerate(self.path.ranks) if rank != self.rank)
+
     def _settle_lost(self, lost: str) -> None:
         """Finish the steps in flight, which are void or not."""
         self._loop.settle_all()
         self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
 
-    def _take_home(self, away: tuple[int, ...], restore: Restore, memories: Mapping[str, KVSource] | None) -> int:
+    def _take_home(self, restore: Restore, memories: Mapping[str, KVSource] | None) -> int:
         """Have weights, keys and values of all layers here; return the tokens that are computed anew."""
-        sources = {} if memories is None else self._sources(memories)
-        again = self._restart_lost(away, sources)
+        away = self._away
+        sources = None if memories is None else self._sources(memories)
+        again = self._restart_lost(sources)
         try:
             restore(away)
             if self._loop.scheduler.begun:
-                self._memory.add_layers(self._missing(away))
-                self._copy_kept(sources, memories or {})
+                self._memory.add_layers(self._missing)
+                self._copy_kept(sources or {}, memories or {})
         except ElasticError as error:
             if not self._loop.scheduler.begun:
                 raise
@@ -78,38 +86,48 @@ class RecoveringEngine(LayerExchange):
             again += self._restart(None)
             restore(away)
         with self._memory.lock:
-            self._memory.add_layers(self._missing(away))
+            self._memory.add_layers(self._missing)
         self._runner.cache.refresh()
         self._clear_uncomputed()
         self._loop.scheduler.keep()
         return again
 
-    def _sources(self, memories: Mapping[str, KVSource]) -> dict[str, LayersKV]:
-        """Say where the keys and values of the layers elsewhere are, by the rank that computed them."""
-        sources = {}
-        for rank in self.path.guests:
-            layers = self.path.shards_of(rank)
-            if rank not in memories:
-                sources[rank] = self._home.still_at(rank, layers, LAST_WORD_S)
-                continue
-            found: dict[int, Mapping[int, tuple[int, ...]]] = {}
-            for layer in layers:
-                found |= self._home.links[rank].located(self._memory.group_of(layer), (layer,), LAST_WORD_S)
-            memory = memories[rank]
-            sources[rank] = LayersKV(memory.file, memory.page_bytes, memory.format, found)
-        known = {rank: source for rank, source in sources.items() if source is not None}
-        return known if len(known) == len(sources) else {}
+    def _sources(self, memories: Mapping[str, KVSource]) -> dict[str, LayersKV] | None:
+        """Say where the keys and values are that lie elsewhere, by the rank that has them; None: some are lost.
 
-    def _restart_lost(self, away: tuple[int, ...], sources: Mapping[str, LayersKV]) -> int:
+        Of those that several ranks have, one rank's are taken: rather of one that is there.
+        """
+        sources: dict[str, LayersKV] = {}
+        wanted = self._kv_parts(self._away) - self._own_parts
+        for rank in sorted(self.path.guests, key=memories.__contains__):
+            parts = self._kv_parts(self.path.shards_of(rank)) & wanted
+            source = self._source(rank, parts, memories) if parts else None
+            if source is not None:
+                sources[rank] = source
+                wanted -= parts
+        return None if wanted else sources
+
+    def _source(self, rank: str, parts: Collection[int], memories: Mapping[str, KVSource]) -> LayersKV | None:
+        """Say where a rank has parts of the KV cache; None: it has gone, and nobody can read its memory."""
+        if rank not in memories:
+            told = self._home.still_at(rank, self.path.shards_of(rank), LAST_WORD_S)
+            return None if told is None else replace(told, pages={part: told.pages[part] for part in sorted(parts)})
+        found: dict[int, Mapping[int, tuple[int, ...]]] = {}
+        for part in sorted(parts):
+            found |= self._home.links[rank].located(self._memory.group_of(part), (part,), LAST_WORD_S)
+        memory = memories[rank]
+        return LayersKV(memory.file, memory.page_bytes, memory.format, found)
+
+    def _restart_lost(self, sources: Mapping[str, LayersKV] | None) -> int:
         """Have sequences be computed anew that cannot go on, or have no room, the youngest first; return tokens."""
-        if not sources:
+        if sources is None:
             return self._restart(None)
         scheduler, memory = self._loop.scheduler, self._memory
-        pages = {layer: sectors for source in sources.values() for layer, sectors in source.pages.items()}
+        pages = {part: sectors for source in sources.values() for part, sectors in source.pages.items()}
         lost = [sequence for sequence in scheduler.begun if not self._is_known(sequence, pages)]
         again = self._restart({*lost, *scheduler.unkeepable()})
-        weights = self._dropped_pages(away)
-        while scheduler.begun and memory.lacking(self._missing(away)) + weights > 0:
+        weights = self._dropped_pages()
+        while scheduler.begun and memory.lacking(self._missing) + weights > 0:
             again += self._restart(scheduler.begun[-1:])
         return again
 
@@ -121,40 +139,40 @@ class RecoveringEngine(LayerExchange):
         return again
 
     def _is_known(self, sequence: Sequence, pages: Mapping[int, Mapping[int, tuple[int, ...]]]) -> bool:
-        """Return whether all that is computed of a sequence in layers elsewhere can be found."""
+        """Return whether all that is computed of a sequence that lies elsewhere can be found."""
         for group, (computed, _) in enumerate(self._blocks.blocks_of(sequence.table, sequence.computed)):
-            size, layers = self._memory.blocks_per_sector(group), self._memory.groups[group].group.layers
+            size, parts = self._memory.blocks_per_sector(group), self._memory.groups[group].group.layers
             sectors = {block // size for block in computed}
-            if any(not sectors <= pages[layer].keys() for layer in layers if layer in pages):
+            if any(not sectors <= pages[part].keys() for part in parts if part in pages):
                 return False
         return True
 
-    def _missing(self, layers: tuple[int, ...]) -> frozenset[int]:
-        """Return those of layers whose keys and values have no memory here."""
-        return frozenset(layers) - frozenset(self._memory.layers)
+    @property
+    def _missing(self) -> frozenset[int]:
+        """The parts of the KV cache that have no memory here."""
+        return self._kv_parts(range(len(self.path.ranks))) - frozenset(self._memory.layers)
 
-    def _dropped_pages(self, layers: tuple[int, ...]) -> int:
-        """Count the pages that the weights of layers will take, of those that are not here."""
-        dropped = set(self.runtime.dropped)
-        return sum(self.runtime.layer_pages[layer] for layer in layers if layer in dropped)
+    def _dropped_pages(self) -> int:
+        """Count the pages that the weights will take which are not here."""
+        missing = by_layer(self.runtime.dropped_shards, self.path.shards)
+        every, pages = frozenset(range(self.path.shards)), self.runtime.shard_pages
+        return sum(pages[layer].pages(every) - pages[layer].pages(every - {*parts}) for layer, parts in missing.items())
 
     def _copy_kept(self, sources: Mapping[str, LayersKV], memories: Mapping[str, KVSource]) -> None:
         """Copy what is elsewhere. Raises `StateError` where it cannot be read, or a rank has given it up meanwhile."""
         for rank, source in sources.items():
             self._kv_exchange.copy(self._memory, source, source.pages, coordinated=False)
             if rank not in memories:
-                after = self._home.still_at(rank, tuple(source.pages), LAST_WORD_S)
+                after = self._source(rank, source.pages, {})
                 if after is None or self._of_mapped(after) != self._of_mapped(source):
                     raise StateError(f"rank {rank!r} has given up keys and values while they were copied")
 
     def _of_mapped(self, source: LayersKV) -> dict[int, dict[int, tuple[int, ...]]]:
-        """Return where the sectors are that are mapped here: layer -> sector -> pages."""
+        """Return where the sectors are that are mapped here: part of the KV cache -> sector -> pages."""
         mapped = [group.mapped for group in self._memory.groups]
         return {
-            layer: {
-                sector: there for sector, there in sectors.items() if sector in mapped[self._memory.group_of(layer)]
-            }
-            for layer, sectors in source.pages.items()
+            part: {sector: there for sector, there in sectors.items() if sector in mapped[self._memory.group_of(part)]}
+            for part, sectors in source.pages.items()
         }
 
     def _clear_uncomputed(self) -> None:

@@ -10,6 +10,7 @@ from elastic.errors import StateError
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.backends.rank_memory import Peers
 from elastic.memory.rate_limit import YieldingPace
+from elastic.planning.sharding.heads import kv_parts
 from elastic.types import RankMemory
 
 
@@ -23,10 +24,14 @@ class KVExchange:
         self.peers: Peers | None = None
         """The other ranks; None: only memory files of this host can be read, and only by their processes."""
 
-    def locate(self, memory: SectorSpace, layers: Iterable[int]) -> LayersKV:
-        """Say where the keys and values of layers lie. Raises `StateError` for a place that nobody else can read."""
+    def parts_of(self, shards: Iterable[int], of: int) -> frozenset[int]:
+        """Return the parts of the KV cache that shards of layers need, of which each layer has `of`."""
+        return frozenset(kv_parts(shards, of, self._format.kv_shards))
+
+    def locate(self, memory: SectorSpace, parts: Iterable[int]) -> LayersKV:
+        """Say where parts of the KV cache lie. Raises `StateError` for a place that nobody else can read."""
         with memory.lock:
-            pages = memory.layer_pages(layers)
+            pages = memory.layer_pages(parts)
         pool = memory.kv.pool
         file = pool.backend.shared_file()
         if file is None and self.peers is None:
@@ -38,15 +43,15 @@ class KVExchange:
         self,
         memory: SectorSpace,
         source: LayersKV,
-        layers: Iterable[int],
+        parts: Iterable[int],
         blocks: Sequence[Sequence[int]] | None = None,
         wanted: Callable[[], bool] = lambda: True,
         *,
         coordinated: bool,
     ) -> int:
-        """Copy keys and values of layers from another rank; return bytes. See `copy_layers`.
+        """Copy parts of the KV cache from another rank; return bytes. See `copy_layers`.
 
         `coordinated`: in chunks, behind what computes here; for copies that no step waits for.
         """
         pace = self.pace if coordinated else None
-        return copy_layers(memory, source, layers, blocks, wanted, peers=self.peers, pace=pace)
+        return copy_layers(memory, source, parts, blocks, wanted, peers=self.peers, pace=pace)

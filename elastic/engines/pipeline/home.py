@@ -31,8 +31,9 @@ class HomeExecutor:
     the path it is computed as by a `ModelRunner` alone.
     """
 
-    def __init__(self, runner: ModelRunner, memory: BlockMemory, turn: Turn, layers: int) -> None:
-        self.path = LayerPath.alone("", layers)
+    def __init__(self, runner: ModelRunner, memory: BlockMemory, turn: Turn, path: LayerPath) -> None:
+        """`path` is of an engine that computes all of its layers."""
+        self.path = path
         self.links: dict[str, StageLink] = {}
         """The ranks that were told of the engine, also such as have no part in the path yet."""
         self.transport: Transport | None = None
@@ -128,36 +129,36 @@ class HomeExecutor:
         self.links, self.transport, self._aborted = {}, None, False
         self._go_by(path)
 
-    # -- layers that change their rank
+    # -- shards that change their rank
 
-    def pages_of(self, rank: str, layers: tuple[int, ...], timeout_s: float) -> LayersKV:
-        """Ask a rank where the keys and values of layers lie, as of now. Raises `RankLost`, `StateError`."""
+    def pages_of(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV:
+        """Ask a rank where the keys and values of shards lie, as of now. Raises `RankLost`, `StateError`."""
         link = self.links[rank]
         answer = link.answer(timeout_s)
         if not isinstance(answer, LayersKV):
-            raise StateError(f"rank {rank!r} cannot say where layers {layers} are: {getattr(answer, 'error', answer)}")
+            raise StateError(f"rank {rank!r} cannot say where shards {shards} are: {getattr(answer, 'error', answer)}")
         return answer
 
-    def still_at(self, rank: str, layers: tuple[int, ...], timeout_s: float) -> LayersKV | None:
-        """Say where a rank has keys and values of layers when it has done all that it was told; None: it has gone."""
+    def still_at(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV | None:
+        """Say where a rank has keys and values of shards when it has done all that it was told; None: it has gone."""
         try:
-            self.ask_pages(rank, layers)
-            return self.pages_of(rank, layers, timeout_s)
+            self.ask_pages(rank, shards)
+            return self.pages_of(rank, shards, timeout_s)
         except StateError:
             return None
 
-    def ask_pages(self, rank: str, layers: tuple[int, ...]) -> None:
+    def ask_pages(self, rank: str, shards: tuple[int, ...]) -> None:
         """Ask what `pages_of` waits for. Raises `RankLost`."""
         self._note_changes(())
         link = self.links[rank]
         link.flush()
-        link.send(AskItem(layers))
+        link.send(AskItem(shards))
 
-    def copy(self, rank: str, layers: tuple[int, ...], source: LayersKV, blocks: Blocks, timeout_s: float) -> int:
+    def copy(self, rank: str, shards: tuple[int, ...], source: LayersKV, blocks: Blocks, timeout_s: float) -> int:
         """Have a rank copy blocks, and wait for it; return bytes. Raises `RankLost`, `StateError`."""
         self._note_changes(())
         link = self.links[rank]
-        link.send(CopyItem(layers, source, blocks, *link.take_sectors()))
+        link.send(CopyItem(shards, source, blocks, *link.take_sectors()))
         return copied_bytes(link.answer(timeout_s), rank)
 
     def flip(self, path: LayerPath, target: str) -> None:

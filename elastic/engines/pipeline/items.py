@@ -60,12 +60,13 @@ class StepItem:
 
 @dataclass(frozen=True)
 class CopyItem:
-    """Copy what was written since the last copy, at the moment at which layers change their rank: no step is in flight.
+    """Copy what was written since the last copy, at the moment at which shards change their rank: no step is in flight.
 
-    The rank that gets the layers answers `Copied`; it has been told to prepare, and knows the sectors.
+    The rank that gets them answers `Copied`; it has been told to prepare, and knows the sectors.
     """
 
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
+    """Of layers."""
     source: LayersKV
     blocks: tuple[tuple[int, ...], ...]
     """Of each group."""
@@ -76,7 +77,7 @@ class CopyItem:
 
 @dataclass(frozen=True)
 class FlipItem:
-    """From now on steps go by another path. Ranks drop the keys and values of layers that they compute no more."""
+    """From now on steps go by another path. Ranks drop the keys and values of shards that they compute no more."""
 
     path: LayerPath
     sequences: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
@@ -94,9 +95,9 @@ class ForgetItem:
 
 @dataclass(frozen=True)
 class AskItem:
-    """Say where the keys and values of layers lie, as of now: the rank answers `LayersKV`, or `Refused`."""
+    """Say where the keys and values of shards lie, as of now: the rank answers `LayersKV`, or `Refused`."""
 
-    layers: tuple[int, ...]
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Located:
     position: int
     """The items that had been sent when the newest of these sectors were to be mapped."""
     pages: Mapping[int, Mapping[int, tuple[int, ...]]] = field(repr=False, hash=False)
-    """Layer -> sector -> its pages of the rank's place, in order."""
+    """Part of the KV cache -> sector -> its pages of the rank's place, in order."""
 
 
 @dataclass(frozen=True)

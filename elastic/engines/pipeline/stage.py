@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class GuestStage:
-    """Layers of another instance, its home, as they are computed here: keys and values, sequences, and a thread.
+    """Shards of another instance, its home, as they are computed here: keys and values, sequences, and a thread.
 
     It ends when the home says so, when the log has ended, or when the log does not fit what is here; then its memory
     is free, and its transport closed, so that nobody waits for it.
@@ -59,13 +59,13 @@ class GuestStage:
         self.memory = memory
         self._rank, self._log, self._transport = rank, log, transport
         self._runner, self._forward, self._exchange = runner, forward, exchange
-        self._layers: frozenset[int] = frozenset(path.shards_of(rank))  # those that steps are computed in
-        self._plan = path.plan(rank) if self._layers else None
+        self._shards: frozenset[int] = frozenset(path.shards_of(rank))  # those that steps are computed in
+        self._plan = path.plan(rank) if self._shards else None
         self._handled = 0
         self._sectors_as_of = 0  # the last item that changed sectors, counted from 1
         self._progress = threading.Condition()  # of `_handled` and `_ended`
         self._ended = False
-        self._tables = threading.Lock()  # held while sectors and layers come and go, and while blocks are cleared
+        self._tables = threading.Lock()  # held while sectors and shards come and go, and while blocks are cleared
         self._copying = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"elastic-stage-{path.home}", daemon=True)
 
@@ -84,8 +84,8 @@ class GuestStage:
         """Keep pages for so many sectors of the home; see `GuestMemory.allot`."""
         self.memory.allot(sectors)
 
-    def prepare(self, layers: Sequence[int], exchange: Exchange, timeout_s: float) -> None:
-        """Have room for the keys and values of layers, in all sectors that the home has.
+    def prepare(self, shards: Sequence[int], exchange: Exchange, timeout_s: float) -> None:
+        """Have room for the keys and values of shards, in all sectors that the home has.
 
         Waits until the log is as far as the exchange says. Raises `CapacityError`, `StateError`; nothing has changed.
         """
@@ -96,29 +96,30 @@ class GuestStage:
         with self._tables:
             self._require_running()
             self.memory.map(exchange.mapped)
-            self.memory.add_layers(layers)
+            parts = self._parts(shards) - self._parts(self._shards)
+            self.memory.add_layers(parts)
             self._runner.cache.refresh()
-            self._answer(Located(self._sectors_as_of, self.memory.layer_pages(layers)))
+            self._answer(Located(self._sectors_as_of, self.memory.layer_pages(parts)))
 
     def copy(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
-        """Copy keys and values of all of the source's layers, which were prepared; return bytes. See `KVExchange`."""
+        """Copy keys and values of what is prepared of all that the source has; return bytes. See `KVExchange`."""
         with self._copying:
-            return self._copy(source, tuple(source.pages), blocks, coordinated=coordinated)
+            return self._copy(source, frozenset(source.pages), blocks, coordinated=coordinated)
 
-    def give_up(self, layers: Sequence[int]) -> None:
-        """Undo `prepare`. Raises `StateError` for layers that steps are computed in."""
+    def give_up(self, shards: Sequence[int]) -> None:
+        """Undo `prepare`. Raises `StateError` for shards that steps are computed in."""
         with self._copying, self._tables:
             self._require_running()
-            used = sorted(self._layers & set(layers))
+            used = sorted(self._shards & set(shards))
             if used:
-                raise StateError(f"layers {used} of {self.path.home!r} are computed here; they cannot be given up")
-            self._drop_kv(frozenset(layers))
+                raise StateError(f"shards {used} of {self.path.home!r} are computed here; they cannot be given up")
+            self._drop_kv(self._parts(shards) - self._parts(self._shards))
 
-    def layers_kv(self, layers: Sequence[int]) -> LayersKV:
-        """Say where keys and values of layers lie. Raises `StateError` for a place that others cannot read."""
+    def layers_kv(self, shards: Sequence[int]) -> LayersKV:
+        """Say where keys and values of shards lie. Raises `StateError` for a place that others cannot read."""
         with self.memory.lock:
             self._require_running()
-            return self._exchange.locate(self.memory, layers)
+            return self._exchange.locate(self.memory, sorted(self._parts(shards)))
 
     def close(self) -> None:
         """End it; its memory is free then. Can be called twice; not from its own thread."""
@@ -191,47 +192,49 @@ class GuestStage:
             self._answer(Failed(item.number, str(error)))
 
     def _flip(self, item: FlipItem) -> None:
-        """Go by another path, and drop the keys and values of layers that are computed elsewhere by it."""
+        """Go by another path, and drop the keys and values of shards that are computed elsewhere by it."""
         behind = item.path.epoch - self.path.epoch  # who has no part in the path is not told of others that change it
-        if item.path.home != self.path.home or (behind != 1 if self._layers else behind < 1):
+        if item.path.home != self.path.home or (behind != 1 if self._shards else behind < 1):
             raise StateError(f"{item.path} does not follow {self.path}")
-        layers = frozenset(item.path.shards_of(self._rank))
+        shards = frozenset(item.path.shards_of(self._rank))
         with self._copying, self._tables:
-            absent = sorted(layers - frozenset(self.memory.layers))
+            parts = self._parts(shards)
+            absent = sorted(parts - frozenset(self.memory.layers))
             if absent:
-                raise StateError(f"layers {absent} of {self.path.home!r} were not prepared here")
-            self._drop_kv(self._layers - layers)
-        if not layers:
+                raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared here")
+            self._drop_kv(self._parts(self._shards) - parts)
+        if not shards:
             self._runner.remove(tuple(self._runner.batch.rows))
         for sequence, blocks in item.sequences:
             self._runner.add(sequence, blocks)
-        self.path, self._layers = item.path, layers
-        self._plan = item.path.plan(self._rank) if layers else None
+        self.path, self._shards = item.path, shards
+        self._plan = item.path.plan(self._rank) if shards else None
 
     def _copied(self, item: CopyItem) -> Copied:
         try:
             with self._copying:
-                return Copied(self._copy(item.source, item.layers, item.blocks, coordinated=False))
+                return Copied(self._copy(item.source, self._parts(item.shards), item.blocks, coordinated=False))
         except ElasticError as error:
             return Copied(0, str(error))
 
     def _asked(self, item: AskItem) -> LayersKV | Refused:
         try:
-            return self.layers_kv(item.layers)
+            return self.layers_kv(item.shards)
         except ElasticError as error:
             return Refused(str(error))
 
     # -- inside
 
-    def _copy(self, source: LayersKV, layers: Sequence[int], blocks: Blocks | None, *, coordinated: bool) -> int:
+    def _copy(self, source: LayersKV, parts: frozenset[int], blocks: Blocks | None, *, coordinated: bool) -> int:
         self._require_running()
-        absent = sorted(set(layers) - set(self.memory.layers))
+        coming = sorted(parts - self._parts(self._shards))  # steps write the others
+        absent = sorted(set(coming) - set(self.memory.layers))
         if absent:
-            raise StateError(f"layers {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
+            raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
         if blocks is not None:
             require_known_sectors(source, self.memory, blocks)
             self.memory.map(sectors_of(self.memory, blocks))  # such as are new; the log tells of them again
-        return self._exchange.copy(self.memory, source, layers, blocks, self._wanted, coordinated=coordinated)
+        return self._exchange.copy(self.memory, source, coming, blocks, self._wanted, coordinated=coordinated)
 
     def _wanted(self) -> bool:
         return not self._ended
@@ -245,8 +248,12 @@ class GuestStage:
                 if mapped and self.memory.layers:
                     self._answer(Located(self._sectors_as_of, self.memory.layer_pages(self.memory.layers, mapped)))
 
-    def _drop_kv(self, layers: frozenset[int]) -> None:
-        here = layers & frozenset(self.memory.layers)
+    def _parts(self, shards: Iterable[int]) -> frozenset[int]:
+        """Return the parts of the KV cache that shards need."""
+        return self._exchange.parts_of(shards, self.path.shards)
+
+    def _drop_kv(self, parts: frozenset[int]) -> None:
+        here = parts & frozenset(self.memory.layers)
         if here:
             self.memory.remove_layers(here)
             self._runner.cache.refresh()

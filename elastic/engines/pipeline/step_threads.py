@@ -9,20 +9,25 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class StepThreads:
     """Daemons, since one that waits for a rank which hangs must not keep the process from its end."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._work: Work = queue.SimpleQueue()
         self.threads: set[threading.Thread] = set()
 
     def resize(self, count: int) -> None:
         """Have so many threads, all of them new. Nothing is being computed."""
         for _ in self.threads:
             self._work.put(None)
-        self.threads = {threading.Thread(target=self._run, name="elastic-cohort", daemon=True) for _ in range(count)}
+        work: Work = queue.SimpleQueue()  # of their own, or a new thread might end in the place of an old one
+        self._work = work
+        self.threads = {
+            threading.Thread(target=self._run, args=(work,), name="elastic-cohort", daemon=True) for _ in range(count)
+        }
         for thread in self.threads:
             thread.start()
 
@@ -32,10 +37,10 @@ class StepThreads:
         self._work.put((done, work))
         return done
 
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            done, work = item
+    def _run(self, work: Work) -> None:
+        while (item := work.get()) is not None:
+            done, call = item
             try:
-                done.set_result(work())
+                done.set_result(call())
             except BaseException as error:  # it is whoever waits for it that it concerns
                 done.set_exception(error)

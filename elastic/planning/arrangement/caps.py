@@ -30,6 +30,9 @@ class Need:
     """That there are addresses for."""
     short: bool = False
     """Whether requests wait for sectors now, or are about to."""
+    largest: int = 0
+    """That a request needs by itself which is larger than any instance's cap: others keep nothing before it has these.
+    Of one instance of a group at the most."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class SharedMemory:
 def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) -> dict[str, int] | None:
     """Return caps: first what instances have, then `KEPT` of their fair share, then what they want, then what is left.
 
+    What the largest request needs goes before all but the first.
     Where there is not enough for a step, all get the same share of what they lack, but for those that others leave no
     page at some rank. What is left goes by what is wanted. None: not even what live requests have would fit.
     """
@@ -64,6 +68,7 @@ def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) ->
     wanted = {home: max(need.wanted, int(KEPT * fair[home]), 1) for home, need in needs.items()}
     times = min(need.most // wanted[home] for home, need in needs.items())
     goals = (
+        {home: need.largest for home, need in needs.items()},
         {home: int(KEPT * fair[home]) for home in needs},
         wanted,
         {home: times * count for home, count in wanted.items()},
@@ -77,13 +82,26 @@ def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) ->
 def better_caps(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps, now: Caps) -> dict[str, int] | None:
     """Return other caps where an instance is short, wants more than it may have, and would get more. None: stay.
 
+    More is `GAIN` of what it has, or as much as its largest request needs.
+
     Asked again with the same needs it is None, and so it is as long as nobody is short: caps do not chatter.
     """
     short = [home for home, need in needs.items() if need.short and need.wanted > now[home]]
     caps = caps_by_need(memory, needs, fair) if short else None
-    if caps is None or not any(caps[home] - now[home] >= max(1, GAIN * now[home]) for home in short):
+    if caps is None:
         return None
-    return caps
+    gains = any(caps[home] - now[home] >= max(1, GAIN * now[home]) for home in short)
+    return caps if gains or any(now[home] < needs[home].largest <= caps[home] for home in short) else None
+
+
+def largest_caps(memory: SharedMemory, most: Caps) -> dict[str, int]:
+    """Return the most sectors that each instance could have if the others had none; `most`: there are addresses for."""
+    return {
+        home: min(
+            [count, *(memory.pages[rank] // takes for rank in memory.pages if (takes := memory.takes(rank, home)))]
+        )
+        for home, count in most.items()
+    }
 
 
 def _raised(memory: SharedMemory, caps: Caps, goals: Caps) -> dict[str, int]:

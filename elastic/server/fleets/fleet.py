@@ -60,6 +60,17 @@ class FleetEngine(Protocol):
     def restore(self, rank: str | None = None, *, why: str = "") -> Any:
         """Have dropped layers return: those of a rank's group, or all."""
 
+    def reshard(
+        self,
+        instances: str | Sequence[str],
+        *,
+        tp: int,
+        layers_per_step: int | None = None,
+        dry_run: bool = False,
+        why: str = "",
+    ) -> Any:
+        """Have so many ranks each share every layer of their instances."""
+
     def merge(self, *ranks: str) -> Any:
         """Connect ranks, so that they can compute each other's layers."""
 

@@ -3,7 +3,8 @@
 `POST /elastic/fleet/move {"request", "instance"}`: the request is the id of an answer, such as `chatcmpl-…`.
 `POST /elastic/fleet/add {"places": […]}`, `POST /elastic/fleet/remove {"rank", "drain"}`.
 `POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
-`POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`.
+`POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`;
+`POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2, "layers_per_step"}`, with `"dry_run"` its price.
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ class RestoreBody(_FleetBody):
     rank: Name | None = None
 
 
+class ReshardBody(_FleetBody):
+    """Instances whose ranks are to share every layer, `tp` of them each."""
+
+    instances: Annotated[list[Name], Field(min_length=1, max_length=1000, fail_fast=True)]
+    tp: Annotated[int, Field(ge=1, le=1024)]
+    layers_per_step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    dry_run: bool = False
+
+
 class MergeBody(_FleetBody):
     """Ranks that are to be able to compute each other's layers."""
 
@@ -110,6 +120,11 @@ def routes(serving: ServerState) -> APIRouter:
     @router.post("/elastic/fleet/restore")
     async def restore(body: RestoreBody) -> dict[str, Any]:
         return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, why=WHY))})
+
+    @router.post("/elastic/fleet/reshard")
+    async def reshard(body: ReshardBody) -> dict[str, Any]:
+        options = body.model_dump(exclude={"instances"})
+        return await _done(lambda fleet: {"resharded": plain(fleet.reshard(body.instances, why=WHY, **options))})
 
     @router.post("/elastic/fleet/merge")
     async def merge(body: MergeBody) -> dict[str, Any]:

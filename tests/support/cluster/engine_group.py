@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,20 @@ from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import KVSource
 from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.kvcache.storage.guest import GuestMemory
+from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
 from support.serving.tracked_engine import TrackedEngine
 
 
 def nothing() -> None:
     pass
+
+
+def read_file(file: OpenFile, offset: int, nbytes: int) -> bytes:
+    """What is in a rank's memory."""
+    buffer = ctypes.create_string_buffer(nbytes)
+    file.read_into(ctypes.addressof(buffer), offset, nbytes)
+    return buffer.raw
 
 
 class EngineGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,15 +14,41 @@ from elastic.cluster.control.messages import Apply, ModelFacts
 from elastic.engines.core.kv_state import KVFormat, KVSource
 from elastic.engines.pipeline.path import LayerPath
 from elastic.memory.backends.shared_file import SharedFile
+from elastic.planning.sharding.heads import kv_parts
+from elastic.planning.sharding.numbers import by_layer
+from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import Change, Drop, Fetch, Restore
 from support.cluster.fake_rank import BLOCK, FakeRank
 
-LAYERS, SECTOR, WEIGHT = 6, 1, 8
-"""Decoder layers; pages of a sector in one, and of the weights of one."""
+LAYERS, SECTOR, WEIGHT, COMMON = 6, 1, 8, 2
+"""Decoder layers; pages of a sector in a part of the KV cache; of the weights of a layer, and of those all parts need.
+
+Parts of a layer whose bound is not at the end of a page have that page in common.
+"""
 ALONE = 20
 """Sectors that a rank has by itself."""
-KV = KVFormat(BLOCK, "head_centric", "float32", 2, 8, ((tuple(range(LAYERS)), None),))
 MODEL = ModelFacts(tuple(range(LAYERS)), 3, 1000, None, (), ())
+
+
+def kv_of(kv_shards: int = 1) -> KVFormat:
+    """The form of keys and values of layers in so many parts."""
+    parts = tuple(range(LAYERS * kv_shards))
+    return KVFormat(BLOCK, "head_centric", "float32", 2, 8, ((parts, None),), kv_shards)
+
+
+KV = kv_of()
+
+
+def whole(pages: int) -> ShardPages:
+    """The weights of a layer that is not cut."""
+    return ShardPages((), ((range(pages),),))
+
+
+def pages_of(shards: int) -> ShardPages:
+    """The weights of a layer in so many shards."""
+    cut = WEIGHT - COMMON
+    bounds = [(part * cut // shards, -(-(part + 1) * cut // shards)) for part in range(shards)]
+    return ShardPages((range(COMMON),), tuple((range(COMMON + a, COMMON + b),) for a, b in bounds))
 
 
 class Flipped(NamedTuple):
@@ -35,26 +61,30 @@ class Guest:
     """What a rank has of another one's instance."""
 
     sectors: int
-    layers: set[int] = field(default_factory=set)
+    path: LayerPath
+    kv_shards: int
+    shards: set[int] = field(default_factory=set)
     coming: set[int] = field(default_factory=set)
 
-    @property
-    def pages(self) -> int:
-        return self.sectors * SECTOR * len(self.layers | self.coming)
+    def pages(self, more: Collection[int] = ()) -> int:
+        """Those of its sectors, with further shards."""
+        parts = kv_parts(self.shards | self.coming | set(more), self.path.shards, self.kv_shards)
+        return self.sectors * SECTOR * len(parts)
 
 
 class GroupRank(FakeRank):
     """A rank that is as full as its cap allows, and frees a sector whenever it is asked whether it has reached it."""
 
-    def __init__(self, name: str, world: dict[str, GroupRank]) -> None:
+    def __init__(self, name: str, world: dict[str, GroupRank], shards: int = 1, kv_shards: int = 1) -> None:
         super().__init__(name, model=MODEL)
-        memory = KVSource(SharedFile("elsewhere", 1, 1, 1), 4096, KV)  # nobody reads it
-        self.hello = replace(self.hello, kv=KV, memory=memory)
-        self.world = world
+        kv = kv_of(kv_shards)
+        memory = KVSource(SharedFile("elsewhere", 1, 1, 1), 4096, kv)  # nobody reads it
+        self.hello = replace(self.hello, kv=kv, memory=memory)
+        self.world, self.kv_shards = world, kv_shards
         world[name] = self
-        self.budget = LAYERS * WEIGHT + ALONE * SECTOR * LAYERS
-        self.resident = set(range(LAYERS))
-        self.path = LayerPath.alone(name, LAYERS)
+        self.budget = LAYERS * WEIGHT + ALONE * SECTOR * LAYERS * kv_shards
+        self.resident = set(range(LAYERS * shards))
+        self.path = LayerPath.alone(name, LAYERS, shards)
         self.cap: int | None = None
         self.committed = ALONE
         self.stuck = False
@@ -68,18 +98,33 @@ class GroupRank(FakeRank):
     # -- books
 
     @property
-    def layers(self) -> set[int]:
+    def shards(self) -> set[int]:
         """Those that have keys and values of its own instance here."""
         return set(self.path.shards_of(self.name)) | self.home_coming
+
+    def weights(self, shards: Collection[int] | None = None) -> int:
+        """Count the pages of the weights that are here, or would be."""
+        layer = pages_of(self.path.shards)
+        here = self.resident if shards is None else shards
+        return sum(layer.pages(parts) for parts in by_layer(here, self.path.shards).values())
+
+    @property
+    def needed(self) -> set[int]:
+        """The shards that are computed here."""
+        guests = (guest.shards for guest in self.guests.values())
+        return set(self.path.shards_of(self.name)).union(*guests)
+
+    def own_pages(self, more: Collection[int] = (), committed: int | None = None) -> int:
+        parts = kv_parts(self.shards | set(more), self.path.shards, self.kv_shards)
+        return (self.committed if committed is None else committed) * SECTOR * len(parts)
 
     @property
     def name(self) -> str:
         return self.hello.name
 
     def free(self, committed: int | None = None) -> int:
-        guests = sum(guest.pages for guest in self.guests.values())
-        own = (self.committed if committed is None else committed) * SECTOR * len(self.layers)
-        return self.budget - len(self.resident) * WEIGHT - guests - own
+        guests = sum(guest.pages() for guest in self.guests.values())
+        return self.budget - self.weights() - guests - self.own_pages(committed=committed)
 
     def fill(self) -> None:
         """Have its requests take all that they may."""
@@ -94,16 +139,16 @@ class GroupRank(FakeRank):
         assert self.free() >= 0, (self.name, self.free())
         assert not self.exchanging
         assert not self.home_coming
-        for layer, rank in enumerate(self.path.ranks):
+        for shard, rank in enumerate(self.path.ranks):
             other = self.world[rank]
-            assert layer in other.resident, f"{rank} computes layer {layer} of {self.name} without weights"
+            assert shard in other.resident, f"{rank} computes shard {shard} of {self.name} without weights"
             if rank != self.name:
-                assert layer in other.guests[self.name].layers
+                assert shard in other.guests[self.name].shards
                 assert other.guests[self.name].sectors >= self.committed
                 assert rank in self.stages
         for home, guest in self.guests.items():
             assert not guest.coming
-            assert guest.layers == set(self.world[home].path.shards_of(self.name))
+            assert guest.shards == set(self.world[home].path.shards_of(self.name))
 
     # -- what it is asked
 
@@ -133,8 +178,8 @@ class GroupRank(FakeRank):
         return "127.0.0.1", 1
 
     def on_measure_room(self, _: ask.MeasureRoom) -> ask.Room:
-        kv = self.budget - len(self.resident) * WEIGHT
-        pages, weights = (SECTOR,) * LAYERS, (WEIGHT,) * LAYERS
+        kv = self.budget - self.weights()
+        pages, weights = (SECTOR,) * LAYERS * self.kv_shards, (pages_of(self.path.shards),) * LAYERS
         return ask.Room(self.path, kv, 4096, pages, 1000, self.committed, weights, frozenset(self.resident))
 
     def on_set_cap(self, question: ask.SetCap) -> None:
@@ -147,7 +192,7 @@ class GroupRank(FakeRank):
 
     def on_open_stage(self, question: ask.OpenStage) -> None:
         assert question.home not in self.guests
-        self.guests[question.home] = Guest(question.sectors)
+        self.guests[question.home] = Guest(question.sectors, question.path, self.kv_shards)
 
     def on_attach_stage(self, question: ask.AttachStage) -> None:
         assert question.rank not in self.stages
@@ -155,7 +200,7 @@ class GroupRank(FakeRank):
 
     def on_detach_stage(self, question: ask.DetachStage) -> None:
         assert question.rank not in self.path.guests
-        self.stages.remove(question.rank)
+        self.stages.discard(question.rank)
 
     def on_close_stage(self, question: ask.CloseStage) -> None:
         self.guests.pop(question.home, None)
@@ -163,9 +208,9 @@ class GroupRank(FakeRank):
     def on_allot(self, question: ask.Allot) -> None:
         guest = self.guests[question.home]
         home = self.world[question.home]
-        if question.sectors < home.committed and guest.layers:
+        if question.sectors < home.committed and guest.shards:
             raise StateError("so much is mapped")
-        self._need((question.sectors - guest.sectors) * SECTOR * len(guest.layers))
+        self._need(replace(guest, sectors=question.sectors).pages() - guest.pages())
         guest.sectors = question.sectors
 
     def on_begin_exchange(self, question: ask.BeginExchange) -> str:
@@ -178,18 +223,21 @@ class GroupRank(FakeRank):
 
     def on_prepare_layers(self, question: ask.PrepareLayers) -> None:
         assert question.exchange == "mapped"
-        own = question.home == self.name
-        sectors = self.committed if own else self.guests[question.home].sectors
-        self._need(sectors * SECTOR * len(question.layers))
-        (self.home_coming if own else self.guests[question.home].coming).update(question.layers)
+        if question.home == self.name:
+            self._need(self.own_pages(question.shards) - self.own_pages())
+            self.home_coming.update(question.shards)
+            return
+        guest = self.guests[question.home]
+        self._need(guest.pages(question.shards) - guest.pages())
+        guest.coming.update(question.shards)
 
     def on_give_up_layers(self, question: ask.GiveUpLayers) -> None:
         coming = self.home_coming if question.home == self.name else self.guests[question.home].coming
-        coming.difference_update(question.layers)
+        coming.difference_update(question.shards)
 
     def on_layers_memory(self, question: ask.LayersMemory) -> Any:
-        layers = self.layers if question.home == self.name else self.guests[question.home].layers
-        assert set(question.layers) <= layers
+        shards = self.shards if question.home == self.name else self.guests[question.home].shards
+        assert set(question.shards) <= shards
         return None
 
     def on_copy_layers(self, question: ask.CopyLayers) -> int:
@@ -202,47 +250,50 @@ class GroupRank(FakeRank):
         before, after = self.path, question.path
         assert self.exchanging
         assert after.epoch == before.epoch + 1
-        moved = {layer for layer, rank in enumerate(after.ranks) if before.ranks[layer] != rank}
-        for layer in moved:
-            target = self.world[after.ranks[layer]]
+        moved = {shard for shard, rank in enumerate(after.ranks) if before.ranks[shard] != rank}
+        for shard in moved:
+            target = self.world[after.ranks[shard]]
             coming = self.home_coming if target is self else target.guests[self.name].coming
-            assert layer in coming
-            assert layer in target.resident
-            coming.remove(layer)
+            assert shard in coming
+            assert shard in target.resident
+            coming.remove(shard)
             if target is not self:
-                target.guests[self.name].layers.add(layer)
-            if before.ranks[layer] != self.name:
-                self.world[before.ranks[layer]].guests[self.name].layers.remove(layer)
+                target.guests[self.name].shards.add(shard)
+            if before.ranks[shard] != self.name:
+                self.world[before.ranks[shard]].guests[self.name].shards.remove(shard)
         self.path = after
+        self.exchanging = False
         return Flipped(1.0, 10)
 
     def on_weight_digests(self, question: ask.WeightDigests) -> dict[int, int]:
-        assert set(question.layers) <= self.resident
-        return {layer: 100 + layer for layer in question.layers}
+        assert set(question.shards) <= self.resident
+        return {shard: 100 + shard for shard in question.shards}
 
     def on_weights_of(self, question: ask.WeightsOf) -> Any:
-        assert set(question.layers) <= self.resident
-        return self.name
+        assert set(question.shards) <= self.resident
+        return self.name, set(question.shards)
 
     def on_recover(self, question: ask.Recover) -> int:
         for rank in self.stages:
             self.world[rank].guests.pop(self.name, None)
-        self.path = LayerPath.alone(self.name, LAYERS)
+        self.path = LayerPath.alone(self.name, LAYERS, self.path.shards)
         self.stages.clear()
         self.home_coming.clear()
         self.exchanging = False
         self.committed = 0
-        self.resident = set(range(LAYERS))
+        self.resident = set(range(len(self.path.ranks)))
         return 7
 
     def on_apply(self, question: Apply) -> tuple[Change, ...]:
         (action,) = question.actions
-        layers = action.layers  # type: ignore[union-attr]
+        assert isinstance(action, Drop | Fetch | Restore)
+        before, shards = self.weights(), set(action.shards)
         if isinstance(action, Drop):
-            assert set(layers) <= self.resident
-            self.resident -= set(layers)
-            return (Change("applied", layers, released_bytes=len(layers) * WEIGHT * 4096),)
-        assert isinstance(action, Fetch | Restore)
-        self._need(WEIGHT * len(layers))
-        self.resident |= set(layers)
-        return (Change("applied", layers, moved_bytes=len(layers) * WEIGHT * 4096),)
+            assert shards <= self.resident
+            assert shards.isdisjoint(self.needed), "weights that steps are computed with are dropped"
+            self.resident -= shards
+            return (Change("applied", (), released_bytes=(before - self.weights()) * 4096),)
+        assert not isinstance(action, Fetch) or shards <= action.source[1]  # type: ignore[index]
+        self._need(self.weights(self.resident | shards) - before)
+        self.resident |= shards
+        return (Change("applied", (), moved_bytes=(self.weights() - before) * 4096),)

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.snapshot import RequestStats
@@ -140,6 +140,23 @@ class FakeFleet(FakeEngine):
         if rank == "b":
             return Restored("deferred", members=("a", "b"), why="live requests need the memory")
         return Restored("applied", flips=5, moved_bytes=2048, fetched_bytes=4096, members=("a", "b"))
+
+    def reshard(
+        self,
+        instances: str | Sequence[str],
+        *,
+        tp: int,
+        layers_per_step: int | None = None,
+        dry_run: bool = False,
+        why: str = "",
+    ) -> Resharded:
+        if tp == 3:
+            raise ConfigError("tp=3: each layer of rank 'a' is in 4 shards")
+        self.groups_asked.append(("reshard", (instances, tp, layers_per_step, dry_run, why)))
+        if dry_run:
+            price = GroupPrice(0.25, 4096, 2048, 5, 0.0)
+            return Resharded("planned", 5, 2048, members=("a", "b"), tp=tp, freed_bytes=4096, price=price)
+        return Resharded("applied", flips=5, moved_bytes=2048, members=("a", "b"), tp=tp, freed_bytes=4096)
 
     def merge(self, *ranks: str) -> GroupStatus:
         self.groups_asked.append(("merge", ranks))

@@ -12,6 +12,8 @@ import pytest
 from elastic.cli import serve
 from elastic.cli.inputs.fleet_options import check_fleet, make_fleet
 from elastic.cli.main import main, parser
+from elastic.cluster.fleet.lengths.controller import LengthController
+from elastic.config import Lengths
 from elastic.errors import ConfigError
 from support.serving.fake_fleet import FakeFleet
 from support.serving.live_server import Live, live
@@ -32,6 +34,9 @@ def served() -> Iterator[Live]:
         yield running
 
 
+LENGTHS = ("--ranks", "4", "--policy", "lengths")
+
+
 def options(*arguments: str) -> Any:
     return parser().parse_args(["serve", "MODEL", *arguments])
 
@@ -41,6 +46,14 @@ def options(*arguments: str) -> Any:
     [
         (["--balance"], "--balance is for a fleet; say how many processes: --ranks N"),
         (["--policy", "drop"], "--policy drop is for a fleet of two ranks at least; say how many: --ranks N"),
+        (["--policy", "lengths"], "--policy lengths is for a fleet of two ranks at least; say how many: --ranks N"),
+        (["--tp", "1..2"], "--tp is for a fleet; say how many processes: --ranks N"),
+        (["--ranks", "2", "--tp", "1..2"], "--tp is for instances that share their layers when requests need it"),
+        ([*LENGTHS, "--tp", "2"], "--tp '2' is no range of ranks; write 1..2 or 1..4"),
+        ([*LENGTHS, "--tp", "2..4"], "--tp '2..4' is no range of ranks"),
+        ([*LENGTHS, "--tp", "1..3"], "most_ranks=3 cannot be; it must be a power of two"),
+        ([*LENGTHS, "--tp", "1..8"], "--tp 1..8: layers are cut in 4; give --shards 8"),
+        ([*LENGTHS, "--tp", "1..4", "--shards", "2"], "--tp 1..4: layers are cut in 2; give --shards 4"),
         (["--key-file", "k"], "--key-file is for a fleet"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--ranks", "2", "--launch", "join"], "--launch join needs --key-file"),
@@ -72,6 +85,22 @@ def test_options_become_those_of_a_fleet() -> None:
     assert ranks("--ranks", "2", *places) == [(("cpu#a",), ()), (("cpu#b",), ())]
     assert ranks("--ranks", "2", "--policy", "drop", "--variants", "int4") == [((), ())] * 2
     assert ranks("--ranks", "1", *places, "--cores", "0,1") == [(("cpu#a", "cpu#b"), (0, 1))]
+
+
+def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
+    def chosen(*arguments: str) -> tuple[Any, list[Any]]:
+        given = options(*LENGTHS, *arguments)
+        check_fleet(given)
+        fleet = make_fleet(given, "in-process", serve.wrap_options(given), None)
+        (policy,) = [each for each in fleet._policies._threads if isinstance(each, LengthController)]
+        return policy._settings, [spec.wrap["shards"] for spec in fleet._specs]
+
+    assert chosen() == (Lengths(), [4] * 4)
+    assert chosen("--tp", "1..2") == (Lengths(most_ranks=2), [4] * 4)
+    assert chosen("--tp", "1..2", "--shards", "2") == (Lengths(most_ranks=2), [2] * 4)
+    assert chosen("--tp", "1..8", "--shards", "8") == (Lengths(most_ranks=8), [8] * 4)
+    assert serve.wrap_options(options("--shards", "2"))["shards"] == 2
+    assert "shards" not in serve.wrap_options(options())
 
 
 def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -114,6 +143,23 @@ def test_layers_leave_and_return(served: Live, capsys: pytest.CaptureFixture[str
     assert served.engine.groups_asked[:2] == [
         ("drop", ("4KiB", None, False, "by HTTP")),
         ("drop", (None, {"a": [2, 3, 5], "b": [0]}, True, "by HTTP")),
+    ]
+
+
+def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "a", "b", "--token-file", str(token)]
+    assert main(["fleet", "reshard", *given, "--tp", "2", "--layers-per-step", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "applied: a, b at tp=2; 4,096 bytes of weights have left, 0 came back; 5 layers changed their rank" in told
+    assert main(["fleet", "reshard", *given, "--tp", "1", "--dry-run"]) == 0
+    assert "planned: 4,096 bytes of weights would leave" in capsys.readouterr().out
+    assert main(["fleet", "reshard", *given, "--tp", "3"]) != 0
+    assert "in 4 shards" in capsys.readouterr().err
+    assert served.engine.groups_asked == [
+        ("reshard", (["a", "b"], 2, 4, False, "by HTTP")),
+        ("reshard", (["a", "b"], 1, None, True, "by HTTP")),
     ]
 
 

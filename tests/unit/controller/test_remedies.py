@@ -50,3 +50,14 @@ def test_where_none_suffices_it_is_the_cheapest_for_its_bytes() -> None:
     choice = cheapest([small, large], 1000)
     assert choice is not None
     assert (choice.offer, choice.suffices) == (large, False)
+
+
+def test_for_a_request_that_fits_no_instance_only_what_makes_it_fit_counts() -> None:
+    move, drop = Offer("move", 0.1, 1000), Offer("drop", 0.2, 1000, largest_bytes=300)
+    reshard = Offer("reshard", 5.0, 1000, largest_bytes=500)
+    choice = cheapest([move, drop, reshard], 100, largest_bytes=400)
+    assert choice is not None
+    assert choice.offer == reshard
+    assert "move" not in choice.words
+    assert cheapest([move, drop], 100, largest_bytes=400) is None
+    assert cheapest([move, drop, reshard], 100).offer == move  # type: ignore[union-attr]

@@ -45,6 +45,10 @@ def held_pages(rt: Any, index: int) -> int:
     return int(pool.pages_of(f"layer:{index}"))
 
 
+def held_pages_at(rt: Any, name: str, index: int) -> int:
+    return next(int(pool.pages_of(f"layer:{index}")) for pool in rt.pools if pool.name == name)
+
+
 def require_same_parts(rt: Any, reference: Any, index: int) -> None:
     """The parts that are here have the same tensors, bit for bit, as those of a whole model."""
     parts = tuple(sorted(rt.shards_here[index]))
@@ -377,6 +381,27 @@ def test_a_plan_may_call_a_layer_that_has_some_of_its_parts(wrapped: Any) -> Non
     assert found == ["reached"], "attention is here"
     peer = wrapped(wide(), place("cpu#b"), shards=SHARDS).elastic
     rt.fetch(range(LAYERS), peer.weights_source(range(LAYERS)))
+
+
+def test_a_layer_that_has_moved_is_cut_where_it_is_and_one_in_two_places_is_not(wrapped: Any) -> None:
+    model = wide()
+    expected = wrapped(model, [place(), place("cpu#b", 16384)], shards=SHARDS)(**prompt()).logits
+    rt, peer = model.elastic, wrapped(wide(), place("cpu#p"), shards=SHARDS).elastic
+    rt.migrate(1, "cpu#b")
+    rt.drop(shards=(5,))
+    assert held_pages_at(rt, "cpu#b", 1) == rt.shard_pages[1].pages((0, 2, 3))
+    name = list(rt.status().residencies)[1]
+    assert rt.status().residencies[name] == (elastic.Residency("cpu#b", "float32", shard="0,2,3/4"),)
+    rt.fetch((), peer.weights_source(1), shards=(5,))
+    rt.migrate("model.layers.0.mlp", "cpu#b")
+    for refused in (lambda: rt.drop(shards=(0,)), lambda: rt.weights.part_tensors(0, (0,))):
+        with pytest.raises(StateError, match=r"apart from its layer|has modules at another place"):
+            refused()
+    rt.migrate("model.layers.0.mlp", "cpu")
+    rt.drop(shards=(0,))
+    rt.fetch(0, peer.weights_source(0))
+    rt.check()
+    assert torch.equal(model(**prompt()).logits, expected)
 
 
 STEPS = st.tuples(

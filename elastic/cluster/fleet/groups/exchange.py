@@ -1,13 +1,14 @@
-"""Having a group become another shape, layer by layer, while it serves."""
+"""Having a group become another shape, some layers at a time, while it serves."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from elastic.cluster.control.messages import Apply
+from elastic.cluster.control.messages import Apply, Question
 from elastic.cluster.control.stage_questions import (
     AttachStage,
     CloseStage,
@@ -22,13 +23,24 @@ from elastic.cluster.control.stage_questions import (
     WeightsOf,
 )
 from elastic.cluster.fleet.groups.caps.change import CapChange
-from elastic.cluster.fleet.groups.flip import ExchangeForm, flip_layer
+from elastic.cluster.fleet.groups.caps.needs import is_short
+from elastic.cluster.fleet.groups.flip import ExchangeForm, FlipDone, flip_layers
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
-from elastic.cluster.fleet.groups.transition import Books, LayerFlip, Shape, Transition, plan_transition
+from elastic.cluster.fleet.groups.transition import (
+    Books,
+    FlipRound,
+    LayerFlip,
+    Shape,
+    Transition,
+    plan_quickly,
+    plan_transition,
+)
 from elastic.engines.core.kv_state import KVFormat
-from elastic.errors import ElasticError, RankLost, StateError
+from elastic.errors import CapacityError, ElasticError, RankLost, StateError
+from elastic.planning.arrangement.caps import GAIN
+from elastic.planning.sharding.numbers import layers_of
 from elastic.types import Drop, Fetch, Restore
 
 logger = logging.getLogger(__name__)
@@ -52,6 +64,7 @@ class Exchange:
         self._deadline = Deadline(timeout_s)
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
+        self._timeline: list[tuple[str, float]] = []
 
     def run(self) -> Exchanged:
         """Change the group; it serves on. It stops where a flip fails: all is in order then, with a part of it done.
@@ -62,12 +75,15 @@ class Exchange:
         """
         group = self.group
         rooms = measure(self._ranks, group.members)
-        transition = plan_transition(group.shape, self._target, self._books(rooms), group.caps_in_force())
+        books, most = self._books(rooms), self._form.layers_per_step
+        transition = plan_quickly(group.shape, self._target, books, group.caps_in_force(), most)
         try:
             if not self._caps.lower(transition.caps):
                 return self._result("deferred", "live requests need more of the caches than would be left in between")
+            self._did("caps lowered")
             self._connect(transition, rooms)
             compare_weights(self._ranks, group)
+            self._did("connected")
             with self._stalled(transition) if self._form.exchange == "stall" else nullcontext():
                 self._change(transition)
         except RankLost:
@@ -76,6 +92,7 @@ class Exchange:
             self._raise_caps()
             return self._result("partial" if self.counts.flips or self.counts.freed_bytes else "deferred", str(error))
         self._raise_caps()
+        self._did("caps raised")
         return self._result("applied")
 
     def _result(self, status: Status, why: str = "") -> Exchanged:
@@ -88,7 +105,11 @@ class Exchange:
             counts.stalled_ms,
             self._deadline.seconds,
             why,
+            tuple(self._timeline),
         )
+
+    def _did(self, what: str) -> None:
+        self._timeline.append((what, round(self._deadline.seconds, 4)))
 
     def _books(self, rooms: Mapping[str, Room]) -> Books:
         return Books(rooms, self._format, self.group.shape)
@@ -105,26 +126,35 @@ class Exchange:
         if group.shape.apart and not self._missing():
             group.caps = {home: group.staged.get(home) for home in group.members}
             self._ranks.ask_all({home: SetCap(cap) for home, cap in group.caps.items()})
-        elif not self._caps.raise_to(self._books(measure(self._ranks, group.members)).caps(group.shape)):
+            return
+        books, staging = self._books(measure(self._ranks, group.members)), keeps_staging(self._ranks, group)
+        if not self._caps.raise_to(books.caps(group.shape, staging=staging)):
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
 
     def _missing(self) -> list[tuple[str, int]]:
-        count = len(next(iter(self.group.shape.paths.values())).ranks)
-        weights = self.group.shape.weights
-        return [(rank, layer) for rank, have in weights.items() for layer in range(count) if layer not in have]
+        shape = self.group.shape
+        every = range(shape.layers * shape.shards)
+        return [(rank, shard) for rank, have in shape.weights.items() for shard in every if shard not in have]
 
     # -- layers
 
     def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
-        """Open what flips need."""
+        """Open what flips need, all of it at the same time."""
         needed = {(flip.home, flip.target) for flip in transition.flips if flip.target != flip.home} - self.group.stages
         if needed:
             self._ranks.introduce(self.group.members)
+        asked: list[tuple[str, Question]] = []
         for home, rank in sorted(needed):
             path = self.group.shape.paths[home]
             opened = OpenStage(home, path, transition.caps[home], rooms[home].most_sectors)
-            self._ranks.ask_all({rank: opened, home: AttachStage(rank)})
-            self.group.stages.add((home, rank))
+            asked += [(rank, opened), (home, AttachStage(rank))]
+        try:
+            self._ranks.ask_each(asked)
+        except ElasticError:
+            with suppress(ElasticError):  # one was lost: the others are told of it
+                close_stages(self._ranks, needed)
+            raise
+        self.group.stages |= needed
 
     @contextmanager
     def _stalled(self, transition: Transition) -> Iterator[None]:
@@ -142,18 +172,63 @@ class Exchange:
     def _change(self, transition: Transition) -> None:
         for rank in self.group.members:
             self._drop_unneeded(rank)
-        for flip in transition.flips:
-            self._fetch(flip.target, (flip.layer,))
-            self._flip(flip)
-            self._drop_unneeded(flip.source)
+        while transition.rounds:
+            self._take_round(transition.rounds[0])
+            transition = self._rest(replace(transition, rounds=transition.rounds[1:]))
         for rank, wanted in self._target.weights.items():
             self._fetch(rank, wanted)
 
-    def _flip(self, flip: LayerFlip) -> None:
+    def _take_round(self, flips: FlipRound) -> None:
+        for flip in flips:
+            self._fetch(flip.target, flip.shards)
+        failed = self._flip(flips)
+        self._did(f"{self.counts.flips} layers flipped")
+        if lost := next((error for error in failed if isinstance(error, RankLost)), None):
+            raise lost
+        for source in dict.fromkeys(flip.source for flip in flips):
+            self._drop_unneeded(source)
+        if failed:
+            raise failed[0]
+
+    def _rest(self, rest: Transition) -> Transition:
+        """Let requests that wait have at once what has come free, if the rest finds an order then, too; return it."""
+        group, now = self.group, self.group.caps_in_force()
+        if not rest.rounds or not is_short(self._ranks.dispatcher, group.members):
+            return rest
+        books = self._books(measure(self._ranks, group.members))
+        caps = books.caps(group.shape, staging=True)
+        try:
+            planned = plan_transition(group.shape, self._target, books, caps, self._form.layers_per_step)
+        except CapacityError:  # the rest has an order with the caps of now
+            return rest
+        gains = any(cap > (1 + GAIN) * now[home] for home, cap in planned.caps.items())
+        if not gains or any(cap < now[home] for home, cap in planned.caps.items()):
+            return rest
+        if not self._caps.raise_to(planned.caps):
+            return rest
+        self._did("caps raised")
+        return planned
+
+    def _flip(self, flips: FlipRound) -> list[ElasticError]:
+        """Flip layers of several instances side by side; return the errors of those that failed."""
+        shape, coordinated = self.group.shape, self._form.coordinated
+        with ThreadPoolExecutor(len(flips), "elastic-flip") as threads:
+            begun = [
+                threads.submit(flip_layers, self._ranks, shape.paths[flip.home], flip, coordinated=coordinated)
+                for flip in flips
+            ]
+        failed = []
+        for flip, answer in zip(flips, begun, strict=True):
+            try:
+                self._note(flip, answer.result())
+            except ElasticError as error:
+                failed.append(error)
+        return failed
+
+    def _note(self, flip: LayerFlip, done: FlipDone) -> None:
         shape, counts = self.group.shape, self.counts
-        done = flip_layer(self._ranks, shape.paths[flip.home], flip, coordinated=self._form.coordinated)
         self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
-        counts.flips += 1
+        counts.flips += len({shard // shape.shards for shard in flip.shards})
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
@@ -161,35 +236,47 @@ class Exchange:
         """Drop the weights at a rank that no instance needs there, and that are not to stay."""
         shape = self.group.shape
         kept = shape.kept(rank, self._target.weights)
-        layers = tuple(sorted(shape.weights[rank] - kept))
-        if layers:
-            (change,) = self._ranks.ask(rank, Apply((Drop(layers),), "by the fleet"))
+        shards = tuple(sorted(shape.weights[rank] - kept))
+        if shards:
+            (change,) = self._ranks.ask(rank, Apply((Drop(shards=shards),), "by the fleet"))
             self.group.shape = replace(shape, weights={**shape.weights, rank: kept})
             self.counts.freed_bytes += change.released_bytes
 
-    def _fetch(self, rank: str, layers: Iterable[int]) -> None:
-        """Have the weights of layers at a rank, from another rank that has them, or else from the checkpoint."""
-        shape = self.group.shape
-        for layer in sorted(set(layers) - shape.weights[rank]):
-            self.counts.fetched_bytes += self._fetch_layer(rank, layer)
-            shape = self.group.shape
-            weights = {**shape.weights, rank: shape.weights[rank] | {layer}}
-            self.group.shape = replace(shape, weights=weights)
+    def _fetch(self, rank: str, shards: Iterable[int]) -> None:
+        """Have the weights of shards at a rank, from other ranks that have them, or else from the checkpoint."""
+        weights = self.group.shape.weights
+        for parts in layers_of(set(shards) - weights[rank], self.group.shape.shards):
+            while missing := parts - self.group.shape.weights[rank]:
+                self._fetch_shards(rank, missing)
 
-    def _fetch_layer(self, rank: str, layer: int) -> int:
-        action: Fetch | Restore = Restore((layer,))
-        for other, have in self.group.shape.weights.items():
-            if layer in have:
-                action = Fetch((layer,), self._ranks.ask(other, WeightsOf((layer,))), self._form.coordinated)
+    def _fetch_shards(self, rank: str, missing: frozenset[int]) -> None:
+        """Have as many shards of a layer at a rank as another one has of them."""
+        shape = self.group.shape
+        other = max(shape.weights, key=lambda other: len(shape.weights[other] & missing))
+        shards = tuple(sorted(missing & shape.weights[other] or missing))
+        action: Fetch | Restore = Restore(shards=shards)
+        if shape.weights[other].issuperset(shards):
+            source = self._ranks.ask(other, WeightsOf(shards))
+            action = Fetch((), source, self._form.coordinated, shards)
         (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
-        if change.deferred and not self._caps.until(lambda: layer in self._ranks.ask(rank, MeasureRoom(rank)).resident):
+        if change.deferred and not self._caps.until(lambda: self._has(rank, shards)):
+            layer = shards[0] // shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
-        return int(change.moved_bytes)
+        self.counts.fetched_bytes += int(change.moved_bytes)
+        self.group.shape = replace(shape, weights={**shape.weights, rank: shape.weights[rank].union(shards)})
+
+    def _has(self, rank: str, shards: Iterable[int]) -> bool:
+        return bool(self._ranks.ask(rank, MeasureRoom(rank)).resident.issuperset(shards))
 
 
 def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
     """Return the room of ranks."""
     return ranks.ask_all({rank: MeasureRoom(rank) for rank in names})
+
+
+def keeps_staging(ranks: Ranks, group: Group) -> bool:
+    """Return whether a group keeps room for a layer more at each rank, since a policy may have it drop more."""
+    return bool(group.staged) and (group.shape.has_twice or len(ranks.serving()) > len(group.members))
 
 
 def compare_weights(ranks: Ranks, group: Group) -> None:
@@ -199,23 +286,29 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
     """
     if group.compared:
         return
-    asked = {rank: WeightDigests(tuple(sorted(layers))) for rank, layers in group.shape.weights.items()}
+    asked = {rank: WeightDigests(tuple(sorted(shards))) for rank, shards in group.shape.weights.items()}
     known: dict[int, tuple[str, int]] = {}
     for rank, digests in ranks.ask_all(asked).items():
-        for layer, digest in digests.items():
-            other, expected = known.setdefault(layer, (rank, digest))
+        for shard, digest in digests.items():
+            other, expected = known.setdefault(shard, (rank, digest))
             if digest != expected:
                 raise StateError(
-                    f"layer {layer} of rank {rank!r} has other weights than that of {other!r}; start them anew"
+                    f"layer {shard // group.shape.shards} of rank {rank!r} has other weights than that of {other!r}; "
+                    "start them anew"
                 )
     group.compared = True
 
 
 def part(ranks: Ranks, group: Group) -> None:
     """Close the connections of instances that compute all of their layers themselves again."""
-    for home, rank in sorted(group.stages):
+    close_stages(ranks, group.stages)
+    group.stages.clear()
+
+
+def close_stages(ranks: Ranks, stages: Iterable[tuple[str, str]]) -> None:
+    """Have homes let go of ranks that compute no layers of them, (home, rank)."""
+    for home, rank in sorted(stages):
         if ranks.there(home):
             ranks.ask(home, DetachStage(rank))
         if ranks.there(rank):
             ranks.ask(rank, CloseStage(home))
-    group.stages.clear()

@@ -1,4 +1,4 @@
-"""One layer of an instance changes its rank while the instance serves: its keys and values are copied in rounds."""
+"""Layers of an instance change their rank while the instance serves: keys and values are copied in rounds."""
 
 from __future__ import annotations
 
@@ -34,10 +34,15 @@ class ExchangeForm:
     the first copy and go on after the last flip. (KunServe, section 4.2)"""
     coordinated: bool = True
     """Whether copies go in chunks, and let pass what the ranks compute and send meanwhile. (KunServe, section 4.2)"""
+    layers_per_step: int | None = None
+    """How many layers of an instance change their rank at one pause of it, at the most; fewer where there is room for
+    fewer. None: as many as there is room for. (AMOEBA, section 4.2.3)"""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown form."""
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
+        most = self.layers_per_step
+        require(most is None or (type(most) is int and most >= 1), "layers_per_step", most, "a whole number, or None")
 
 
 @dataclass(frozen=True)
@@ -49,36 +54,35 @@ class FlipDone:
     stalled_ms: float
 
 
-def flip_layer(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: bool = True) -> FlipDone:
-    """Have a layer computed by another rank from now on. Whatever it raises, all is as before, unless a rank is lost.
+def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: bool = True) -> FlipDone:
+    """Have layers computed by another rank from now on. Whatever it raises, all is as before, unless a rank is lost.
 
     Raises `CapacityError` where there is no room, `StateError` for a copy that failed, `RankLost`.
     """
-    layers, goal = (flip.layer,), path.moved((flip.layer,), flip.target)
-    exchange = ranks.ask(flip.home, BeginExchange(layers))
+    shards, goal = flip.shards, path.moved(flip.shards, flip.target)
+    exchange = ranks.ask(flip.home, BeginExchange(shards))
     prepared = False
     try:
-        ranks.ask(flip.target, PrepareLayers(flip.home, layers, exchange))
+        ranks.ask(flip.target, PrepareLayers(flip.home, shards, exchange))
         prepared = True
         moved_bytes = _copy(ranks, flip, coordinated)
         flipped = ranks.ask(flip.home, FlipLayers(goal))
     except ElasticError:
         _undo(ranks, flip, prepared)
         raise
-    ranks.ask(flip.home, EndExchange())
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 
 def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool) -> int:
     """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
-    source = ranks.ask(flip.source, LayersMemory(flip.home, (flip.layer,)))
+    source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))
     moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source, coordinated=coordinated)), None
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flip.home, WrittenBlocks())
         count = sum(map(len, blocks))
         if not count:
             break
-        source = ranks.ask(flip.source, LayersMemory(flip.home, (flip.layer,)))  # with sectors that are new
+        source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))  # with sectors that are new
         moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks, coordinated))
         if before is not None and count >= before:
             break
@@ -91,4 +95,4 @@ def _undo(ranks: Ranks, flip: LayerFlip, prepared: bool) -> None:
         ranks.ask(flip.home, EndExchange())
     if prepared:
         with suppress(ElasticError):
-            ranks.ask(flip.target, GiveUpLayers(flip.home, (flip.layer,)))
+            ranks.ask(flip.target, GiveUpLayers(flip.home, flip.shards))

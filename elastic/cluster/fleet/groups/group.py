@@ -10,6 +10,7 @@ from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.groups.transition import Shape
 from elastic.cluster.fleet.records.memory_file import HeldMemory
 from elastic.engines.core.kv_state import KVSource
+from elastic.planning.sharding.numbers import whole_layers
 
 
 @dataclass(eq=False)
@@ -42,6 +43,20 @@ class Group:
         """Return the memories of killed ranks."""
         return {rank: self.memories[rank].source for rank in self.killed if rank in self.memories}
 
+    def part_of(self, members: tuple[str, ...]) -> Group:
+        """Return the group of some of the members, of whom no other one computes a layer, with what is held of them."""
+        shape, stages = self.shape, {stage for stage in self.stages if set(stage) <= set(members)}
+        return Group(
+            Shape({name: shape.paths[name] for name in members}, {name: shape.weights[name] for name in members}),
+            {name: self.alone[name] for name in members},
+            {name: self.caps[name] for name in members},
+            stages,
+            self.compared,
+            self.staged,
+            {name: self.memories.pop(name) for name in members if name in self.memories},
+            self.killed.intersection(members),
+        )
+
     def close(self) -> None:
         """Hold no memory any more. Can be called twice."""
         while self.memories:
@@ -53,8 +68,10 @@ class Group:
 
     def status(self) -> GroupStatus:
         """Return what `Fleet.groups` says of it."""
-        keeps = {rank: tuple(sorted(layers)) for rank, layers in self.shape.weights.items()}
-        return GroupStatus(self.members, dict(self.shape.paths), keeps, dict(self.caps), dict(self.alone))
+        shape = self.shape
+        shards = {rank: tuple(sorted(have)) for rank, have in shape.weights.items()}
+        keeps = {rank: whole_layers(have, shape.shards) for rank, have in shards.items()}
+        return GroupStatus(self.members, dict(shape.paths), keeps, dict(self.caps), dict(self.alone), shape.tp, shards)
 
 
 class Deadline:

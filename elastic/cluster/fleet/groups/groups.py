@@ -15,15 +15,24 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
 from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
+from elastic.cluster.fleet.groups.caps.reach import note_reach
+from elastic.cluster.fleet.groups.caps.staging import Staging
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, keeps_staging, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
-from elastic.cluster.fleet.groups.results import Dropped, Exchanged, GroupStatus, Migrated, Restored
-from elastic.cluster.fleet.groups.staging import Staging
-from elastic.cluster.fleet.groups.transition import Books, Shape
+from elastic.cluster.fleet.groups.results import (
+    Dropped,
+    Exchanged,
+    GroupStatus,
+    Migrated,
+    Restored,
+    all_dropped,
+    all_restored,
+)
+from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
@@ -32,6 +41,7 @@ from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
+from elastic.planning.sharding.numbers import whole_layers
 
 logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
@@ -92,14 +102,14 @@ class Groups:
             rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
             planned = plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most)
             if dry_run:
-                return self._dry_run(planned, rooms)
+                return self._dry_run(planned, rooms, form.layers_per_step)
             done = []
             for each in planned.groups:
                 shape_of = partial(targets.planned_shape, plan=each)
                 done.append(self._drop_group(each, each.members, shape_of, timeout_s, why, form))
                 if done[-1].status != "applied":
                     break
-            return _together(done, planned.groups)
+            return all_dropped(done, planned.groups)
 
     def drop_layers(
         self, layers: Mapping[str, Collection[int]], timeout_s: float, why: str, form: ExchangeForm = LIVE
@@ -116,7 +126,7 @@ class Groups:
             if rank is not None and not found:
                 self._ranks.instance(rank)  # it is there
                 return Restored("applied", members=(rank,))
-            return _all_restored([self._restore(group, timeout_s, why, form) for group in found])
+            return all_restored([self._restore(group, timeout_s, why, form) for group in found])
 
     def merge(self, names: Sequence[str]) -> GroupStatus:
         """Have instances be a group; no layer changes its rank yet."""
@@ -199,13 +209,14 @@ class Groups:
     # -- inside, one verb at a time
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        known = [PlannedGroup(tuple(_held(group.shape, name) for name in group.members)) for group in self._groups]
+        groups = [group for group in self._groups if group.shape.tp == 1]
+        known = [PlannedGroup(tuple(_held(group.shape, name) for name in group.members)) for group in groups]
         grouped = {name for group in self._groups for name in group.members}
-        alone = [PlannedGroup((Held(name, rooms[name].resident),)) for name in rooms if name not in grouped]
+        alone = [PlannedGroup((_held(self._shape_of([name], rooms), name),)) for name in rooms if name not in grouped]
         layer_bytes = self.layer_bytes()
         plan = drop_plan([*known, *alone], layer_bytes, needed, whole=whole, most=most)
         if plan is None:
-            held = sum(layer_bytes[layer] for room in rooms.values() for layer in room.resident)
+            held = sum(layer_bytes[i] for each in [*known, *alone] for held in each.members for i in held.layers)
             raise CapacityError(
                 "no drop frees so much: one copy of each layer stays, add ranks, or swap layers to a smaller variant",
                 requested_bytes=needed,
@@ -214,13 +225,13 @@ class Groups:
             )
         return plan
 
-    def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room]) -> Dropped:
+    def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room], layers_per_step: int | None) -> Dropped:
         changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
         model, running = self._running()
         slower = slowdown(changes, model, running) if model is not None else 0.0
-        cost = predict(changes, rooms, learned_cost(self._log.events()), slower)
-        moved_bytes = kv_bytes(changes, rooms)
-        return Dropped("planned", cost.flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+        cost = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
+        flips, moved_bytes = sum(len(flips_between(*change)) for change in changes), kv_bytes(changes, rooms)
+        return Dropped("planned", flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
 
     def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
         """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""
@@ -251,8 +262,9 @@ class Groups:
             return False
         rooms = measure(self._ranks, group.members)
         books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
-        needs, memory = needs_of(self._dispatcher, rooms), shared_memory(books, group.shape)
-        caps = better_caps(memory, needs, books.caps(group.shape), now)
+        shares = books.caps(group.shape, staging=(staging := keeps_staging(self._ranks, group)))
+        memory = shared_memory(books, group.shape, shares if staging else None)
+        caps = better_caps(memory, needs_of(self._dispatcher, rooms), shares, now)
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
@@ -269,7 +281,9 @@ class Groups:
         group = exchange.group
         self._mark(group, changing=True)
         try:
-            return exchange.run()
+            done = exchange.run()
+            note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
+            return done
         except RankLost as error:
             self._event(failed, group, why=str(error))
             raise
@@ -346,7 +360,8 @@ class Groups:
     def _changed(self, kind: EventKind, group: Group, done: Exchanged, why: str) -> None:
         why = f"{why}; {done.why}" if done.why else why
         self._log.count(exchanged_bytes=done.moved_bytes)
-        self._event(kind, group, moved_bytes=done.moved_bytes, stalled_ms=done.stalled_ms, why=why)
+        about = {name: getattr(done, name) for name in ("moved_bytes", "stalled_ms", "seconds", "timeline")}
+        self._event(kind, group, **about, why=why)
 
     def _event(self, kind: EventKind, group: Group, **about: Any) -> None:
         self._log.add(kind, rank=",".join(group.members), **about)
@@ -364,32 +379,9 @@ def require_like(instances: Sequence[Instance]) -> None:
 
 
 def _held(shape: Shape, name: str) -> Held:
-    return Held(name, shape.weights[name])
+    return Held(name, frozenset(whole_layers(shape.weights[name], shape.shards)))
 
 
 def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:
     (room,) = rooms.values()
-    return tuple(pages * room.page_bytes for pages in room.weight_pages)
-
-
-def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
-    """Add up what came of several groups; the status is that of the first that was not applied."""
-    stopped = next((each for each in done if each.status != "applied"), None)
-    partly = stopped is not None and stopped.status == "deferred" and any(each.flips for each in done)
-    return {
-        "status": "partial" if partly else stopped.status if stopped is not None else "applied",
-        "flips": sum(each.flips for each in done),
-        "moved_bytes": sum(each.moved_bytes for each in done),
-        "fetched_bytes": sum(each.fetched_bytes for each in done),
-        "stalled_ms": max((each.stalled_ms for each in done), default=0.0),
-        "seconds": sum(each.seconds for each in done),
-        "why": stopped.why if stopped is not None else "",
-    }
-
-
-def _together(done: Sequence[Dropped], plans: tuple[GroupPlan, ...]) -> Dropped:
-    return Dropped(**_sums(done), groups=plans, freed_bytes=sum(each.freed_bytes for each in done))
-
-
-def _all_restored(done: Sequence[Restored]) -> Restored:
-    return Restored(**_sums(done), members=tuple(name for each in done for name in each.members))
+    return tuple(pages.pages(range(pages.shards)) * room.page_bytes for pages in room.weight_pages)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind, FleetEvent
-from elastic.cluster.fleet.groups.transition import Shape, flips_between
+from elastic.cluster.fleet.groups.transition import LayerFlip, Shape, flips_between
 from elastic.controller.policies.action_costs import WEIGHT, ActionCost, ActionCosts
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.controller.policies.group_costs import GroupPrice, priced
@@ -23,24 +24,40 @@ Change = tuple[Shape, Shape]
 """A group as it is, and as it is to be."""
 
 
-def predict(changes: Sequence[Change], rooms: Mapping[str, Room], cost: ActionCost, slower: float = 0.0) -> GroupPrice:
+def predict(
+    changes: Sequence[Change],
+    rooms: Mapping[str, Room],
+    cost: ActionCost,
+    slower: float = 0.0,
+    layers_per_step: int | None = 1,
+) -> GroupPrice:
     """Return the price of changes: weights that leave and come, keys and values that are copied, a pause for each flip.
 
-    `slower`: the share by which steps are longer afterwards, see `slowdown`.
+    `slower`: the share by which steps are longer afterwards, see `slowdown`. Where there is room for fewer than
+    `layers_per_step` layers (None: all) at a time, there are more pauses than are counted.
     """
-    leaving = sum(_weight_bytes(rooms, now, target) for now, target in changes)
-    coming = sum(_weight_bytes(rooms, target, now) for now, target in changes)
-    flips = sum(len(flips_between(now, target)) for now, target in changes)
+    leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
+    coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
+    flips = sum(_pauses(flips_between(now, target), layers_per_step) for now, target in changes)
     return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
 
 
+def _pauses(flips: Sequence[LayerFlip], layers_per_step: int | None) -> int:
+    """Count the pauses for these flips of single layers."""
+    ways = Counter((flip.home, flip.source, flip.target) for flip in flips)
+    return sum(-(-count // (layers_per_step or count)) for count in ways.values())
+
+
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
-    """Return the keys and values that live requests have, and are promised, in layers that change their rank."""
-    flips = [flip for now, target in changes for flip in flips_between(now, target)]
-    return sum(
-        rooms[flip.home].committed_sectors * rooms[flip.home].sector_pages[flip.layer] * rooms[flip.home].page_bytes
-        for flip in flips
-    )
+    """Return the keys and values that live requests have, and are promised, in shards that change their rank."""
+    nbytes = 0
+    for now, target in changes:
+        for flip in flips_between(now, target):
+            room = rooms[flip.home]
+            there = room.parts_of(now.paths[flip.home].shards_of(flip.target))
+            pages = sum(room.sector_pages[part] for part in set(room.parts_of(flip.shards)).difference(there))
+            nbytes += room.committed_sectors * pages * room.page_bytes
+    return nbytes
 
 
 def slowdown(changes: Sequence[Change], model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
@@ -54,17 +71,30 @@ def slowdown(changes: Sequence[Change], model: ModelCost, running: Mapping[str, 
 
 
 def _round_s(shape: Shape, model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
-    layers_at = {r: {home: len(at) for home, at in shape.layers_at(r).items()} for r in shape.members}
+    layers_at = {r: {home: len(at) / shape.shards for home, at in shape.shards_at(r).items()} for r in shape.members}
     hops = {home: _hops(path) for home, path in shape.paths.items()}
-    return shared_round_s(model, layers_at, {home: running.get(home, ()) for home in shape.paths}, hops, HOP_S)
+    depth = {home: _depth(path) for home, path in shape.paths.items()}
+    chunks = {home: running.get(home, ()) for home in shape.paths}
+    return shared_round_s(model, layers_at, chunks, hops, HOP_S, depth)
+
+
+def _depth(path: LayerPath) -> float:
+    """Add up the largest part of each layer that one rank computes."""
+    layers = [path.ranks_of(layer) for layer in range(path.layers)]
+    return sum(max(map(ranks.count, set(ranks))) for ranks in layers) / path.shards
 
 
 def _hops(path: LayerPath) -> int:
-    """Count how often a step goes from one rank to another: it begins and ends at home."""
-    return sum(a != b for a, b in pairwise((path.home, *path.ranks, path.home)))
+    """Count how often a step waits for another rank: it begins and ends at home.
+
+    Twice in a layer that is shared: for the heads of the others, and for what their parts of the network give.
+    """
+    holders = [path.holders(layer) for layer in range(path.layers)]
+    hops = sum(not set(after) <= set(before) for before, after in pairwise(((path.home,), *holders, (path.home,))))
+    return hops + 2 * sum(len(ranks) > 1 for ranks in holders)
 
 
-EXCHANGES: tuple[EventKind, ...] = ("dropped", "restored", "migrated")
+EXCHANGES: tuple[EventKind, ...] = ("dropped", "restored", "migrated", "resharded")
 
 
 def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EXCHANGES) -> ActionCost:
@@ -77,10 +107,9 @@ def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EX
     return ActionCost(prior.byte_s, pause_s)
 
 
-def _weight_bytes(rooms: Mapping[str, Room], here: Shape, there: Shape) -> int:
+def weight_bytes(rooms: Mapping[str, Room], here: Shape, there: Shape) -> int:
     """Return the weights that ranks have in one shape and not in another."""
     return sum(
-        rooms[rank].weight_pages[layer] * rooms[rank].page_bytes
-        for rank, layers in here.weights.items()
-        for layer in layers - there.weights[rank]
+        (rooms[rank].weights_of(shards) - rooms[rank].weights_of(shards & there.weights[rank])) * rooms[rank].page_bytes
+        for rank, shards in here.weights.items()
     )

@@ -54,11 +54,15 @@ class Ranks:
 
     def ask_all(self, questions: Mapping[str, Question]) -> dict[str, Any]:
         """Ask ranks at the same time. Raises the first error when all have answered."""
-        asked = {rank: (instance := self.instance(rank), instance.client.ask(q)) for rank, q in questions.items()}
-        answers, errors = {}, []
-        for rank, (instance, answer) in asked.items():
+        return dict(zip(questions, self.ask_each(questions.items()), strict=True))
+
+    def ask_each(self, questions: Iterable[tuple[str, Question]]) -> list[Any]:
+        """Ask ranks at the same time, one also several questions. Raises the first error when all have answered."""
+        asked = [(instance := self.instance(rank), instance.client.ask(question)) for rank, question in questions]
+        answers, errors = [], []
+        for instance, answer in asked:
             try:
-                answers[rank] = result(instance, answer)
+                answers.append(result(instance, answer))
             except ElasticError as error:
                 errors.append(error)
         if errors:

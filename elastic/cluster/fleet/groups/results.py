@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.arrangement.drop import GroupPlan
+from elastic.planning.sharding.numbers import by_layer
 
 Status = Literal["applied", "partial", "deferred", "planned"]
 """`applied`: as was asked. `partial`: it was stopped on the way; all serve on with the layers where they are now.
@@ -21,7 +22,7 @@ class Exchanged:
 
     status: Status
     flips: int = 0
-    """Layers of instances that another rank computes now."""
+    """Layers of instances, or parts of layers, that another rank computes now."""
     moved_bytes: int = 0
     """Keys and values that were copied."""
     fetched_bytes: int = 0
@@ -31,6 +32,8 @@ class Exchanged:
     seconds: float = 0.0
     why: str = ""
     """What stopped it."""
+    timeline: tuple[tuple[str, float], ...] = ()
+    """What of it was done when: in seconds from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,20 @@ class Migrated(Exchanged):
 
 
 @dataclass(frozen=True)
+class Resharded(Exchanged):
+    """What `Fleet.reshard` came to."""
+
+    members: tuple[str, ...] = ()
+    """Ranks that it was about."""
+    tp: int = 1
+    """How many of them share every layer."""
+    freed_bytes: int = 0
+    """Weights that have left: they are room for keys and values. Planned: that would leave."""
+    price: GroupPrice | None = None
+    """Planned: what it would cost, in the arbiter's seconds of serving."""
+
+
+@dataclass(frozen=True)
 class GroupStatus:
     """Instances that compute layers of each other, or could."""
 
@@ -71,14 +88,54 @@ class GroupStatus:
     paths: Mapping[str, LayerPath] = field(hash=False)
     """Of each home."""
     keeps: Mapping[str, tuple[int, ...]] = field(hash=False)
-    """Rank -> the layers whose weights it has."""
+    """Rank -> the layers all of whose weights it has."""
     caps: Mapping[str, int | None] = field(hash=False)
     """Home -> the most sectors of KV cache that its requests may have now; None: it has its rank's for itself."""
     alone: Mapping[str, int] = field(hash=False)
     """Home -> the sectors that it has by itself, with all weights there."""
 
+    tp: int = 1
+    """How many ranks share a layer, at the most."""
+    shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Rank -> the shards whose weights it has, by their numbers in the paths."""
+
     @property
     def dropped(self) -> dict[str, tuple[int, ...]]:
-        """Rank -> the layers whose weights it has not."""
-        count = len(next(iter(self.paths.values())).ranks)
-        return {rank: tuple(i for i in range(count) if i not in keeps) for rank, keeps in self.keeps.items()}
+        """Rank -> the layers of whose weights it has none."""
+        return {rank: about["dropped"] for rank, about in self.held().items()}
+
+    def held(self) -> dict[str, dict[str, Any]]:
+        """Return what `RankStatus` says of each rank's weights."""
+        path = next(iter(self.paths.values()))
+        told: dict[str, dict[str, Any]] = {}
+        for rank, shards in self.shards.items():
+            have = by_layer(shards, path.shards)
+            told[rank] = {"dropped": tuple(i for i in range(path.layers) if i not in have)}
+            if self.tp > 1:
+                told[rank]["shards"] = tuple(len(have.get(i, ())) for i in range(path.layers))
+        return told
+
+
+def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
+    """Add up what came of several groups; the status is that of the first that was not applied."""
+    stopped = next((each for each in done if each.status != "applied"), None)
+    partly = stopped is not None and stopped.status == "deferred" and any(each.flips for each in done)
+    return {
+        "status": "partial" if partly else stopped.status if stopped is not None else "applied",
+        "flips": sum(each.flips for each in done),
+        "moved_bytes": sum(each.moved_bytes for each in done),
+        "fetched_bytes": sum(each.fetched_bytes for each in done),
+        "stalled_ms": max((each.stalled_ms for each in done), default=0.0),
+        "seconds": sum(each.seconds for each in done),
+        "why": stopped.why if stopped is not None else "",
+    }
+
+
+def all_dropped(done: Sequence[Dropped], plans: tuple[GroupPlan, ...]) -> Dropped:
+    """Return what came of several groups that dropped layers."""
+    return Dropped(**_sums(done), groups=plans, freed_bytes=sum(each.freed_bytes for each in done))
+
+
+def all_restored(done: Sequence[Restored]) -> Restored:
+    """Return what came of several groups that were restored."""
+    return Restored(**_sums(done), members=tuple(name for each in done for name in each.members))

@@ -1,18 +1,21 @@
-"""What a group is to become: whose layers are computed where, and who keeps which weights."""
+"""What a group is to become: which shards of layers are computed where, and who keeps which weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic.cluster.fleet.groups.transition import Shape
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError
 from elastic.planning.arrangement.drop import GroupPlan
+from elastic.planning.sharding.numbers import of_layers
 
 
 def planned_shape(now: Shape, plan: GroupPlan) -> Shape:
     """Return the shape that a plan asks for: each instance computes what its rank keeps, stages the rest."""
-    keeps = {name: frozenset(layers) for name, layers in zip(plan.members, plan.keeps, strict=True)}
+    kept = zip(plan.members, plan.keeps, strict=True)
+    keeps = {name: frozenset(of_layers(layers, now.shards)) for name, layers in kept}
     stages = {layer: name for name, run in zip(plan.members, plan.stages, strict=True) for layer in run}
     return shape_keeping(now, keeps, stages)
 
@@ -20,48 +23,98 @@ def planned_shape(now: Shape, plan: GroupPlan) -> Shape:
 def dropped_by_hand(now: Shape, layers: Mapping[str, Collection[int]]) -> Shape:
     """Return the shape in which ranks have dropped these layers. Raises `ConfigError` for layers that none keeps."""
     for rank, dropped in layers.items():
-        count = len(now.paths[rank].ranks)
-        if wrong := sorted(set(dropped) - set(range(count))):
-            raise ConfigError(f"layers: rank {rank!r} has no layer {wrong[0]}; its model has {count}")
-    keeps = {rank: have - frozenset(layers.get(rank, ())) for rank, have in now.weights.items()}
-    return shape_keeping(now, keeps, {})
+        if wrong := sorted(set(dropped) - set(range(now.layers))):
+            raise ConfigError(f"layers: rank {rank!r} has no layer {wrong[0]}; its model has {now.layers}")
+    gone = {rank: frozenset(of_layers(dropped, now.shards)) for rank, dropped in layers.items()}
+    return shape_keeping(now, {rank: have - gone.get(rank, frozenset()) for rank, have in now.weights.items()}, {})
 
 
 def shape_keeping(now: Shape, keeps: Mapping[str, frozenset[int]], stages: Mapping[int, str]) -> Shape:
     """Return the shape in which ranks keep just these weights.
 
-    An instance whose rank lacks a layer has it computed by the layer's stage, or else by who has fewest so far. Raises
-    `ConfigError` if nobody keeps a layer.
+    What the rank of an instance lacks of a layer is computed where the rest of it is, by the layer's stage, or else by
+    who has fewest so far: by one rank, if one has all of the layer. Raises `ConfigError` if nobody keeps a shard.
     """
-    count = len(next(iter(now.paths.values())).ranks)
-    owners, work = [], dict.fromkeys(keeps, 0)
-    for layer in range(count):
-        holders = [rank for rank in keeps if layer in keeps[rank]]
-        if not holders:
-            raise ConfigError(f"no rank of {', '.join(keeps)} would keep layer {layer}; one must: name one more rank")
-        stage = stages.get(layer)
-        owner = stage if stage is not None and stage in holders else min(holders, key=work.__getitem__)
-        work[owner] += 1
-        owners.append(owner)
+    owners: list[str] = []
+    for layer in range(now.layers):
+        owners.extend(_owners(of_layers((layer,), now.shards), keeps, stages.get(layer), owners))
     paths = {}
     for home, path in now.paths.items():
-        ranks = tuple(home if layer in keeps[home] else owner for layer, owner in enumerate(owners))
-        paths[home] = path if path.ranks == ranks else LayerPath(home, ranks, path.epoch)
+        ranks = []
+        for layer in range(now.layers):
+            shards = of_layers((layer,), now.shards)
+            shared = not keeps[home].isdisjoint(shards)
+            ranks += [_rank_of(shard, path, keeps, owners[shard], shared=shared) for shard in shards]
+        paths[home] = _goes_by(path, ranks)
     return Shape(paths, dict(keeps))
+
+
+def sharded(now: Shape, units: Iterable[Sequence[str]]) -> Shape:
+    """Return the shape in which the ranks of each unit share every layer evenly, and keep just that of the weights.
+
+    Each has the same part of all layers: one that it has now, if it can be. Instances of other ranks stay as they are.
+    """
+    paths, weights = dict(now.paths), dict(now.weights)
+    for unit in units:
+        size, left, ranks = now.shards // len(unit), list(unit), []
+        for first in range(0, now.shards, size):
+            parts = range(first, first + size)
+            shards = frozenset(layer * now.shards + part for layer in range(now.layers) for part in parts)
+            rank = max(left, key=lambda rank: len(now.weights[rank] & shards))
+            left.remove(rank)
+            ranks += [rank] * size
+            weights[rank] = shards
+        for rank in unit:
+            paths[rank] = _goes_by(now.paths[rank], ranks * now.layers)
+    return Shape(paths, weights)
+
+
+def parallel(now: Shape, tp: int) -> Shape:
+    """Return the shape in which so many members each, in their order, share every layer evenly."""
+    members = now.members
+    return sharded(now, [members[first : first + tp] for first in range(0, len(members), tp)])
 
 
 def apart(now: Shape) -> Shape:
     """Return the shape in which each instance computes all of its layers itself."""
-    count = len(next(iter(now.paths.values())).ranks)
-    paths = {home: LayerPath(home, (home,) * count, path.epoch) for home, path in now.paths.items()}
-    return Shape(paths, dict.fromkeys(now.weights, frozenset(range(count))))
+    return parallel(now, 1)
 
 
 def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     """Return the shape in which a rank computes these layers of an instance. Who has weights keeps them."""
-    path = now.paths[home]
-    if wrong := [layer for layer in layers if not 0 <= layer < len(path.ranks)]:
-        raise ConfigError(f"layers: {home!r} has no layer {wrong[0]}; its model has {len(path.ranks)}")
-    ranks = tuple(rank if layer in set(layers) else other for layer, other in enumerate(path.ranks))
-    paths = {**now.paths, home: LayerPath(home, ranks, path.epoch)}
-    return Shape(paths, {**now.weights, rank: now.weights[rank] | frozenset(layers)})
+    if wrong := [layer for layer in layers if not 0 <= layer < now.layers]:
+        raise ConfigError(f"layers: {home!r} has no layer {wrong[0]}; its model has {now.layers}")
+    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
+    ranks = [rank if shard in shards else other for shard, other in enumerate(path.ranks)]
+    return Shape({**now.paths, home: _goes_by(path, ranks)}, {**now.weights, rank: now.weights[rank] | shards})
+
+
+def _owners(
+    shards: Sequence[int], keeps: Mapping[str, frozenset[int]], stage: str | None, before: Sequence[str]
+) -> list[str]:
+    """Return who computes the shards of a layer for those that have them not. `before` are those of other layers."""
+    whole = [rank for rank in keeps if keeps[rank].issuperset(shards)]
+    found: list[str] = []
+    for shard in shards:
+        holders = whole or [rank for rank in keeps if shard in keeps[rank]]
+        if not holders:
+            layer = shard // len(shards)
+            raise ConfigError(f"no rank of {', '.join(keeps)} would keep layer {layer}; one must: name one more rank")
+        work = [*before, *found]
+        owner = stage if stage is not None and stage in holders else min(holders, key=work.count)
+        if whole:
+            return [owner] * len(shards)
+        found.append(owner)
+    return found
+
+
+def _rank_of(shard: int, path: LayerPath, keeps: Mapping[str, frozenset[int]], owner: str, *, shared: bool) -> str:
+    """Return who computes a shard of an instance; `shared`: whether its rank has a part of the layer itself."""
+    if shard in keeps[path.home]:
+        return path.home
+    now = path.ranks[shard]
+    return now if shared and shard in keeps[now] else owner
+
+
+def _goes_by(path: LayerPath, ranks: Sequence[str]) -> LayerPath:
+    return path if path.ranks == tuple(ranks) else replace(path, ranks=tuple(ranks))

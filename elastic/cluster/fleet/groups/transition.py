@@ -3,28 +3,45 @@
 Nothing may need room before something has made it. A layer that flips needs room at the rank that it goes to, for its
 keys and values at the cap of its instance, and for its weights where they are not there; then it frees what it leaves.
 So layers that leave one rank alternate with those that come to it; where even the first finds no room, caps fall.
+
+What has room at the same time goes at the same time: several layers of an instance at one pause of it, and those of
+several instances side by side. Each such round makes more room for the next one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError
+from elastic.planning.sharding.numbers import layers_of
+
+HEADROOM = 1.25
+"""The least that caps are lowered to for fewer rounds, in units of what live requests have and are promised."""
 
 
 class LayerFlip(NamedTuple):
-    """A layer of one instance that another rank computes from then on."""
+    """Shards of one instance that another rank computes from then on: one pause of the instance."""
 
     home: str
-    layer: int
+    shards: tuple[int, ...]
+    """Of one layer or several, all or some of each."""
     source: str
     target: str
+
+    def with_more(self, shards: tuple[int, ...]) -> LayerFlip:
+        """Return the flip of further shards, too."""
+        return self._replace(shards=(*self.shards, *shards))
+
+
+FlipRound = tuple[LayerFlip, ...]
+"""Flips of different instances that go side by side: all of them have room before any of them has made some."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,17 @@ class Shape:
     paths: Mapping[str, LayerPath] = field(hash=False)
     """Of each instance, by its home."""
     weights: Mapping[str, frozenset[int]] = field(hash=False)
-    """Rank -> the layers whose weights it has."""
+    """Rank -> the shards whose weights it has."""
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers there are."""
+        return next(iter(self.paths.values())).layers
+
+    @property
+    def shards(self) -> int:
+        """How many shards each layer has."""
+        return next(iter(self.paths.values())).shards
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -46,23 +73,43 @@ class Shape:
         """Whether each instance computes all of its layers itself."""
         return not any(path.guests for path in self.paths.values())
 
-    def layers_at(self, rank: str) -> dict[str, tuple[int, ...]]:
-        """Return what a rank computes: home -> layers."""
-        return {home: layers for home, path in self.paths.items() if (layers := path.shards_of(rank))}
+    @property
+    def tp(self) -> int:
+        """How many ranks share a layer, at the most."""
+        return max(len(path.holders(layer)) for path in self.paths.values() for layer in range(self.layers))
+
+    @property
+    def has_twice(self) -> bool:
+        """Whether several ranks have the weights of a shard."""
+        return sum(map(len, self.weights.values())) > len(frozenset().union(*self.weights.values()))
+
+    def units(self) -> tuple[tuple[str, ...], ...]:
+        """Return the members that compute layers of each other, together; one that does not by itself."""
+        units = {rank: {rank} for rank in self.members}
+        for home, path in self.paths.items():
+            for rank in path.guests:
+                units[home] |= units[rank]
+                units.update(dict.fromkeys(units[home], units[home]))
+        found = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
+        return tuple(dict.fromkeys(found))
+
+    def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
+        """Return what a rank computes: home -> shards."""
+        return {home: shards for home, path in self.paths.items() if (shards := path.shards_of(rank))}
 
     def needs(self, rank: str) -> frozenset[int]:
-        """Return the layers whose weights a rank needs."""
-        return frozenset(layer for layers in self.layers_at(rank).values() for layer in layers)
+        """Return the shards whose weights a rank needs."""
+        return frozenset(shard for shards in self.shards_at(rank).values() for shard in shards)
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
-        paths = {**self.paths, flip.home: self.paths[flip.home].moved((flip.layer,), flip.target)}
-        weights = {**self.weights, flip.target: self.weights[flip.target] | {flip.layer}}
+        paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.shards, flip.target)}
+        weights = {**self.weights, flip.target: self.weights[flip.target].union(flip.shards)}
         shape = Shape(paths, weights)
         return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
 
     def kept(self, rank: str, wanted: Mapping[str, frozenset[int]]) -> frozenset[int]:
-        """Return the layers of a rank that it needs, or wants, of those that it has."""
+        """Return the shards of a rank that it needs, or wants, of those that it has."""
         return self.weights[rank] & (self.needs(rank) | wanted[rank])
 
 
@@ -70,8 +117,22 @@ class Shape:
 class Transition:
     """Flips in an order that works, while no instance has more sectors than its cap."""
 
-    flips: tuple[LayerFlip, ...]
+    rounds: tuple[FlipRound, ...]
     caps: Mapping[str, int] = field(hash=False)
+
+    @property
+    def flips(self) -> tuple[LayerFlip, ...]:
+        """All of them."""
+        return tuple(flip for each in self.rounds for flip in each)
+
+
+class _Held(NamedTuple):
+    """What a rank has of the keys and values of an instance."""
+
+    parts: frozenset[int]
+    """Of the KV cache."""
+    pages: list[int]
+    """That a sector needs there, by group of layers."""
 
 
 class Books:
@@ -82,116 +143,227 @@ class Books:
 
     def __init__(self, rooms: Mapping[str, Room], format: KVFormat, shape: Shape) -> None:
         self.rooms = rooms
-        self._groups = [frozenset(layers) for layers, _ in format.groups]
-        self.pages = {rank: room.pages + self._weights(rank, shape.weights[rank]) for rank, room in rooms.items()}
+        self._groups = [frozenset(parts) for parts, _ in format.groups]
+        self._every = range(shape.layers * shape.shards)
+        self._layer = shape.shards  # of its shards
+        self.pages = {rank: room.pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
         """For weights of decoder layers, keys and values."""
+        self._held: dict[tuple[str, LayerPath], _Held] = {}
+        self._weights: dict[tuple[str, frozenset[int]], int] = {}
 
-    def _weights(self, rank: str, layers: Iterable[int]) -> int:
-        return sum(self.rooms[rank].weight_pages[layer] for layer in layers)
-
-    def sector_pages(self, rank: str, layers: Iterable[int]) -> int:
-        """Count the pages that a sector needs at a rank, in these layers."""
-        pages, chosen = self.rooms[rank].sector_pages, set(layers)
-        return max(sum(pages[layer] for layer in group & chosen) for group in self._groups)
+    def sector_pages(self, rank: str, shards: Iterable[int]) -> int:
+        """Count the pages that a sector needs at a rank, in these shards: those of a part that several share once."""
+        room = self.rooms[rank]
+        parts = frozenset(room.parts_of(shards))
+        return max(sum(room.sector_pages[part] for part in group & parts) for group in self._groups)
 
     def free(self, rank: str, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that are left at a rank when every instance has all of its cap."""
-        held = sum(caps[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
-        return self.pages[rank] - self._weights(rank, shape.weights[rank]) - held
+        held = sum(caps[home] * max(self._kv(rank, path).pages) for home, path in shape.paths.items())
+        return self.pages[rank] - self._weight_pages(rank, shape.weights[rank]) - held
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
-        here = shape.paths[flip.home].shards_of(flip.target)
-        more = self.sector_pages(flip.target, (*here, flip.layer)) - self.sector_pages(flip.target, here)
-        weights = () if flip.layer in shape.weights[flip.target] else (flip.layer,)
-        return caps[flip.home] * more + self._weights(flip.target, weights)
+        here, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
+        new = [part for part in room.parts_of(flip.shards) if part not in here.parts]
+        more = max(a + b for a, b in zip(here.pages, self._by_group(room, new), strict=True)) - max(here.pages)
+        weights = 0
+        for shards in layers_of(flip.shards, self._layer):
+            first = min(shards) // self._layer * self._layer
+            have = shape.weights[flip.target].intersection(range(first, first + self._layer))
+            weights += self._weight_pages(flip.target, have | shards) - self._weight_pages(flip.target, have)
+        return caps[flip.home] * more + weights
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
-        layers = range(len(self.rooms[home].weight_pages))
-        pages = self.pages[home] - self._weights(home, layers)
-        return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, layers))
+        pages = self.pages[home] - self.rooms[home].weights_of(self._every)
+        return min(self.rooms[home].most_sectors, max(0, pages) // self.sector_pages(home, self._every))
 
     def staged(self, home: str) -> int:
         """Count the sectors that an instance can have by itself with room left for a layer of another like it."""
-        layers = range(len(self.rooms[home].weight_pages))
-        pages = self.pages[home] - self._weights(home, layers)
-        layer = max(self.sector_pages(home, (layer,)) for layer in layers)
-        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, layers) + layer))
+        pages, every = self.pages[home] - self.rooms[home].weights_of(self._every), self._every
+        return min(self.alone(home), max(0, pages) // (self.sector_pages(home, every) + self._layer_pages(home)))
 
-    def caps(self, shape: Shape) -> dict[str, int]:
-        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left."""
+    def staging(self, caps: Mapping[str, int]) -> dict[str, int]:
+        """Return the pages of each rank that a layer more of any instance needs there."""
+        return {rank: max(caps.values()) * self._layer_pages(rank) for rank in self.pages}
+
+    def caps(self, shape: Shape, *, staging: bool = False) -> dict[str, int]:
+        """Return the most sectors for each instance: the same multiple of what it has alone, then what is left.
+
+        With `staging` each rank keeps room for a layer more of any of them.
+        """
         base = {home: self.alone(home) for home in shape.paths}
         none = dict.fromkeys(base, 0)
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
+        layer = {rank: self._layer_pages(rank) if staging else 0 for rank in self.pages}
         factor = math.inf
         for rank in self.pages:
-            cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.layers_at(rank).items())
+            cost = sum(base[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())
+            cost += max(base.values()) * layer[rank]
             factor = min(factor, max(0, free[rank]) / cost) if cost else factor
         caps = {home: min(self.rooms[home].most_sectors, int(count * factor)) for home, count in base.items()}
         for home, path in shape.paths.items():
             more = min(
-                self.free(rank, shape, caps) // self.sector_pages(rank, path.shards_of(rank))
+                (self.free(rank, shape, caps) - max(caps.values()) * layer[rank])
+                // (self.sector_pages(rank, path.shards_of(rank)) + layer[rank])
                 for rank in dict.fromkeys(path.ranks)
             )
             caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))
         return caps
 
+    def _kv(self, rank: str, path: LayerPath) -> _Held:
+        """Return what a rank has of the keys and values of an instance; remembered, as plans ask again and again."""
+        found = self._held.get((rank, path))
+        if found is None:
+            room = self.rooms[rank]
+            parts = frozenset(room.parts_of(path.shards_of(rank)))
+            found = self._held[rank, path] = _Held(parts, self._by_group(room, parts))
+        return found
 
-def plan_transition(now: Shape, target: Shape, books: Books, caps: Mapping[str, int]) -> Transition:
+    def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
+        """Return the pages of a sector in parts of the KV cache, for each group of layers."""
+        return [sum(room.sector_pages[part] for part in parts if part in group) for group in self._groups]
+
+    def _weight_pages(self, rank: str, shards: frozenset[int]) -> int:
+        found = self._weights.get((rank, shards))
+        if found is None:
+            found = self._weights[rank, shards] = self.rooms[rank].weights_of(shards)
+        return found
+
+    def _layer_pages(self, rank: str) -> int:
+        """Return the pages that a sector needs at a rank in the layer that needs most."""
+        every, size = self._every, self._layer
+        return max(self.sector_pages(rank, every[first : first + size]) for first in every[::size])
+
+
+def plan_transition(
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None = None
+) -> Transition:
     """Order the flips from one shape to another, and say which caps leave them room: as high as may be.
 
-    `caps` are those in force. Raises `CapacityError` if an instance would have no sector at all.
+    `caps` are those in force; `layers_per_step` is how many layers of an instance flip at one pause at the most, None:
+    as many as there is room for. Raises `CapacityError` if an instance would have no sector at all.
     """
     final = books.caps(target)
     caps = {home: min(cap, final[home]) for home, cap in caps.items()}
+    most = layers_per_step or len(now.paths[now.members[0]].ranks)
     while True:
-        flips, stuck = _walk(now, target, books, caps)
+        rounds, stuck = _walk(now, target, books, caps, partial(_round, most))
+        if stuck is not None:
+            rounds, stuck = _walk(now, target, books, caps, _single)
         if stuck is None:
-            return Transition(tuple(flips), caps)
+            return Transition(tuple(rounds), caps)
         caps = _lowered(*stuck, books, caps)
 
 
+def plan_quickly(
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], layers_per_step: int | None = None
+) -> Transition:
+    """Order the flips as `plan_transition` does, but with lower caps where these save rounds, and nobody needs more.
+
+    What live requests have and are promised keeps `HEADROOM` for others that come meanwhile.
+    """
+    found = plan_transition(now, target, books, caps, layers_per_step)
+    needed = {home: math.ceil(HEADROOM * books.rooms[home].committed_sectors) for home in caps}
+    lower = {home: min(cap, max(needed[home], cap // 2)) for home, cap in found.caps.items()}
+    if lower == found.caps:
+        return found
+    quick = plan_transition(now, target, books, lower, layers_per_step)
+    return quick if quick.caps == lower and len(quick.rounds) < len(found.rounds) else found
+
+
 def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:
-    """List the layers that change their rank."""
-    return [
-        LayerFlip(home, layer, source, goal)
-        for home, path in now.paths.items()
-        for layer, (source, goal) in enumerate(zip(path.ranks, target.paths[home].ranks, strict=True))
-        if source != goal
-    ]
+    """List what changes its rank, each layer by itself: those of its shards that go the same way."""
+    ways: dict[tuple[str, int, str, str], list[int]] = {}
+    for home, path in now.paths.items():
+        for shard, (source, goal) in enumerate(zip(path.ranks, target.paths[home].ranks, strict=True)):
+            if source != goal:
+                ways.setdefault((home, shard // path.shards, source, goal), []).append(shard)
+    return [LayerFlip(home, tuple(shards), source, goal) for (home, _, source, goal), shards in ways.items()]
 
 
 Stuck = tuple[Shape, LayerFlip, int]
 """A flip that has no room, and the pages that lack."""
+RoundOf = Callable[[list[LayerFlip], Shape, Books, Mapping[str, int]], FlipRound]
+"""Chooses what flips next, of single layers, the caps being these: at least one that has room, or nothing."""
 
 
-def _walk(now: Shape, target: Shape, books: Books, caps: Mapping[str, int]) -> tuple[list[LayerFlip], Stuck | None]:
-    """Flip what leaves its target the most room, as long as there is one; return the flips, and what is stuck."""
+def _walk(
+    now: Shape, target: Shape, books: Books, caps: Mapping[str, int], round_of: RoundOf
+) -> tuple[list[FlipRound], Stuck | None]:
+    """Flip round by round, as long as there is room for one; return the rounds, and what is stuck."""
     shape = replace(now, weights={rank: now.kept(rank, target.weights) for rank in now.weights})
     left = flips_between(now, target)
-    done: list[LayerFlip] = []
+    done: list[FlipRound] = []
     while left:
-        rooms = {flip: books.free(flip.target, shape, caps) - books.needed(flip, shape, caps) for flip in left}
-        best = max(left, key=lambda flip: rooms[flip])
-        if rooms[best] < 0:
-            return done, (shape, best, -rooms[best])
-        shape = shape.after(best, target.weights)
-        left.remove(best)
-        done.append(best)
+        chosen = round_of(left, shape, books, caps)
+        if not chosen:
+            best = max(left, key=lambda flip: _left(flip, shape, books, caps))
+            return done, (shape, best, -_left(best, shape, books, caps))
+        for flip in chosen:
+            shape = shape.after(flip, target.weights)
+        gone = {(flip.home, shard) for flip in chosen for shard in flip.shards}
+        left = [flip for flip in left if (flip.home, flip.shards[0]) not in gone]
+        done.append(chosen)
     return done, None
+
+
+def _single(left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
+    """Choose the layer that leaves its target the most room, by itself."""
+    best = max(left, key=lambda flip: _left(flip, shape, books, caps))
+    return (best,) if _left(best, shape, books, caps) >= 0 else ()
+
+
+def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
+    """Choose a layer of each instance in turn, up to `most` of each, as long as all of them have room at once."""
+    free = {rank: books.free(rank, shape, caps) for rank in books.pages}
+    chosen: dict[str, LayerFlip] = {}
+    waiting = sorted(left, key=lambda flip: -_left(flip, shape, books, caps))
+    for _ in range(most):
+        before = len(waiting)
+        for home in shape.paths:
+            for flip in [flip for flip in waiting if flip.home == home]:
+                if (joined := _joined(chosen.get(home), flip)) is None:
+                    continue
+                needed = books.needed(joined, shape, caps) - _needed(chosen.get(home), shape, books, caps)
+                if needed <= free[flip.target]:
+                    chosen[home] = joined
+                    free[flip.target] -= needed
+                    waiting.remove(flip)
+                    break
+        if len(waiting) == before:
+            break
+    return tuple(flip._replace(shards=tuple(sorted(flip.shards))) for flip in chosen.values())
+
+
+def _joined(before: LayerFlip | None, flip: LayerFlip) -> LayerFlip | None:
+    """Return two flips as one; None: they are between other ranks."""
+    if before is None:
+        return flip
+    same = (before.source, before.target) == (flip.source, flip.target)
+    return before.with_more(flip.shards) if same else None
+
+
+def _needed(flip: LayerFlip | None, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
+    return 0 if flip is None else books.needed(flip, shape, caps)
+
+
+def _left(flip: LayerFlip, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
+    """Count the pages that a flip leaves its target."""
+    return books.free(flip.target, shape, caps) - books.needed(flip, shape, caps)
 
 
 def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Mapping[str, int]) -> dict[str, int]:
     """Lower the cap that then has the most slack, of the instances that have layers where a flip finds no room."""
-    at = {**shape.layers_at(flip.target)}
-    at[flip.home] = (*at.get(flip.home, ()), flip.layer)
-    lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, layers)) for home, layers in at.items()}
+    at = {**shape.shards_at(flip.target)}
+    at[flip.home] = (*at.get(flip.home, ()), *flip.shards)
+    lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, shards)) for home, shards in at.items()}
     home = max(lower, key=lambda home: (lower[home] > 0, lower[home] - books.rooms[home].committed_sectors))
     if lower[home] <= 0:
         room = books.rooms[flip.target]
         raise CapacityError(
-            f"rank {flip.target!r} has no room for layer {flip.layer} of instance {flip.home!r}, "
+            f"rank {flip.target!r} has no room for layer {flip.shards[0] // shape.shards} of instance {flip.home!r}, "
             "however small the caches are; give the ranks more memory",
             requested_bytes=lacking * room.page_bytes,
             free_bytes=max(0, books.free(flip.target, shape, caps)) * room.page_bytes,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Restored
+from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Resharded, Restored
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, StateError
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 class GroupVerbs:
     """Each verb blocks its caller and waits for the one before; requests are served on meanwhile. Not for listeners."""
 
-    _groups: Groups
+    _groups: ReshardingGroups
 
     def keep_staging(self) -> None:
         """Have each rank that is by itself keep the KV of one layer free, so that a drop can begin when all is full.
@@ -42,6 +42,7 @@ class GroupVerbs:
         why: str = "by hand",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Dropped:
         """Have instances drop layers that they hold twice, and compute them for each other; the memory is KV cache.
 
@@ -51,7 +52,8 @@ class GroupVerbs:
         nothing is computed again. With `dry_run` nothing is done. (KunServe, section 4)
 
         With `exchange="stall"` instances stop for all of it, as the paper's do; with `coordinated=False` copies let
-        nothing pass (section 4.2): both are what the others are measured against.
+        nothing pass (section 4.2): both are what the others are measured against. `layers_per_step` layers of an
+        instance change their rank at one pause of it, at the most; None: as many as there is room for.
 
         Raises `CapacityError` if no drop frees so much, or the ranks have no memory for what is asked; `ConfigError`
         for ranks that cannot reach each other, and layers that none would keep; `RankLost`.
@@ -59,7 +61,7 @@ class GroupVerbs:
         _require_no_listener()
         if sum(given is not None for given in (need, layers, plan)) != 1:
             raise ConfigError("drop: give one of need=, layers= and plan=")
-        form = ExchangeForm(exchange, coordinated)
+        form = ExchangeForm(exchange, coordinated, layers_per_step)
         if layers is not None:
             if dry_run:
                 raise ConfigError("drop: dry_run= goes with need= or plan=")
@@ -76,6 +78,7 @@ class GroupVerbs:
         why: str = "by hand",
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Restored:
         """Have instances compute all of their layers themselves again: of a rank's group, or of all; they part then.
 
@@ -83,7 +86,7 @@ class GroupVerbs:
         them, or from the checkpoint; keys and values come back layer by layer. (KunServe, section 4.4)
         """
         _require_no_listener()
-        return self._groups.restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated))
+        return self._groups.restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated, layers_per_step))
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""
@@ -103,13 +106,49 @@ class GroupVerbs:
         timeout_s: float = TIMEOUT_S,
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Migrated:
         """Have another rank compute layers of an instance, from now on; no weights are dropped.
 
         Its keys and values are there then, and count against that rank's memory. (CoCoServe, section 3.3)
         """
         _require_no_listener()
-        return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated))
+        return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated, layers_per_step))
+
+    def reshard(
+        self,
+        instances: str | Sequence[str],
+        *,
+        tp: int,
+        timeout_s: float = TIMEOUT_S,
+        dry_run: bool = False,
+        why: str = "by hand",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
+    ) -> Resharded:
+        """Have `tp` ranks share every layer of their instances: each has a part of the weights, and of the KV heads.
+
+        Whoever computes layers with one of `instances` counts as named; all of them are put together anew, `tp` at a
+        time, in their order. With `tp=1` each has all of its layers again. An instance at degree 2 or 4 has room
+        for longer requests: weights become KV cache, and the keys and values of each request are spread over all of its
+        ranks. Requests go on meanwhile, and nothing is computed again; what does not change its rank is not copied. The
+        other options are as of `drop`. (AMOEBA, section 3)
+
+        Raises `ConfigError` where layers were not cut for it (`wrap={"shards": 4}`), or the ranks are no multiple of
+        `tp`; `CapacityError` if they have no memory for it, `RankLost`.
+        """
+        _require_no_listener()
+        names = (instances,) if isinstance(instances, str) else tuple(instances)
+        form = ExchangeForm(exchange, coordinated, layers_per_step)
+        return self._groups.reshard(names, tp, timeout_s, why, dry_run=dry_run, form=form)
+
+    def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        """Return the blocks of KV cache that one instance could have: of each rank, by how many like it share layers.
+
+        Degrees for which layers were not cut are left out.
+        """
+        return self._groups.capacity(degrees)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of each decoder layer's weights, of which a drop frees some."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -51,6 +51,7 @@ class Verbs(Protocol):
         why: str = ...,
         exchange: Literal["live", "stall"] = ...,
         coordinated: bool = ...,
+        layers_per_step: int | None = ...,
     ) -> Dropped: ...
     def restore(
         self,
@@ -60,6 +61,7 @@ class Verbs(Protocol):
         why: str = ...,
         exchange: Literal["live", "stall"] = ...,
         coordinated: bool = ...,
+        layers_per_step: int | None = ...,
     ) -> Restored: ...
 
 
@@ -137,18 +139,18 @@ class OverloadController:
             self._leave_to(choice, snapshot.at_s)
         elif not waits:
             self._moving_since = None
-        exchange, coordinated = self._settings.exchange, self._settings.coordinated
         if plan.drops:
-            dropped = self._verbs.drop(
-                plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
-            )
+            dropped = self._verbs.drop(plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, **self._form)
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
         for members in plan.restores:
-            restored = self._verbs.restore(
-                members[0], timeout_s=ACT_S, why=self.reason, exchange=exchange, coordinated=coordinated
-            )
+            restored = self._verbs.restore(members[0], timeout_s=ACT_S, why=self.reason, **self._form)
             logger.info("layers were restored (%s): %s; %s", restored.status, self.reason, restored.why)
         return plan
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        """Return how layers are to change their rank; see `Fleet.drop`."""
+        return {name: getattr(self._settings, name) for name in ("exchange", "coordinated", "layers_per_step")}
 
     def _choose(self, snapshot: FleetSnapshot, plan: OverloadPlan) -> Choice | None:
         """Price what could be done instead of a drop, and the drop, and choose.
@@ -157,7 +159,7 @@ class OverloadController:
         """
         if self._added is not None and self._is_adding:
             return self._added
-        planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S)
+        planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
         drop, offers, lacking = drop_offer(planned), [], needed_bytes(snapshot)
         if self._moves and not self._moved_in_vain(snapshot.at_s):
             cost = learned_cost(self._log.events(), MOVED)

@@ -28,7 +28,7 @@ class FleetReadings:
         """Return the fleet as it is now; None: no rank serves. Instances that serve in no group are one each.
 
         `busy`: somebody has layers change their rank just now. A group that has lost a member is left out: it is
-        about to part.
+        about to part; and one whose ranks share layers: that is for who had them share.
         """
         dispatcher, now = self._dispatcher, time.perf_counter()
         with dispatcher.lock:
@@ -38,7 +38,7 @@ class FleetReadings:
             readings = [
                 self._group([serving[name] for name in group.members], group, usual, now)
                 for group in groups
-                if all(name in serving for name in group.members)
+                if group.tp == 1 and all(name in serving for name in group.members)
             ]
             grouped = {name for group in groups for name in group.members}
             for name, instance in serving.items():

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.config import Overload
+from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError
 
-FleetPolicy = Literal["balance", "drop"] | Overload
-"""`balance`: requests move to where there is room. `drop`, or the numbers of it: layers leave when KV runs out."""
+FleetPolicy = Literal["balance", "drop", "lengths"] | Overload | Lengths
+"""`balance`: requests move to where there is room. `drop`, or the numbers of it: layers leave when KV runs out.
+`lengths`, or the numbers of it: instances share their layers for requests that none of them could hold."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class FleetPolicies:
 
     balance: bool = False
     overload: Overload | None = None
+    lengths: Lengths | None = None
 
     @property
     def lookahead(self) -> bool:
@@ -27,14 +29,25 @@ class FleetPolicies:
 
 
 def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
-    """Return one policy or several as a record. Raises `ConfigError` for what is none, or is given twice."""
-    given = () if policy is None else (policy,) if isinstance(policy, str | Overload) else tuple(policy)
-    unknown = [one for one in given if not isinstance(one, Overload) and one not in ("balance", "drop")]
+    """Return one policy or several as a record. Raises `ConfigError` for what is none, is given twice, or cannot be
+    together."""
+    given = () if policy is None else (policy,) if isinstance(policy, str | Overload | Lengths) else tuple(policy)
+    named = {"balance": None, "drop": Overload(), "lengths": Lengths()}
+    unknown = [one for one in given if not isinstance(one, Overload | Lengths) and one not in named]
     if unknown:
-        raise ConfigError(f"policy={unknown[0]!r} must be 'balance', 'drop', an elastic.Overload, or several of these")
-    drops = [Overload() if one == "drop" else one for one in given if one != "balance"]
-    if len(drops) > 1 or given.count("balance") > 1:
-        raise ConfigError(f"policy={given!r} says one of them twice; 'drop' is Overload() with its defaults")
-    overload = drops[0] if drops else None
-    assert overload is None or isinstance(overload, Overload)
-    return FleetPolicies("balance" in given, overload)
+        raise ConfigError(
+            f"policy={unknown[0]!r} must be 'balance', 'drop', 'lengths', an elastic.Overload, an elastic.Lengths, or "
+            "several of these"
+        )
+    meant = [named[one] if isinstance(one, str) else one for one in given]
+    overload = [one for one in meant if isinstance(one, Overload)]
+    lengths = [one for one in meant if isinstance(one, Lengths)]
+    if any(len(same) > 1 for same in (overload, lengths, [one for one in meant if one is None])):
+        raise ConfigError(
+            f"policy={given!r} says one of them twice; 'drop' is Overload() with its defaults, 'lengths' is Lengths()"
+        )
+    if overload and lengths:
+        raise ConfigError(
+            "policy: 'drop' and 'lengths' would change the same layers for different reasons; choose one of them"
+        )
+    return FleetPolicies(None in meant, next(iter(overload), None), next(iter(lengths), None))

@@ -72,6 +72,8 @@ class RequestRecord:
     """Answers that somebody wants to end."""
     refused: dict[str, float] = field(default_factory=dict)
     """Instances that had no room for it, and until when they are not asked again."""
+    unreachable_s: float | None = None
+    """Since when no instance could hold it, however empty."""
     kv: tuple[SequenceKV, ...] = ()
     """Where its keys and values are left, if its instance was lost."""
     source: KVSource | None = None

@@ -24,7 +24,12 @@ class Candidate:
     """Whether a request waits for room at it: later ones do not go before."""
 
     def __post_init__(self) -> None:
-        self.live.extend(self.reading.live)
+        reading = self.reading
+        self.room = reading.room
+        """KV of its live requests together."""
+        self.short_tokens = reading.room if reading.degree == 1 else reading.capacity.get(reading.degree // 2, 0)
+        """The largest request that does not need its degree."""
+        self.live.extend(reading.live)
         self._added = 0
         self._counted = self._sum = -1
 
@@ -53,7 +58,9 @@ class Candidate:
 
     def holds(self, kv: LiveTokens) -> bool:
         """Tell whether a request could begin here now, and all that are here end; and part, if it is a short one."""
-        room = self.reading.room
+        room = self.room
+        if self.reading.slots is not None and len(self.live) - len(self.reading.live) >= self.reading.slots:
+            return False
         if self.promised or sum(kv) > room or self.to_end + kv.held > room:
             return False
         return tokens_to_end([*self.live, kv]) <= room and self._parts_with(kv)

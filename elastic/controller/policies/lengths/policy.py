@@ -29,6 +29,8 @@ from elastic.controller.policies.lengths.snapshot import (
     tokens_to_end,
 )
 
+MOST_PASSED = 64
+"""A request is sent past so many that wait for room at the most; so what a tick takes does not grow with the queue."""
 MOST_REGRETS = 3
 """The dwell doubles with each time in a row that instances parted too early, so many times at most."""
 
@@ -127,6 +129,8 @@ class _Decision:
         self.ups: list[ScaleUp] = []
         self.refused: list[str] = []
         self.left: list[WaitingRequest] = []
+        self.short_waiting = 0
+        self.short_tokens = _short_tokens(self.candidates)
         for candidate in self.candidates:
             one = self.large.get(frozenset(candidate.reading.ranks))
             candidate.open = one is None or one.closed_s is None
@@ -177,8 +181,7 @@ class _Decision:
             self.targets[name] = ranks
             if len(members) > 1:
                 self.planned[ranks] = members
-                for member in members:
-                    member.taken = True
+                self._take(members)
 
     def _place(self, request: WaitingRequest) -> None:
         """Send a request to an instance, or promise it one."""
@@ -186,7 +189,10 @@ class _Decision:
         if target in self.planned:
             self._await(request, target)
             return
-        able = [one for one in self.candidates if not one.taken and one.reading.room >= request.tokens]
+        if self.short_waiting >= MOST_PASSED and request.tokens <= self.short_tokens:
+            self.left.append(request)
+            return
+        able = [one for one in self.candidates if not one.taken and one.room >= request.tokens]
         takes = [one for one in able if self._takes(one, request)]
         kept = [one for one in takes if frozenset(one.reading.ranks) == target]
         if all(one.reading.needs_degree(request.tokens) for one in able):
@@ -197,9 +203,17 @@ class _Decision:
             if now is not None:
                 self._send(request, now)
             else:
+                self.short_waiting += 1
                 self._promise(request, (kept or [best])[0])
         else:
+            self.short_waiting += 1
             self.left.append(request)
+
+    def _take(self, members: Sequence[Candidate]) -> None:
+        """Note that instances become one: they take nothing by themselves."""
+        for member in members:
+            member.taken = True
+        self.short_tokens = _short_tokens(self.candidates)
 
     def _place_long(
         self, request: WaitingRequest, takes: Sequence[Candidate], kept: Sequence[Candidate], *, able: bool
@@ -265,8 +279,7 @@ class _Decision:
         if merger is None:
             return False
         self.planned[merger.ranks] = list(merger.members)
-        for member in merger.members:
-            member.taken = True
+        self._take(merger.members)
         self._await(request, merger.ranks)
         return True
 
@@ -341,6 +354,11 @@ class _Decision:
 
 def _by_load(candidate: Candidate) -> tuple[float, int, str]:
     return candidate.load_s, candidate.reading.degree, candidate.reading.name
+
+
+def _short_tokens(candidates: Sequence[Candidate]) -> int:
+    """Return the largest request that needs the degree of no instance by which it could be held."""
+    return max((one.short_tokens for one in candidates if not one.taken), default=0)
 
 
 def _room(members: Sequence[Candidate]) -> int:

@@ -1,4 +1,7 @@
-"""One moment of a fleet whose instances change their degree, in frozen records. Seconds in `*_s`, KV in tokens."""
+"""One moment of a fleet whose instances change their degree, in frozen records. Seconds in `*_s`, KV in tokens.
+
+A fleet counts KV in blocks: any unit does that is the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ class InstanceReading:
     """and how many it computes in a second."""
     busy: bool = False
     """True while it becomes another."""
+    slots: int | None = None
+    """Requests that it takes besides those that it has, however small; None: any number."""
 
     @property
     def degree(self) -> int:

@@ -48,6 +48,14 @@ def test_an_instance_of_which_another_rank_computes_some_layers() -> None:
     assert "r1 122111 0, 3-5 of i-r1; 1-2 of i-r0, i-r1" in text
 
 
+def test_two_instances_that_share_some_layers() -> None:
+    path = ["r0+r1"] * 4 + ["r1"] * 2
+    text = drawn(fleet({"r0": path, "r1": path}, {"r0": [4, 5]}))
+    assert "r0 2222·· parts of 0-3 of i-r0, i-r1; dropped 4-5" in text
+    assert "r1 222222 parts of 0-3 of i-r0, i-r1; 4-5 of i-r0, i-r1" in text
+    assert stages(fleet({"r0": ["r0+r1"] * 6}, {})) is not None
+
+
 def test_where_each_computes_its_own_there_is_no_grid() -> None:
     assert stages(fleet({"r0": [], "r1": []}, {})) is None
     assert stages(fleet({"r0": ["r0"] * 6, "r1": ["r1"] * 6}, {})) is None

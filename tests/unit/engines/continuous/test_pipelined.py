@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
 from elastic.memory.backends.shared_file import OpenFile, open_shared
 from support import architectures
-from support.cluster.engine_group import EngineGroup
+from support.cluster.engine_group import EngineGroup, read_file
 from support.serving.generations import Collector, continuation, prompts
 from support.wrapped_model import layers as decoder_layers
 
@@ -112,19 +111,13 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
         per_sector = engine._memory.blocks_per_sector(group)
         with open_shared(kv.file) as file:
             sectors = {
-                sector: b"".join(read(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
+                sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
                 for sector, pages in kv.pages[layer].items()
             }
         for name, sequence in engine._loop.scheduler.sequences.items():
             places = [divmod(block, per_sector) for block in sequence.table.blocks[group]]
             found[name, layer] = [sectors[sector][i * size : (i + 1) * size] for sector, i in places]
     return found
-
-
-def read(file: OpenFile, offset: int, nbytes: int) -> bytes:
-    buffer = ctypes.create_string_buffer(nbytes)
-    file.read_into(ctypes.addressof(buffer), offset, nbytes)
-    return buffer.raw
 
 
 @pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
@@ -204,6 +197,24 @@ def test_prepared_layers_that_are_given_up_leave_nothing(group: Callable[..., En
     ranks.move("a", (1, 2), "b")
     with pytest.raises(StateError, match="are computed here"):
         ranks["b"].give_up_layers("a", (1,))
+    ranks.part("a")
+
+
+def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab")
+    ranks.join("a", "b")
+    engine = ranks["a"]
+    began = engine.begin_exchange((1, 2))
+    with pytest.raises(StateError, match="not prepared"):
+        engine.flip(engine.path.moved((1, 2), "b"))
+    assert engine.written_blocks() == ((),)
+    ranks["b"].prepare_layers("a", (1, 2), began)
+    ranks["b"].copy_layers("a", engine.layers_kv((1, 2)))
+    engine.flip(engine.path.moved((1, 2), "b"))
+    with pytest.raises(StateError, match="no exchange has begun"):
+        engine.written_blocks()
+    engine.begin_exchange((1,))
+    engine.end_exchange()
     ranks.part("a")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.planning.arrangement.caps import GAIN, KEPT, Need, SharedMemory, better_caps, caps_by_need
+from elastic.planning.arrangement.caps import GAIN, KEPT, Need, SharedMemory, better_caps, caps_by_need, largest_caps
 
 HALVES = SharedMemory({"a": 300, "b": 300}, {"a": {"a": 3, "b": 3}, "b": {"a": 3, "b": 3}})
 """Two instances, half of the layers at each of two ranks: 100 sectors together."""
@@ -80,3 +80,29 @@ def test_what_does_not_fit_changes_nothing() -> None:
 def test_an_instance_that_uses_other_ranks_is_not_held_back_by_them() -> None:
     apart = SharedMemory({"a": 300, "b": 30}, {"a": {"a": 3}, "b": {"b": 3}})
     assert caps_by_need(apart, {"a": Need(0, 5, 1000), "b": Need(5, 5, 1000)}, {"a": 5, "b": 5}) == {"a": 100, "b": 10}
+
+
+def test_the_largest_request_goes_before_what_others_keep() -> None:
+    needs = {"a": Need(0, 95, 1000, short=True, largest=95), "b": Need(0, 200, 1000, short=True)}
+    caps = better_caps(HALVES, needs, FAIR, FAIR)
+    assert caps is not None
+    assert caps["a"] >= 95
+    assert better_caps(HALVES, needs, FAIR, caps) is None
+
+
+def test_caps_change_by_less_than_the_gain_where_a_request_needs_it() -> None:
+    needs = {"a": Need(0, 52, 1000, short=True), "b": Need(0, 0, 1000)}
+    assert better_caps(HALVES, needs, FAIR, {"a": 51, "b": 49}) is not None, "slack is much more"
+    tight = {"a": Need(0, 52, 52, short=True), "b": Need(0, 0, 1000)}
+    assert better_caps(HALVES, tight, FAIR, {"a": 51, "b": 49}) is None
+    assert better_caps(HALVES, {**tight, "a": replace(tight["a"], largest=52)}, FAIR, {"a": 51, "b": 49}) is not None
+
+
+@given(groups())
+def test_the_largest_cap_fits_with_nothing_of_the_others_and_no_more_does(given_: tuple) -> None:
+    memory, needs, _ = given_
+    most = {home: need.most for home, need in needs.items()}
+    for home, count in largest_caps(memory, most).items():
+        caps = {**dict.fromkeys(needs, 0), home: count}
+        assert min(memory.free(caps).values()) >= 0
+        assert count == most[home] or min(memory.free({**caps, home: count + 1}).values()) < 0

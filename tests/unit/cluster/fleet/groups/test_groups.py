@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import CapacityError, ConfigError, StateError
-from elastic.cluster.control.stage_questions import FlipLayers, LosePeer, PrepareLayers, Recover, Room, SetCap
+from elastic.cluster.control.stage_questions import (
+    AttachStage,
+    FlipLayers,
+    LosePeer,
+    OpenStage,
+    PrepareLayers,
+    Recover,
+    Room,
+    SetCap,
+)
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.targets import shape_keeping
 from elastic.cluster.fleet.groups.transition import Books, Shape, plan_transition
@@ -21,7 +31,7 @@ from elastic.cluster.fleet.records.requests import new_record
 from elastic.engines.base import Request, Sampling
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError, RankLost
-from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank
+from support.cluster.fake_group import ALONE, KV, LAYERS, SECTOR, WEIGHT, GroupRank, whole
 from support.cluster.fake_rank import FakeLauncher
 from support.serving.generations import Collector
 
@@ -163,20 +173,44 @@ def test_room_for_one_layer_lets_full_instances_drop_though_no_request_ends(flee
     assert a.cap is None
 
 
+def test_room_for_one_layer_stays_in_a_group_that_can_drop_more(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    fleet.keep_staging()
+    for layers in range(1, 4):
+        for rank in (a, b):
+            rank.committed, rank.stuck = rank.cap, True
+        done = fleet.drop(layers={"r0": range(6 - layers, 6), "r1": range(layers)}, timeout_s=0.05)
+        assert (done.status, done.flips) == ("applied", 2)
+        for rank in (a, b):
+            assert rank.committed < rank.cap
+            rank.check()
+            left = rank.free(rank.cap)
+            assert left >= rank.cap * SECTOR if layers < 3 else left < 2 * LAYERS
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     layers=st.integers(2, 12), weight=st.integers(0, 30), sectors=st.integers(1, 60), ranks=st.integers(2, 4),
-    data=st.data(),
+    most=st.sampled_from([1, 2, 3, None]), data=st.data(),
 )  # fmt: skip
 def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
-    layers: int, weight: int, sectors: int, ranks: int, data: st.DataObject
+    layers: int, weight: int, sectors: int, ranks: int, most: int | None, data: st.DataObject
 ) -> None:
     names = [f"r{number}" for number in range(ranks)]
     sizes = (2,) * layers
     pages = sectors * sum(sizes) + data.draw(st.integers(0, 20))
     every = frozenset(range(layers))
     rooms = {
-        name: Room(LayerPath.alone(name, layers), pages, 4096, sizes, 10**6, sectors, (weight,) * layers, every)
+        name: Room(
+            LayerPath.alone(name, layers),
+            pages,
+            4096,
+            sizes,
+            10**6,
+            sectors,
+            (whole(weight),) * layers,
+            every,
+        )
         for name in names
     }
     now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
@@ -185,15 +219,131 @@ def test_equal_ranks_that_keep_room_for_a_layer_find_an_order_however_full(
     kept = {name: frozenset(layer for layer in every if layer % ranks == number) for number, name in enumerate(names)}
     target = shape_keeping(now, kept, {})
     if min(caps.values()) and min(books.caps(target).values()) >= max(caps.values()):
-        transition = plan_transition(now, target, books, caps)
+        transition = plan_transition(now, target, books, caps, most)
         assert transition.caps == caps
         shape = replace(now, weights={name: now.kept(name, target.weights) for name in names})
-        for flip in transition.flips:
-            assert books.free(flip.target, shape, caps) >= books.needed(flip, shape, caps)
-            shape = shape.after(flip, target.weights)
+        for flips in transition.rounds:
+            assert len({flip.home for flip in flips}) == len(flips)
+            assert all(len(flip.shards) <= (most or layers) for flip in flips)
+            for name in names:
+                coming = sum(books.needed(flip, shape, caps) for flip in flips if flip.target == name)
+                assert books.free(name, shape, caps) >= coming
+            for flip in flips:
+                shape = shape.after(flip, target.weights)
             assert all(books.free(name, shape, caps) >= 0 for name in names)
         assert shape.paths.keys() == target.paths.keys()
         assert all(shape.paths[name].ranks == target.paths[name].ranks for name in names)
+
+
+def flips_of(ranks: list[GroupRank]) -> list[list[tuple[int, ...]]]:
+    """List the layers of each pause of each rank's own instance."""
+    asked = [[question.path.ranks for question in rank.asked if isinstance(question, FlipLayers)] for rank in ranks]
+    alone = [(rank.name,) * LAYERS for rank in ranks]
+    return [
+        [tuple(i for i in range(LAYERS) if a[i] != b[i]) for a, b in pairwise([begin, *paths])]
+        for begin, paths in zip(alone, asked, strict=True)
+    ]
+
+
+def test_as_many_layers_flip_at_a_pause_as_there_is_room_for_on_both_sides(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    fleet.keep_staging()
+    for rank in ranks:
+        rank.committed, rank.stuck = rank.cap, True
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, timeout_s=0.05)
+    assert (dropped.status, dropped.flips) == ("applied", 6)
+    assert flips_of(ranks) == [[(3,), (4,), (5,)], [(0,), (1,), (2,)]]
+    for rank in ranks:
+        rank.check()
+
+
+def test_instances_that_use_little_change_all_their_layers_at_one_pause(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    for verb in (lambda: fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}), fleet.restore):
+        for rank in ranks:
+            rank.asked.clear()
+            rank.committed = ALONE // 5
+        assert verb().status == "applied"
+        assert [sum(isinstance(each, FlipLayers) for each in rank.asked) for rank in ranks] == [1, 1]
+    assert_alone(fleet, ranks)
+
+
+def test_what_a_round_frees_lets_more_layers_flip_in_the_next_one() -> None:
+    every, names = frozenset(range(LAYERS)), ("r0", "r1")
+    sizes, weights = (
+        (SECTOR,) * LAYERS,
+        (whole(2 * ALONE),) * LAYERS,
+    )  # weights of a layer: twice its keys and values
+    pages = ALONE * LAYERS
+    rooms = {n: Room(LayerPath.alone(n, LAYERS), pages, 4096, sizes, 1000, ALONE, weights, every) for n in names}
+    now = Shape({name: rooms[name].path for name in names}, dict.fromkeys(names, every))
+    books = Books(rooms, KV, now)
+    target = shape_keeping(now, {"r0": frozenset(range(3)), "r1": frozenset(range(3, 6))}, {})
+    transition = plan_transition(now, target, books, {name: books.staged(name) for name in names})
+    layers = [[(flip.home, flip.shards) for flip in flips] for flips in transition.rounds]
+    assert layers == [[("r0", (3,)), ("r1", (0,))], [("r0", (4, 5)), ("r1", (1, 2))]]
+
+
+@pytest.mark.parametrize(("most", "pauses"), [(1, 3), (2, 2), (3, 1), (None, 1)])
+def test_no_more_layers_flip_at_a_pause_than_is_asked(fleets: Any, most: int | None, pauses: int) -> None:
+    fleet, ranks = fleets()
+    fleet.keep_staging()
+    for rank in ranks:
+        rank.committed = rank.cap
+        rank.budget += 3 * ALONE * SECTOR
+    fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, layers_per_step=most)
+    assert [len(layers) for layers in flips_of(ranks)] == [pauses, pauses]
+    assert all(len(layers) <= (most or LAYERS) for flips in flips_of(ranks) for layers in flips)
+    for rank in ranks:
+        rank.check()
+
+
+def test_a_flip_beside_one_that_fails_is_done(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    b.fails = lambda question: StateError("the copy failed") if isinstance(question, FlipLayers) else None
+    partial = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, layers_per_step=1)
+    assert (partial.status, partial.flips, partial.freed_bytes) == ("partial", 1, LAYER_BYTES)
+    assert (len(a.path.guests), b.path.guests) == (1, ())
+    for rank in (a, b):
+        rank.check()
+
+
+@pytest.mark.parametrize("question", [OpenStage, AttachStage])
+def test_a_connection_that_fails_leaves_none_open(fleets: Any, question: type) -> None:
+    fleet, (a, b) = fleets()
+    b.fails = lambda asked: StateError("it does not connect") if isinstance(asked, question) else None
+    deferred = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    assert (deferred.status, deferred.flips) == ("deferred", 0)
+    assert "does not connect" in deferred.why
+    assert_alone(fleet, [a, b])
+    b.fails = lambda asked: None
+    assert fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}).status == "applied"
+
+
+def test_requests_that_wait_get_what_a_round_has_freed_before_the_next(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    fleet.keep_staging()
+    for rank in ranks:
+        rank.committed, rank.stuck = rank.cap, True
+        ask_for(fleet, rank, 1000)
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}, timeout_s=0.05)
+    assert (dropped.status, dropped.flips) == ("applied", 6)
+    for rank in ranks:
+        caps = [asked.sectors for asked in rank.asked if isinstance(asked, SetCap)]
+        assert caps == sorted(caps)
+        assert len(set(caps)) == 3
+        rank.fill()
+        rank.check()
+    steps = [what for what, _ in dropped.timeline]
+    assert steps[2:] == ["2 layers flipped", "4 layers flipped", "caps raised", "6 layers flipped", "caps raised"]
+    assert [seconds for _, seconds in dropped.timeline] == sorted(seconds for _, seconds in dropped.timeline)
+
+
+def test_layers_per_step_is_a_number(fleets: Any) -> None:
+    fleet, _ = fleets()
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="layers_per_step"):
+            fleet.drop(LAYER_BYTES, layers_per_step=wrong)
 
 
 @pytest.mark.parametrize("question", [PrepareLayers, FlipLayers])
@@ -221,7 +371,7 @@ def test_a_flip_that_fails_leaves_a_group_that_serves_on(fleets: Any, question: 
 
 def test_layers_of_one_instance_are_computed_elsewhere_without_a_drop(fleets: Any) -> None:
     fleet, (a, b) = fleets()
-    moved = fleet.migrate("r0", (4, 5), "r1")
+    moved = fleet.migrate("r0", (4, 5), "r1", layers_per_step=1)
     assert (moved.status, moved.flips, moved.layers) == ("applied", 2, (4, 5))
     assert a.path.ranks == ("r0",) * 4 + ("r1",) * 2
     assert b.path.guests == ()

@@ -38,7 +38,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def test_a_drop_costs_the_kv_of_its_layers_and_a_pause_for_each(fleet: Fleet) -> None:
-    planned = fleet.drop(3 * PAGES * 4096, dry_run=True)
+    planned = fleet.drop(3 * PAGES * 4096, dry_run=True, layers_per_step=1)
     price = planned.price
     assert price is not None
     assert (price.relieved_bytes, price.flips, price.slower) == (planned.freed_bytes, 3, 0.0)
@@ -48,6 +48,15 @@ def test_a_drop_costs_the_kv_of_its_layers_and_a_pause_for_each(fleet: Fleet) ->
     assert fleet.groups() == ()
     done = fleet.drop(3 * PAGES * 4096)
     assert (done.flips, done.freed_bytes, done.price) == (price.flips, price.relieved_bytes, None)
+
+
+def test_a_drop_of_several_layers_at_a_pause_costs_fewer_pauses(fleet: Fleet) -> None:
+    planned = {most: fleet.drop(6 * PAGES * 4096, dry_run=True, layers_per_step=most).price for most in (1, 2, 3, None)}
+    pauses = {most: price.flips for most, price in planned.items() if price is not None}
+    assert pauses == {1: 6, 2: 4, 3: 2, None: 2}
+    copying_s = CostWeights().disturbance * PRIOR.byte_s * 6 * ALONE * SECTOR * 4096
+    seconds = {most: price.seconds - copying_s for most, price in planned.items() if price is not None}
+    assert seconds == pytest.approx({most: count * PRIOR.pause_s for most, count in pauses.items()})
 
 
 def test_a_larger_drop_costs_more_and_a_second_one_what_it_adds(fleet: Fleet) -> None:

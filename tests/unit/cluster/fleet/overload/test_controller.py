@@ -150,7 +150,11 @@ def test_a_burst_has_layers_dropped_and_its_end_has_them_restored(world: Callabl
 
 
 @pytest.mark.parametrize(
-    "form", [{"exchange": "live", "coordinated": True}, {"exchange": "stall", "coordinated": False}]
+    "form",
+    [
+        {"exchange": "live", "coordinated": True, "layers_per_step": 2},
+        {"exchange": "stall", "coordinated": False, "layers_per_step": None},
+    ],
 )
 def test_layers_are_exchanged_as_the_settings_say(world: Callable[..., World], form: dict[str, Any]) -> None:
     w = world(replace(AT_ONCE, **form))

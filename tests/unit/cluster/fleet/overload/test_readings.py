@@ -112,6 +112,12 @@ def test_a_group_has_the_capacity_of_its_members_and_remembers_what_they_had_alo
     assert (group.capacity_bytes, group.base_bytes) == (30 * EACH, 20 * EACH)
 
 
+def test_a_group_whose_ranks_share_layers_is_left_to_who_had_them_share(fleet: Fleet) -> None:
+    seen = readings(fleet)
+    assert seen.read((PAIR,), WEIGHTS) is not None
+    assert seen.read((replace(PAIR, tp=2),), WEIGHTS) is None
+
+
 def test_a_group_that_has_lost_a_member_is_left_out(fleet: Fleet, launcher: FakeLauncher) -> None:
     launcher.ranks["r1"].die()
     seen = readings(fleet)

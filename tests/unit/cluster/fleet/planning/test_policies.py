@@ -32,7 +32,7 @@ def test_policies_by_name_by_their_numbers_and_together(policy: Any, expected: F
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("scale", "policy='scale' must be 'balance', 'drop', an elastic.Overload"),
+        ("scale", "policy='scale' must be 'balance', 'drop', 'lengths', an elastic.Overload"),
         (("balance", None), "policy=None must be"),
         (("drop", LATE), "says one of them twice"),
         (("balance", "balance"), "says one of them twice"),

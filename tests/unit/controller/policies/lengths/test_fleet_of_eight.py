@@ -46,7 +46,11 @@ def simulate(scheduler: Scheduler, offered: list[Offered], noise: random.Random 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_throughput_is_a_quarter_more_than_that_of_schedulers_which_know_no_degrees(seed: int) -> None:
-    """All offered is served, where they have made all instances large. Every long one is served within minutes."""
+    """All offered is served, where they have made all instances large. Every long one is served within minutes.
+
+    This load was chosen when its figures were known, and the policy was tuned on these seeds: see
+    `benchmarks/reshard.py --only schedulers` for other loads, and for seeds that were drawn afterwards.
+    """
     offered = hybrid(seed)
     own, others = (
         simulate(Lengthwise(), offered),
@@ -151,10 +155,14 @@ def test_long_requests_again_and_again_keep_one_instance_large() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_noise_does_not_make_instances_change_to_and_fro(seed: int) -> None:
-    """Every change up is for a long request, and no instance parts before the dwell is over."""
-    offered = hybrid(seed, outputs=(128, 512))
+@pytest.mark.parametrize(
+    ("seed", "outputs", "long_ones"),
+    [*((seed, (128, 512), 1.0) for seed in range(3)), (0, (768, 1280), 2.0)],
+)
+def test_noise_does_not_make_instances_change_to_and_fro(seed: int, outputs: tuple[int, int], long_ones: float) -> None:
+    """Every change up is for a long request, and no instance parts before the dwell is over; also where more comes
+    than all can compute, and the queue grows all the time."""
+    offered = hybrid(seed, outputs=outputs, longs=long_ones)
     fleet = simulate(Watched(), offered, random.Random(seed))
     longs = sum(one.name[0] == "l" for one in offered)
     ups = [change for change in fleet.changes if change[1] == "up"]

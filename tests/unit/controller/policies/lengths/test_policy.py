@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from elastic.config import Lengths
-from elastic.controller.policies.lengths.candidates import lower_degree
-from elastic.controller.policies.lengths.policy import LengthPlan, LengthPolicy, LengthState, ScaleDown, ScaleUp
+from elastic.controller.policies.lengths.candidates import Candidate, lower_degree
+from elastic.controller.policies.lengths.policy import (
+    MOST_PASSED,
+    LengthPlan,
+    LengthPolicy,
+    LengthState,
+    ScaleDown,
+    ScaleUp,
+)
 from elastic.controller.policies.lengths.snapshot import (
     InstanceReading,
     LengthSnapshot,
@@ -246,3 +253,13 @@ def test_a_long_queue_is_looked_through_in_order(waiting: int) -> None:
     queue = [waits(f"r{number}", 400, float(number)) for number in range(waiting)]
     plan = decide([instance("a"), instance("b")], *queue)
     assert [name for name, _ in plan.routes] == [f"r{number}" for number in range(min(4, waiting))]
+
+
+@pytest.mark.parametrize("waiting", [1000, 5000])
+def test_what_a_tick_looks_at_does_not_grow_with_the_queue(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(Candidate, "holds", lambda candidate, kv: looked.append(kv) or False)
+    queue = [waits(f"r{number}", 100 + number % 400) for number in range(waiting)]
+    plan = decide([instance(name, 900) for name in "abcd"], *queue, waits("long", 2500))
+    assert len(looked) <= 2 * MOST_PASSED
+    assert [up.request for up in plan.ups] == ["long"], "who needs several ranks together is not passed over"

@@ -1,0 +1,57 @@
+"""Ranks that share every layer when a request is too long for each: what it gives and what it costs.
+
+    python benchmarks/reshard.py [--only NAME …] [--rounds 5]
+
+On two pinned cores; ranks serve the Llama of 40M parameters of `serving.py` in 246 MiB each, its layers cut in four.
+Targets (`AMOEBA`, the paper's section 4), fixed before the figures were taken; rows:
+
+- `kv`: of a cache of 90 % use, what leaves and what stays: local part over the paper's base form at most .4
+- `weights`: shards that leave and return, per layer: up at most .2 of the paper's base (partial swap), both at most .3
+  of the way through host memory (here memcpy against memcpy)
+- `context`: the longest request at degree 1, 2 and 4, which is served: at 2 more than twice that at 1, and .99 of what
+  budgets leave room for
+- `steps`: running answers while so many layers change their rank at each pause, and while instances stop for all of
+  them: gaps over those at rest, at 1 layer the share of the copies' core beside it
+- `schedulers`: eight simulated ranks and the paper's arrivals: tokens a second over round robin and least load first at
+  least 1.25
+- `hybrid`: short requests, and long ones that fit no rank: by the policy of lengths, by layers dropped in time, and
+  with ranks that always are a pipeline, by themselves, or share layers: tokens a second in time at least 1.5 of `drop`,
+  and all long ones served
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import arguments, finish, table
+from reshard_fleets import context, hybrid, steps
+from reshard_local import kv, weights
+from reshard_schedulers import schedulers
+from serving import flat, save_model
+
+ROWS = {row.__name__: row for row in (kv, weights, context, steps, schedulers, hybrid)}
+
+
+def main() -> None:
+    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}}
+    options = arguments(__doc__.splitlines()[0], **more)
+    if options.device != "cpu":
+        sys.exit("this benchmark pins ranks to cores: it is for a CPU")
+    rounds = 1 if options.quick else min(options.rounds, 5)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(Path(folder))
+        for name in options.only:
+            begin = time.perf_counter()
+            results[name] = ROWS[name](path, rounds, options.quick)
+            table([f"{name} ({time.perf_counter() - begin:.0f} s)", ""], list(flat(results[name])))
+            print(flush=True)
+    finish("reshard", "cpu", results)
+
+
+if __name__ == "__main__":
+    main()

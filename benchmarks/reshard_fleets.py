@@ -1,0 +1,286 @@
+"""The rows `context`, `steps` and `hybrid` of `reshard.py`: ranks that share layers under running requests."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import SEED, percentiles, ratio
+from serving import Answer, Load, fleet, prompt, summary, warm_up
+
+import elastic
+from elastic.engines.base import Request
+
+PLACE, ROOMY = "cpu#{}=246MiB", "cpu#{}=512MiB"
+LAYERS, BLOCK_TOKENS, SHARDS, CONTEXT = 12, 32, 4, 8192
+TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
+"""Keys and values of 8 heads of 64 in float32."""
+ENGINE = {"block_tokens": BLOCK_TOKENS, "max_requests": 64, "max_batch_tokens": 256, "share_prefixes": False}
+WRAP = {"shards": SHARDS}
+LENGTHS = elastic.Lengths(most_ranks=2, dwell_s=1.0, patience_s=5.0)
+OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
+FORMS: dict[str, dict[str, Any]] = {
+    "1 layer": {"layers_per_step": 1},
+    "2 layers": {"layers_per_step": 2},
+    "4 layers": {"layers_per_step": 4},
+    "all layers": {"layers_per_step": LAYERS},
+    "stop for all": {"exchange": "stall"},
+}
+
+
+@contextmanager
+def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
+    """Serve with so many ranks, whose layers are cut; each has a core of two."""
+    cores = [(number % 2,) for number in range(count)]
+    with fleet(path, cores, place=place, engine=ENGINE, **{"wrap": WRAP, **options}) as engine:
+        warm_up(engine)
+        yield engine
+
+
+def names(engine: elastic.Fleet) -> list[str]:
+    return [instance.name for instance in engine.status().instances]
+
+
+def reshard(engine: elastic.Fleet, tp: int, **options: Any) -> Any:
+    done = engine.reshard(names(engine), tp=tp, **options)
+    if done.status != "applied":
+        raise RuntimeError(f"tp={tp} was {done.status}: {done.why}")
+    return done
+
+
+def longest_served(engine: elastic.Fleet, degree: int) -> int:
+    """Serve the longest request that the fleet says it can hold, and have a block more refused; return its tokens.
+
+    Where the model was made for fewer tokens, a request of all of these is served.
+    """
+    predicted = max(blocks[degree] for blocks in engine.capacity((degree,)).values()) * BLOCK_TOKENS
+    load, choose = Load(engine), random.Random(SEED)
+    tokens = min(predicted, CONTEXT)
+    answer = load.submit(Request(prompt(tokens - 4, choose), 4, ignore_eos=True))
+    load.wait()
+    if answer.finish != "length":
+        raise RuntimeError(f"a request of {tokens} tokens ended as {answer.finish}")
+    try:
+        engine.submit(Request(prompt(predicted + BLOCK_TOKENS, choose), 4), print)
+    except elastic.ElasticError:
+        return predicted
+    raise RuntimeError(f"a request of {predicted + BLOCK_TOKENS} tokens was taken")
+
+
+def context(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """The longest request at each degree, of ranks with the same budgets. Degree 4: four ranks on two cores."""
+    found: dict[str, Any] = {}
+    for degree in (1, 2) if quick else (1, 2, 4):
+        with ranks(path, max(2, degree)) as engine:
+            if degree > 1:
+                reshard(engine, degree)
+            left = budgets_leave(engine, degree)
+            tokens = longest_served(engine, degree)
+        found[f"tp={degree}"] = {"longest_tokens": tokens, "of_what_budgets_leave": tokens / left}
+    longest = {name: figures["longest_tokens"] for name, figures in found.items()}
+    return {**found, "over_tp1": {name: tokens / longest["tp=1"] for name, tokens in longest.items()}}
+
+
+def budgets_leave(engine: elastic.Fleet, degree: int) -> float:
+    """Return the tokens for which budgets have room beside weights that are there, and what is fixed."""
+    left = 0
+    for rank in engine.status().ranks[:degree]:
+        (place,) = engine.look(rank.name).status.places
+        kept = sum(n for owner, n in place.owners.items() if owner.startswith(("layer:", "fixed", "staging")))
+        left += place.budget_bytes - kept
+    return left / TOKEN_BYTES
+
+
+def steps(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Gaps between tokens while layers change their rank, so many at a pause, over those at rest; up and down."""
+    forms = dict(list(FORMS.items())[::3]) if quick else FORMS
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in forms}
+    for _ in range(1 if quick else min(rounds, 2)):
+        with ranks(path, place=ROOMY, routing="round_robin") as engine:
+            for name in random.sample(list(forms), len(forms)):
+                for key, value in transformed(engine, forms[name], quick).items():
+                    figures[name].setdefault(key, []).append(value)
+    return {
+        name: {
+            "up_s": summary(figure["up_s"]),
+            "down_s": summary(figure["down_s"]),
+            "stalled_ms": summary(figure["stalled_ms"]),
+            "moved_of_all_kv": summary(figure["moved_of_all_kv"]),
+            "longest_gap_ms": summary([1e3 * value for value in figure["longest_gap_s"]]),
+            "tpot_over_rest": ratio(figure["tpot_during_s"], figure["tpot_s"]),
+            "tpot_shared_over_rest": ratio(figure["tpot_shared_s"], figure["tpot_s"]),
+        }
+        for name, figure in figures.items()
+    }
+
+
+def transformed(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[str, float]:
+    """Have ranks share layers and part again beside four long answers; return what these had of it."""
+    load, choose = Load(engine), random.Random(SEED)
+    asked = [Request(prompt(100 if quick else 500, choose), 1500, ignore_eos=True) for _ in range(4)]
+    answers = [load.submit(request) for request in asked]
+    while min(len(answer.tokens) for answer in answers) < 4:
+        time.sleep(0.005)
+    rest = timed(lambda: time.sleep(0.3 if quick else 1.0))
+    begin = time.perf_counter()
+    up = reshard(engine, 2, **form)
+    during = (begin, time.perf_counter())
+    kv_bytes = TOKEN_BYTES * sum(len(r.prompt) + len(a.tokens) for r, a in zip(asked, answers, strict=True))
+    shared = timed(lambda: time.sleep(0.3 if quick else 1.0))
+    down = reshard(engine, 1, **form)
+    for request in asked:
+        engine.cancel(request.id)
+    load.wait()
+    return {
+        "up_s": up.seconds,
+        "down_s": down.seconds,
+        "stalled_ms": max(up.stalled_ms, down.stalled_ms),
+        "moved_of_all_kv": up.moved_bytes / kv_bytes,
+        "longest_gap_s": max(gaps(answers, during)),
+        "tpot_during_s": statistics.mean(gaps(answers, during)),
+        "tpot_shared_s": statistics.mean(gaps(answers, shared)),
+        "tpot_s": statistics.mean(gaps(answers, rest)),
+    }
+
+
+def timed(act: Any) -> tuple[float, float]:
+    begin = time.perf_counter()
+    act()
+    return begin, time.perf_counter()
+
+
+def gaps(answers: Sequence[Answer], window: tuple[float, float]) -> list[float]:
+    """Return the gaps between tokens that overlap a stretch of time."""
+    pairs = (pair for answer in answers for pair in zip(answer.at_s, answer.at_s[1:], strict=False))
+    return [b - a for a, b in pairs if a < window[1] and b > window[0]]
+
+
+# -- a hybrid trace
+
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "lengths": {"policy": LENGTHS},
+    "drop": {"policy": OVERLOAD},
+    "pipeline": {},
+    "tp1": {},
+    "tp2": {},
+}
+
+
+@dataclass
+class Played:
+    """What came of a trace, a value for each round."""
+
+    short_ttft: list[list[float]] = field(default_factory=list)
+    short_tpot: list[list[float]] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    """Prompts and answers of requests that ended in time."""
+    longs: list[int] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
+
+
+def trace(seed: int, rate: float, length_s: float, longs: int, long_tokens: int) -> list[tuple[float, str, Request]]:
+    """Short prompts of 64 to 192 tokens at random times, as many as come on average, and long ones at even times."""
+    choose = random.Random(seed)
+    found: list[tuple[float, str, Request]] = []
+    for _ in range(max(4, round(rate * length_s))):
+        request = Request(prompt(choose.randint(64, 192), choose), choose.randint(16, 48), ignore_eos=True)
+        found.append((choose.random() * length_s, "short", request))
+    for number in range(longs):
+        request = Request(prompt(long_tokens - 16, choose), 16, ignore_eos=True)
+        found.append(((number + 0.3) * length_s / longs, "long", request))
+    return sorted(found, key=lambda arrival: arrival[0])
+
+
+def hybrid(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """Short and long requests: the long ones fit no rank by itself. TTFT of at most 3 s and TPOT of at most .2 s."""
+    with ranks(path) as engine:
+        sizes = {d: max(b[d] for b in engine.capacity((1, 2)).values()) * BLOCK_TOKENS for d in (1, 2)}
+        rate = 0.5 * most_rate(engine, 8 if quick else 40)
+    long_tokens = min((3 * sizes[1]) // 2, (9 * sizes[2]) // 10)
+    played: dict[str, Played] = {name: Played() for name in SYSTEMS}
+    length_s, longs = (4.0, 1) if quick else (12.0, 2)
+    for round_ in range(1 if quick else min(rounds, 2)):
+        arrivals = trace(SEED + round_, rate, length_s, longs, long_tokens)
+        for name in random.sample(list(SYSTEMS), len(SYSTEMS)):
+            with ranks(path, **SYSTEMS[name]) as engine:
+                if name == "tp2":
+                    reshard(engine, 2)
+                if name == "pipeline":
+                    first, second = names(engine)
+                    engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
+                play(engine, arrivals, played[name])
+    return {
+        "short_requests_per_s": rate,
+        "long_tokens": long_tokens,
+        "longest_tokens": sizes,
+        "long_ones": longs * len(played["tp1"].longs),
+        **{name: told(one) for name, one in played.items()},
+        "tokens_per_s_over": {
+            name: ratio(played["lengths"].tokens_per_s, one.tokens_per_s)
+            for name, one in played.items()
+            if name != "lengths" and min(one.tokens_per_s) > 0
+        },
+    }
+
+
+def most_rate(engine: elastic.Fleet, count: int) -> float:
+    """Return how many short requests a second two ranks serve when there are always enough of them."""
+    load, begin = Load(engine), time.perf_counter()
+    for _, _, request in trace(SEED, 1.0, float(count), 0, 0):
+        load.submit(request)
+    load.wait()
+    return len(load.answers) / (time.perf_counter() - begin)
+
+
+TTFT_S, TPOT_S = 3.0, 0.2
+
+
+def play(engine: elastic.Fleet, arrivals: Sequence[tuple[float, str, Request]], into: Played) -> None:
+    """Have requests come when they are due; note what came of them when all have ended."""
+    load, kinds, begin = Load(engine), dict[str, str](), time.perf_counter()
+    refused = 0
+    for at_s, kind, request in arrivals:
+        time.sleep(max(0.0, begin + at_s - time.perf_counter()))
+        try:
+            load.submit(request)
+            kinds[request.id] = kind
+        except elastic.ElasticError:
+            del load.answers[request.id]
+            refused += 1
+    load.wait()
+    seconds = time.perf_counter() - begin
+    by_id = {request.id: request for _, _, request in arrivals}
+    short = [answer for name, answer in load.answers.items() if kinds[name] == "short"]
+    into.short_ttft.append([answer.ttft_s for answer in short])
+    into.short_tpot.append([statistics.mean(answer.gaps_s) for answer in short if answer.gaps_s])
+    into.longs.append(sum(kinds[n] == "long" and a.finish == "length" for n, a in load.answers.items()))
+    into.tokens_per_s.append(
+        sum(len(by_id[n].prompt) + len(a.tokens) for n, a in load.answers.items() if in_time(kinds[n], a)) / seconds
+    )
+    into.changes.append(sum(event.kind in ("resharded", "dropped", "restored") for event in engine.events()))
+
+
+def in_time(kind: str, answer: Answer) -> bool:
+    """Tell whether a request counts: a long one if it ended, a short one if it was also in time."""
+    if answer.finish != "length":
+        return False
+    tpot_s = statistics.mean(answer.gaps_s) if answer.gaps_s else 0.0
+    return kind == "long" or (answer.ttft_s <= TTFT_S and tpot_s <= TPOT_S)
+
+
+def told(one: Played) -> dict[str, Any]:
+    return {
+        "tokens_per_s": summary(one.tokens_per_s),
+        "short_p50_ttft_s": summary(percentiles(one.short_ttft, 0.5)),
+        "short_p99_ttft_s": summary(percentiles(one.short_ttft, 0.99)),
+        "short_p50_tpot_s": summary(percentiles(one.short_tpot, 0.5)),
+        "long_ones_served": sum(one.longs),
+        "changes": sum(one.changes),
+    }

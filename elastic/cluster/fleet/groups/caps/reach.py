@@ -1,0 +1,50 @@
+"""The largest requests that instances could hold in a group, so that these wait instead of being refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from elastic.cluster.control.stage_questions import Room
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.caps.needs import sector_blocks, shared_memory
+from elastic.cluster.fleet.groups.targets import parallel
+from elastic.cluster.fleet.groups.transition import Books, Shape
+from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.arrangement.caps import largest_caps
+
+
+def blocks_by_degree(home: str, room: Room, format: KVFormat, degrees: Iterable[int]) -> dict[int, int]:
+    """Return the blocks of one instance by the number of ranks, all with the memory of this one, that share its layers.
+
+    Degrees for which its layers are not cut are left out.
+    """
+    found = {}
+    for degree in degrees:
+        if room.path.shards % degree == 0:
+            names = [home, *(f"{home}, {number}" for number in range(1, degree))]
+            paths = {name: LayerPath.alone(name, room.path.layers, room.path.shards) for name in names}
+            now = Shape(paths, dict.fromkeys(names, room.resident))
+            apart = replace(now, weights=dict.fromkeys(names, frozenset(range(len(room.path.ranks)))))
+            books = Books(dict.fromkeys(names, room), format, now)
+            found[degree] = _reachable(books, parallel(apart, degree), home) * sector_blocks(room, format)
+    return found
+
+
+def note_reach(dispatcher: Dispatcher, shape: Shape, rooms: Mapping[str, Room]) -> None:
+    """Have the instances of a group know the highest limits that its caps allow, one after another.
+
+    `rooms` are as the ranks have them in this shape.
+    """
+    with dispatcher.lock:
+        there = {home: i for home in shape.members if (i := dispatcher.instances.get(home)) is not None}
+        for home, instance in there.items():
+            books = Books(rooms, instance.kv_format, shape)
+            instance.group_blocks = _reachable(books, shape, home) * sector_blocks(rooms[home], instance.kv_format)
+
+
+def _reachable(books: Books, shape: Shape, home: str) -> int:
+    """Return the sectors that an instance could have in a shape, if the others of it had none."""
+    most = {name: room.most_sectors for name, room in books.rooms.items()}
+    return largest_caps(shared_memory(books, shape), most)[home]

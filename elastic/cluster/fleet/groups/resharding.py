@@ -1,0 +1,137 @@
+"""Instances whose ranks share every layer: tensor parallelism that changes while it serves. (AMOEBA, section 3)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic.cluster.control.stage_questions import Room, SetCap
+from elastic.cluster.control.status import EventKind
+from elastic.cluster.fleet.groups import targets
+from elastic.cluster.fleet.groups.caps.reach import blocks_by_degree, note_reach
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, measure
+from elastic.cluster.fleet.groups.flip import ExchangeForm
+from elastic.cluster.fleet.groups.group import Group
+from elastic.cluster.fleet.groups.groups import Groups
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown, weight_bytes
+from elastic.cluster.fleet.groups.results import Resharded
+from elastic.cluster.fleet.groups.transition import flips_between
+from elastic.errors import ConfigError
+
+Units = tuple[tuple[str, ...], ...]
+"""Ranks that are to share every layer with each other, and with no others."""
+
+
+class ReshardingGroups(Groups):
+    """Groups that can also be of ranks which share each layer; see `Groups`."""
+
+    def reshard(
+        self,
+        names: Sequence[str],
+        tp: int,
+        timeout_s: float,
+        why: str,
+        *,
+        dry_run: bool = False,
+        form: ExchangeForm = LIVE,
+    ) -> Resharded:
+        """Have so many ranks each share all layers of their instances; see `Fleet.reshard`."""
+        with self._verbs:
+            members = self._with_partners(names)
+            rooms = measure(self._ranks, members)
+            _require_shards(rooms, tp)
+            units = _units(members, tp)
+            if dry_run:
+                return self._planned(units, rooms, form.layers_per_step)
+            if len(members) == 1:
+                return Resharded("applied", members=members)
+            return self._reshard(units, timeout_s, why, form)
+
+    def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
+        """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
+        serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
+        rooms = measure(self._ranks, serving)
+        return {name: blocks_by_degree(name, rooms[name], kv, degrees) for name, kv in serving.items()}
+
+    # -- inside, one verb at a time
+
+    def _with_partners(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return ranks, and those that compute layers with them. Raises `ConfigError` for none and for unknown ones."""
+        serving = [instance.name for instance in self._ranks.serving()]
+        if not names or (unknown := [name for name in names if name not in serving]):
+            wrong = f"there is no rank {unknown[0]!r} that serves" if names else "name one instance at least"
+            raise ConfigError(f"reshard: {wrong}; there are: {', '.join(serving) or 'none'}")
+        found: dict[str, None] = {}
+        for name in names:
+            group = self.group_of(name)
+            units = [unit for unit in group.shape.units() if name in unit] if group is not None else [(name,)]
+            found |= dict.fromkeys(units[0])
+        return tuple(found)
+
+    def _reshard(self, units: Units, timeout_s: float, why: str, form: ExchangeForm) -> Resharded:
+        members = tuple(name for unit in units for name in unit)
+        with self._group_for(members) as group:
+            exchange = Exchange(self._ranks, group, targets.sharded(group.shape, units), timeout_s, form)
+            done = self._exchange(exchange, "reshard failed")
+            kind: EventKind = "resharded" if done.status == "applied" else "reshard failed"
+            self._changed(kind, group, done, f"{', '.join(members)} to tp={len(units[0])}, {why}")
+        self._divide(group)
+        return Resharded(**vars(done), members=members, tp=len(units[0]), freed_bytes=exchange.counts.freed_bytes)
+
+    def _divide(self, group: Group) -> None:
+        """Have those of a group that compute nothing for each other any more be groups of their own."""
+        units = group.shape.units()
+        if len(units) == 1 or group not in self._groups:
+            return
+        unit_of = {name: unit for unit in units for name in unit}
+        across = [(home, rank) for home, rank in group.stages if unit_of[home] != unit_of[rank]]
+        close_stages(self._ranks, across)
+        group.stages.difference_update(across)
+        parts = [group.part_of(unit) for unit in units if len(unit) > 1]
+        self._forget(group)
+        self._groups = (*self._groups, *parts)
+        for part in parts:
+            self._mark(part)
+            note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
+        alone = [unit[0] for unit in units if len(unit) == 1]
+        self._ranks.ask_all({name: SetCap(group.staged.get(name)) for name in alone})
+        if alone:
+            self._log.add("parted", rank=",".join(alone))
+
+    def _planned(self, units: Units, rooms: Mapping[str, Room], layers_per_step: int | None) -> Resharded:
+        members = tuple(rooms)
+        now = self._shape_of(members, rooms)
+        changes = [(now, targets.sharded(now, units))]
+        model, running = self._running()
+        slower = slowdown(changes, model, running) if model is not None else 0.0
+        price = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
+        return Resharded(
+            "planned",
+            len(flips_between(*changes[0])),
+            kv_bytes(changes, rooms),
+            members=members,
+            tp=len(units[0]),
+            freed_bytes=weight_bytes(rooms, *changes[0]),
+            price=price,
+        )
+
+
+def _units(members: tuple[str, ...], tp: int) -> Units:
+    """Put ranks together that are to share layers, in their order."""
+    if len(members) % tp:
+        raise ConfigError(
+            f"reshard: {', '.join(members)} are {len(members)} ranks, which compute layers together or were named; "
+            f"tp={tp} needs a multiple of {tp}"
+        )
+    return tuple(members[first : first + tp] for first in range(0, len(members), tp))
+
+
+def _require_shards(rooms: Mapping[str, Room], tp: int) -> None:
+    """Raise `ConfigError` for layers that cannot be shared by so many ranks."""
+    if type(tp) is not int or tp < 1:
+        raise ConfigError(f"tp={tp!r} must be a whole number, at least 1")
+    for name, room in rooms.items():
+        if room.path.shards % tp:
+            cut = f"in {room.path.shards} shards" if room.path.shards > 1 else "not cut"
+            raise ConfigError(
+                f"tp={tp}: each layer of rank {name!r} is {cut}; start the fleet with wrap={{'shards': {tp}}}, or more"
+            )

@@ -1,0 +1,212 @@
+"""The threads that send requests by their length, and have instances share their layers for long ones (AMOEBA)."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.cluster.fleet.instance import request_blocks
+from elastic.cluster.fleet.lengths.readings import Capacity, LengthReadings
+from elastic.cluster.fleet.overload.readings import block_bytes
+from elastic.cluster.fleet.records.delivery import Delivery
+from elastic.config import Lengths
+from elastic.controller.policies.lengths.policy import LengthPlan, LengthPolicy, LengthState, ScaleDown, ScaleUp
+from elastic.controller.policies.lengths.snapshot import LengthSnapshot
+from elastic.controller.remedies import Offer, cheapest
+from elastic.errors import ConfigError, ElasticError
+
+logger = logging.getLogger(__name__)
+ACT_S = 30.0
+"""How long instances may take to become one, or to part; where they may not, all serve on as they are."""
+LEAST_S = 0.005
+"""Between two ticks at least: requests that come together are looked at together."""
+
+
+class Verbs(Protocol):
+    """What is asked of a fleet."""
+
+    def groups(self) -> tuple[GroupStatus, ...]: ...
+    def capacity(self, degrees: Sequence[int]) -> Capacity: ...
+    def reshard(
+        self, instances: str | Sequence[str], *, tp: int, timeout_s: float = ..., dry_run: bool = ..., why: str = ...
+    ) -> Resharded: ...
+
+
+class LengthController:
+    """Asks the policy whenever a request waits, and at each tick, from `start` to `stop`.
+
+    Requests are sent on its thread; another one has instances change, one after another, so that they wait for none.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, verbs: Verbs, settings: Lengths) -> None:
+        self.reason = ""
+        """What the policy said last."""
+        self._dispatcher, self._verbs, self._settings = dispatcher, verbs, settings
+        self._policy, self._state = LengthPolicy(settings), LengthState()
+        self._readings = LengthReadings(dispatcher)
+        self._capacity: Capacity = {}
+        self._measured: frozenset[str] = frozenset()  # ranks that were there when capacity was measured
+        self._lock = threading.Lock()
+        self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
+        self._changes: queue.SimpleQueue[ScaleUp | ScaleDown | None] = queue.SimpleQueue()
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._faults: dict[str, str] = {}  # thread -> why it could not act last
+        self._threads = [
+            threading.Thread(target=self._decide, name="elastic-fleet-lengths", daemon=True),
+            threading.Thread(target=self._change, name="elastic-fleet-reshard", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin: requests go where the policy says from now on. Raises `ConfigError` if no layer can be shared."""
+        self._measure()
+        if self._capacity and not any(degree > 1 for known in self._capacity.values() for degree in known):
+            raise ConfigError("policy='lengths': layers are not cut; start the fleet with wrap={'shards': 4}")
+        self._dispatcher.on_waiting = self._wake.set
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Do nothing more; return when what is being done is done. Requests go in order then."""
+        self._stopping.set()
+        self._wake.set()
+        self._changes.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        with self._dispatcher.lock:
+            self._dispatcher.on_waiting = None
+            self._dispatcher.dispatch()
+
+    def tick(self) -> LengthPlan | None:
+        """Look once, send requests, and ask for changes; return what was decided. None: no rank serves.
+
+        Raises what the fleet's verbs raise.
+        """
+        self._measure()
+        changing = frozenset[str]().union(*self._changing)
+        snapshot = self._readings.read(self._verbs.groups(), self._capacity, changing)
+        if snapshot is None:
+            return None
+        plan = self._policy.decide(snapshot, self._state)
+        self._state, self.reason = plan.state, plan.reason
+        self._send(snapshot, plan)
+        ranks = {one.name: frozenset(one.ranks) for one in snapshot.instances}
+        for up in plan.ups:
+            self._ask(up, frozenset[str]().union(*(ranks[name] for name in up.instances)))
+        for down in plan.downs:
+            self._ask(down, ranks[down.instance])
+        return plan
+
+    def change(self, asked: ScaleUp | ScaleDown) -> Resharded:
+        """Have instances become one, or one part. Raises what the fleet's verbs raise."""
+        if isinstance(asked, ScaleUp):
+            why = f"request {asked.request} is too long for each of {', '.join(asked.instances)}{self._price_of(asked)}"
+            done = self._verbs.reshard(asked.instances, tp=asked.degree, timeout_s=ACT_S, why=why)
+        else:
+            why = "no request needs its ranks together"
+            done = self._verbs.reshard(asked.instance, tp=asked.degree, timeout_s=ACT_S, why=why)
+        logger.info("%s: tp=%d (%s) %s; %s", ", ".join(done.members), asked.degree, done.status, why, done.why)
+        return done
+
+    # -- inside
+
+    def _price_of(self, up: ScaleUp) -> str:
+        """Say what it costs, as the arbiter does; empty, if the request waits no more."""
+        planned = self._verbs.reshard(up.instances, tp=up.degree, dry_run=True)
+        with self._dispatcher.lock:
+            record = next((one for one in self._dispatcher.queue if one.request.id == up.request), None)
+            first = self._dispatcher.instances.get(up.instances[0])
+        if record is None or first is None or planned.price is None:
+            return ""
+        size, known = block_bytes(first.kv_format), self._capacity.get(first.name, {})
+        largest, now = size * known.get(up.degree, 0), size * known.get(1, 0)
+        needed = size * request_blocks(first.kv_format, record.request)
+        offer = Offer("reshard", planned.price.seconds, largest - now, largest_bytes=largest)
+        choice = cheapest([offer], max(1, needed - now), needed)
+        return f"; {choice.words}" if choice is not None else ""
+
+    def _decide(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.wait(self._settings.tick_s)
+            self._wake.clear()
+            if not self._stopping.is_set():
+                self._try("lengths", self.tick)
+            self._stopping.wait(LEAST_S)
+
+    def _change(self) -> None:
+        while (asked := self._changes.get()) is not None:
+            if not self._stopping.is_set():
+                self._try("reshard", partial(self.change, asked))
+            with self._lock:
+                self._changing = self._changing[1:]
+            self._wake.set()
+
+    def _try(self, thread: str, act: Callable[[], object]) -> None:
+        """Do something; tell once if it could not be done."""
+        try:
+            act()
+            self._faults[thread] = ""
+        except ElasticError as error:  # a rank was lost meanwhile, or there is no room after all
+            if str(error) != self._faults.get(thread):
+                logger.warning("the policy of lengths could not act: %s", error)
+            self._faults[thread] = str(error)
+
+    def _measure(self) -> None:
+        """Ask ranks what instances of several of them could hold, when others are there than before."""
+        with self._dispatcher.lock:
+            there = frozenset(i.name for i in self._dispatcher.instances.values() if i.state == "serving")
+        if there and there != self._measured:
+            self._capacity = self._verbs.capacity(self._degrees)
+            self._measured = there
+        if self._capacity:
+            self._note_reach()
+
+    @property
+    def _degrees(self) -> tuple[int, ...]:
+        degrees = [1]
+        while degrees[-1] < self._settings.most_ranks:
+            degrees.append(2 * degrees[-1])
+        return tuple(degree for degree in degrees if degree == 1 or degree >= self._settings.step)
+
+    def _note_reach(self) -> None:
+        """Have instances know what they could hold with others of their host, so that requests wait for it."""
+        with self._dispatcher.lock:
+            serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
+            hosts = Counter(instance.hello.host for instance in serving)
+            for instance in serving:
+                known = self._capacity.get(instance.name, {})
+                reached = [blocks for degree, blocks in known.items() if 1 < degree <= hosts[instance.hello.host]]
+                instance.policy_blocks = max(reached, default=0)
+
+    def _send(self, snapshot: LengthSnapshot, plan: LengthPlan) -> None:
+        """Give requests to instances; who finds no room there yet is the next one at it."""
+        delivery, now = Delivery(self._dispatcher.lock), time.perf_counter()
+        ranks = {one.name: frozenset(one.ranks) for one in snapshot.instances}
+        promised, full = dict(plan.state.targets), set[str]()
+        with self._dispatcher.lock:
+            waiting = {record.request.id: record for record in self._dispatcher.queue}
+            for request, name in plan.routes:
+                record = waiting.get(request)
+                if record is None or name in full:
+                    continue
+                if not self._dispatcher.place(record, ranks[name]):
+                    full.add(name)
+                    promised[request] = ranks[name]
+            for request in plan.refused:
+                if request in waiting:
+                    self._dispatcher.give_up(waiting[request], now, delivery)
+            self._dispatcher.promised = promised
+        delivery.tell()
+
+    def _ask(self, change: ScaleUp | ScaleDown, ranks: frozenset[str]) -> None:
+        with self._lock:
+            self._changing = (*self._changing, ranks)
+        self._changes.put(change)

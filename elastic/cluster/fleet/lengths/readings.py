@@ -1,0 +1,88 @@
+"""A fleet as its policy of lengths sees it. KV is counted in blocks, and of a request as that of one answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.results import GroupStatus
+from elastic.cluster.fleet.instance import AHEAD, Instance, blocks_of, request_blocks
+from elastic.cluster.fleet.records.requests import RequestRecord
+from elastic.controller.policies.lengths.snapshot import InstanceReading, LengthSnapshot, LiveTokens, WaitingRequest
+from elastic.engines.core.kv_state import KVFormat
+
+Capacity = Mapping[str, Mapping[int, int]]
+"""Rank -> degree -> the blocks of an instance of so many ranks like it."""
+
+
+class LengthReadings:
+    """Makes snapshots. A group whose ranks share layers is one instance; it has the name of its first rank."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def read(
+        self, groups: Sequence[GroupStatus], capacity: Capacity, changing: Collection[str] = ()
+    ) -> LengthSnapshot | None:
+        """Return the fleet as it is now; None: no rank serves. Takes the dispatcher's lock.
+
+        `changing`: ranks whose layers are being shared out just now. A group that has lost a member is left out.
+        """
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
+            if not serving:
+                return None
+            usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format
+            readings = tuple(
+                _reading([serving[name] for name in members], capacity, usual, not changing_.isdisjoint(members))
+                for changing_ in (frozenset(changing),)
+                for members in _units(groups, serving)
+            )
+            waiting = tuple(
+                WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
+            )
+        return LengthSnapshot(time.perf_counter(), readings, waiting)
+
+
+def _units(groups: Sequence[GroupStatus], serving: Mapping[str, Instance]) -> Iterator[tuple[str, ...]]:
+    """Yield the ranks of each instance: those that share layers together, others by themselves."""
+    shared = [group.members for group in groups if group.tp > 1]
+    yield from (members for members in shared if all(name in serving for name in members))
+    grouped = {name for members in shared for name in members}
+    yield from ((name,) for name in serving if name not in grouped)
+
+
+def _reading(instances: Sequence[Instance], capacity: Capacity, usual: int | None, changing: bool) -> InstanceReading:
+    first, records = instances[0], [record for instance in instances for record in instance.records.values()]
+    known = dict(capacity.get(first.name, {}))
+    if len(instances) == 1:
+        known[1] = first.load.total_blocks
+    slots = sum(max(0, i.hello.max_requests + AHEAD - i.sequences) for i in instances)
+    return InstanceReading(
+        first.name,
+        first.hello.host,
+        tuple(instance.name for instance in instances),
+        known,
+        tuple(_kv(first.kv_format, record) for record in records),
+        sum(_pending(record, usual) for record in records),
+        float(len(instances)),
+        changing,
+        slots,
+    )
+
+
+def _kv(kv: KVFormat, record: RequestRecord) -> LiveTokens:
+    """Return the blocks that a request has when it goes on, and those that it may come to need besides."""
+    so_far = max((len(answer.tokens) for answer in record.live), default=0)
+    held = blocks_of(kv, len(record.request.prompt) + so_far + 1)
+    return LiveTokens(held, max(0, request_blocks(kv, record.request) - held))
+
+
+def _pending(record: RequestRecord, usual: int | None) -> float:
+    """Return the tokens that a request will probably have computed yet; `usual`: those of an answer, None: unknown."""
+    most = record.request.max_tokens
+    expected = most if usual is None else min(most, usual)
+    prompt = 0 if record.begun else len(record.request.prompt)
+    return prompt + sum(max(1, expected - len(answer.tokens)) for answer in record.live)

@@ -1,0 +1,29 @@
+"""Shards of decoder layers by number: part p of layer l, of `of` parts each, is `l * of + p`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+
+def by_layer(shards: Iterable[int], of: int) -> dict[int, tuple[int, ...]]:
+    """Return the parts of each layer of which there is one, in order."""
+    parts: dict[int, tuple[int, ...]] = {}
+    for shard in sorted(set(shards)):
+        layer, part = divmod(shard, of)
+        parts[layer] = (*parts.get(layer, ()), part)
+    return parts
+
+
+def of_layers(layers: Iterable[int], of: int) -> tuple[int, ...]:
+    """Return all shards of layers."""
+    return tuple(layer * of + part for layer in layers for part in range(of))
+
+
+def layers_of(shards: Iterable[int], of: int) -> tuple[frozenset[int], ...]:
+    """Return the shards of each layer of which there is one."""
+    return tuple(frozenset(layer * of + part for part in parts) for layer, parts in by_layer(shards, of).items())
+
+
+def whole_layers(shards: Collection[int], of: int) -> tuple[int, ...]:
+    """Return the layers of which all shards are there."""
+    return tuple(layer for layer, parts in by_layer(shards, of).items() if len(parts) == of)

@@ -1,0 +1,238 @@
+"""Instances share every layer and part again while they serve: the plain model's tokens, and none is computed twice.
+
+Ranks of this process over tiny models of several architectures, then processes that are killed and stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import elastic
+from elastic import ConfigError
+from elastic.assets import MODEL_DIR
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Request
+from elastic.engines.executor.model_runner import ModelRunner
+from support import architectures
+from support.serving.generations import Collector, prompts, same_unless_close
+from support.wrapped_model import PAGE, small
+
+pytestmark = pytest.mark.slow
+ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
+
+
+class Served:
+    """Ranks over models of one architecture whose layers are cut; `computed` counts tokens of instances' own steps."""
+
+    def __init__(self, name: str, ranks: int, shards: int, budget: int) -> None:
+        self.plain = architectures.build(name)
+        self.models = [architectures.build(name) for _ in range(ranks)]
+        for number, model in enumerate(self.models):
+            elastic.wrap(model, places=small(budget, f"cpu#{number}"), shards=shards)
+        self.names = [f"r{number}" for number in range(ranks)]
+        self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60)
+        self.heard, self.computed = Collector(), 0
+        self.requests: dict[str, Request] = {}
+
+    def submit(self, lengths: list[int], tokens: int) -> None:
+        for prompt in prompts(lengths, architectures.VOCAB, seed=len(self.requests)):
+            request = Request(prompt, tokens)
+            self.requests[request.id] = request
+            self.fleet.submit(request, self.heard)
+
+    def begin(self, tokens: int) -> None:
+        """Wait until each request has so many tokens."""
+        for name in self.requests:
+            self.heard.wait_for_tokens(name, tokens)
+
+    def finish(self) -> None:
+        """Wait for all, and see that each has the plain model's tokens, and that nothing was computed twice."""
+        self.heard.wait(list(self.requests))
+        for name, request in self.requests.items():
+            assert len(self.heard.tokens[name]) == request.max_tokens, self.heard.ends[name]
+            assert same_unless_close(self.plain, request.prompt, self.heard.tokens[name])
+        assert self.computed == sum(len(each.prompt) + each.max_tokens - 1 for each in self.requests.values())
+        assert self.fleet.status().totals.recomputed_tokens == 0
+        self.fleet.check()
+
+    def weights(self) -> list[int]:
+        """Bytes of the decoder layers' weights of each rank, by its ledger."""
+        owners = [model.elastic.status().places[0].owners for model in self.models]
+        return [sum(nbytes for name, nbytes in each.items() if name.startswith("layer")) for each in owners]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+    """serve(architecture, ranks, shards, budget): started; stopped and unwrapped in the end."""
+    made: list[Served] = []
+    lock, begin = threading.Lock(), ModelRunner.begin
+
+    def counted(runner: ModelRunner, step: Any, **options: Any) -> Any:
+        with lock:
+            made[-1].computed += sum(len(chunk.tokens) for chunk in step.chunks)
+        return begin(runner, step, **options)
+
+    monkeypatch.setattr(ModelRunner, "begin", counted)
+
+    def start(name: str, ranks: int = 2, shards: int = 2, budget: int = 4 << 20) -> Served:
+        made.append(Served(name, ranks, shards, budget))
+        made[-1].fleet.start()
+        made[-1].computed = 0
+        return made[-1]
+
+    yield start
+    for served in made:
+        served.fleet.stop(drain=False)
+        for model in served.models:
+            if not model.elastic.dropped:
+                elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "qwen3-moe", "gemma3"])
+def test_two_instances_share_every_layer_and_part_under_running_requests(
+    serve: Callable[..., Served], name: str
+) -> None:
+    served = serve(name)
+    fleet, weights = served.fleet, served.weights()
+    served.submit([5, 40, 70, 12], tokens=120)
+    served.begin(5)
+    done = fleet.reshard(["r0", "r1"], tp=2)
+    assert (done.status, done.members, done.tp) == ("applied", ("r0", "r1"), 2), done.why
+    left = served.weights()
+    assert sum(weights) - sum(left) == done.freed_bytes > 0
+    pages = [[layer.pages({part}) for layer in model.elastic.shard_pages] for part, model in enumerate(served.models)]
+    assert left == [sum(each) * PAGE for each in pages]
+    assert [model.elastic.shards_here for model in served.models] == [
+        (frozenset({part}),) * len(fleet.layer_bytes()) for part in range(2)
+    ]
+    (group,) = fleet.groups()
+    assert group.tp == 2
+    fleet.check()
+    told = {request: len(served.heard.tokens[request]) for request in served.requests}
+    for request in served.requests:
+        served.heard.wait_for_tokens(request, min(told[request] + 5, 120))  # tokens come while layers are shared
+    served.submit([30, 9], tokens=60)
+    back = fleet.reshard("r1", tp=1)
+    assert back.status == "applied", back.why
+    assert back.fetched_bytes >= done.freed_bytes  # pages in which two parts meet had stayed
+    assert fleet.groups() == ()
+    served.finish()
+    assert served.weights() == weights
+
+
+def test_two_become_four_and_two_again(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3", ranks=4, shards=4)
+    fleet = served.fleet
+    served.submit([5, 40, 70, 12, 9, 33], tokens=100)
+    served.begin(3)
+    for tp, degrees in ((2, [2, 2]), (4, [4]), (2, [2, 2]), (1, [])):
+        assert fleet.reshard(served.names, tp=tp).status == "applied"
+        assert [group.tp for group in fleet.groups()] == degrees
+        fleet.check()
+    served.finish()
+
+
+def test_ranks_that_share_layers_in_stages_of_a_pipeline(serve: Callable[..., Served]) -> None:
+    served = serve("llama-gqa", ranks=4, shards=2)
+    fleet, count = served.fleet, len(served.fleet.layer_bytes())
+    served.submit([5, 40, 70, 12], tokens=100)
+    served.begin(3)
+    assert fleet.reshard(served.names, tp=2).status == "applied"
+    low, high = range(1), range(1, count)
+    dropped = fleet.drop(layers={"r0": high, "r1": high, "r2": low, "r3": low})
+    assert dropped.status == "applied", dropped.why
+    (group,) = fleet.groups()
+    assert {path.holders(0) for path in group.paths.values()} == {("r0", "r1")}
+    assert {path.holders(count - 1) for path in group.paths.values()} == {("r2", "r3")}
+    served.submit([20, 31], tokens=40)
+    fleet.check()
+    assert fleet.restore().status == "applied"
+    served.finish()
+
+
+def test_a_prompt_longer_than_a_rank_can_hold_ends_while_short_ones_run(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3", budget=300 << 10)
+    fleet = served.fleet
+    alone = max(instance.load.total_blocks for instance in fleet.status().instances) * ENGINE["block_tokens"]
+    served.submit([10, 14, 9], tokens=60)
+    assert fleet.reshard(["r0", "r1"], tp=2).status == "applied"
+    served.submit([alone + 100], tokens=10)
+    *_, long = served.requests
+    served.submit([12, 8], tokens=30)
+    served.finish()
+    assert served.heard.ends[long].finish == "length"
+    assert fleet.reshard("r0", tp=1).status == "applied"
+
+
+def ups_and_downs(served: Served, count: int) -> None:
+    """Change the degree so often, at random, while requests come and go."""
+    chance = random.Random(count)
+    for number in range(count):
+        if number % 3 == 0:
+            served.submit([chance.randrange(3, 60) for _ in range(2)], tokens=chance.randrange(5, 60))
+        done = served.fleet.reshard(
+            served.names, tp=chance.choice([1, 2, 4]), layers_per_step=chance.choice([None, 1, 2]), timeout_s=20
+        )
+        assert done.status == "applied", done.why
+    served.fleet.reshard(served.names, tp=1)
+    served.finish()
+
+
+def test_ten_ups_and_downs_at_random(serve: Callable[..., Served]) -> None:
+    ups_and_downs(serve("qwen3", ranks=4, shards=4), 10)
+
+
+@pytest.mark.long
+def test_a_thousand_ups_and_downs_at_random(serve: Callable[..., Served]) -> None:
+    ups_and_downs(serve("qwen3", ranks=4, shards=4), 1000)
+
+
+def test_layers_that_were_not_cut_are_not_shared(serve: Callable[..., Served]) -> None:
+    served = serve("qwen3", shards=1)
+    with pytest.raises(ConfigError, match="not cut"):
+        served.fleet.reshard(["r0", "r1"], tp=2)
+
+
+# -- processes
+
+
+def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until_s, why
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_shares_layers_dies_or_hangs(how: int) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "wrap": {"shards": 2}}
+    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], replace=False, **options) as fleet:
+        pids = {rank.name: rank.pid for rank in fleet.status().ranks}
+        heard, asked = Collector(), {}
+        for prompt in prompts([5, 40, 90, 33], 1000):
+            request = Request(prompt, 80, ignore_eos=True)
+            asked[request.id] = prompt
+            fleet.submit(request, heard)
+        for name in asked:
+            heard.wait_for_tokens(name, 3)
+        assert fleet.reshard(["r0", "r1"], tp=2).status == "applied"
+        told = {name: len(heard.tokens[name]) for name in asked}
+        for name in asked:
+            heard.wait_for_tokens(name, min(80, told[name] + 3))
+        os.kill(pids["r1"], how)
+        wait_until(lambda: not fleet.groups(), "the group was not repaired")
+        heard.wait(list(asked))
+        for name, prompt in asked.items():
+            assert heard.ends[name].finish == "length", heard.ends[name]
+            assert same_unless_close(plain, prompt, heard.tokens[name])
+        fleet.check()

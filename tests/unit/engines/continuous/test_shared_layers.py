@@ -1,0 +1,215 @@
+"""Engines that share each layer with other ranks: shards go there and back while requests run, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elastic import ConfigError
+from elastic.engines.base import Request
+from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.memory.backends.shared_file import open_shared
+from elastic.planning.sharding.heads import kv_parts
+from support import architectures
+from support.cluster.engine_group import EngineGroup, read_file
+from support.serving.generations import Collector, prompts, same_unless_close
+
+LAYERS = 3
+PROMPTS = prompts([40, 25, 9], architectures.VOCAB)
+TOKENS = 40
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., EngineGroup]]:
+    """group(ranks, shards, architecture); closed and checked when the test ends."""
+    made: list[EngineGroup] = []
+
+    def make(ranks: str, shards: int, architecture: str = "llama-gqa", **options: Any) -> EngineGroup:
+        made.append(EngineGroup(ranks, architecture, wrap={"shards": shards}, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def shards_of(parts: range, shards: int, layers: range = range(LAYERS)) -> tuple[int, ...]:
+    """These parts of these layers."""
+    return tuple(layer * shards + part for layer in layers for part in parts)
+
+
+def begin(ranks: EngineGroup, homes: str, tokens: int = TOKENS) -> dict[str, Collector]:
+    """Submit all prompts at each home."""
+    heard = {home: Collector() for home in homes}
+    for home in homes:
+        for number, prompt in enumerate(PROMPTS):
+            ranks[home].submit(Request(prompt, tokens, id=f"r{number}"), heard[home])
+    return heard
+
+
+def end(heard: dict[str, Collector], architecture: str, tokens: int = TOKENS) -> None:
+    """See that each request has the plain model's tokens, nearly equal ones apart."""
+    model = architectures.build(architecture)
+    for told in heard.values():
+        told.wait([f"r{number}" for number in range(len(PROMPTS))])
+        for number, prompt in enumerate(PROMPTS):
+            got = told.tokens[f"r{number}"]
+            assert len(got) == tokens, told.ends[f"r{number}"]
+            assert same_unless_close(model, prompt, got)
+
+
+def finish(ranks: EngineGroup, heard: dict[str, Collector], architecture: str) -> None:
+    """See that each request has the plain model's tokens, and that none was computed twice."""
+    end(heard, architecture)
+    for home in heard:
+        assert ranks.tracked[home].computed == sum(len(prompt) + TOKENS - 1 for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shards", "cohorts"),
+    [("llama-gqa", 2, 1), ("llama-gqa", 4, 2), ("gemma3", 2, 1), ("qwen3-moe", 4, 1), ("phi3", 2, 1)],
+)
+def test_two_instances_share_every_layer_and_part_again(
+    group: Callable[..., EngineGroup], architecture: str, shards: int, cohorts: int
+) -> None:
+    ranks = group("ab", shards, architecture, nbytes=8 << 20)
+    for home, guest in ("ab", "ba"):
+        ranks.join(home, guest)
+        ranks[home].set_cohorts(cohorts)
+    heard = begin(ranks, "ab")
+    half, layers = shards // 2, len(ranks["a"].path.ranks) // shards
+    for layer in range(layers):
+        heard["a"].wait_for_tokens("r0", 2 * (layer + 1))
+        ranks.move("a", shards_of(range(half, shards), shards, range(layer, layer + 1)), "b")
+        ranks.move("b", shards_of(range(half), shards, range(layer, layer + 1)), "a")
+    assert ranks["a"].path.ranks == ranks["b"].path.ranks == (("a",) * half + ("b",) * half) * layers
+    ranks.check()
+    heard["a"].wait_for_tokens("r0", TOKENS // 2)
+    for home in "ab":
+        ranks.part(home)
+    ranks.check()
+    finish(ranks, heard, architecture)
+
+
+def test_four_ranks_share_some_layers_and_others_go_elsewhere(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("abcd", 4)  # 2 KV heads: two ranks each have the same ones
+    for guest in "bcd":
+        ranks.join("a", guest)
+    heard = begin(ranks, "a")
+    heard["a"].wait_for_tokens("r2", 3)
+    for part, guest in enumerate("bcd", 1):
+        ranks.move("a", shards_of(range(part, part + 1), 4, range(2)), guest)
+    ranks.move("a", shards_of(range(4), 4, range(2, 3)), "c")
+    assert ranks["a"].path.ranks == ("a", "b", "c", "d") * 2 + ("c",) * 4
+    ranks.check()
+    heard["a"].wait_for_tokens("r2", 12)
+    ranks.move("a", shards_of(range(1, 2), 4, range(2)), "d")  # from a guest to another one
+    ranks.check()
+    finish(ranks, heard, "llama-gqa")
+    ranks.part("a")
+
+
+def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[bytes]]:
+    """What is in the blocks of each sequence, by part of the KV cache; the same at all ranks that have it."""
+    engine = ranks[home]
+    found: dict[tuple[str, int], list[bytes]] = {}
+    for shard, owner in enumerate(engine.path.ranks):
+        (part,) = kv_parts([shard], engine.path.shards, engine.kv_format.kv_shards)
+        kv = engine.layers_kv([shard]) if owner == home else ranks[owner].stage_kv(home, [shard])
+        group, size = engine._memory.group_of(part), kv.format.block_bytes
+        per_sector = engine._memory.blocks_per_sector(group)
+        assert kv.file is not None
+        with open_shared(kv.file) as file:
+            sectors = {
+                sector: b"".join(read_file(file, page * kv.page_bytes, kv.page_bytes) for page in pages)
+                for sector, pages in kv.pages[part].items()
+            }
+        for name, sequence in engine._loop.scheduler.sequences.items():
+            places = [divmod(block, per_sector) for block in sequence.table.blocks[group]]
+            blocks = [sectors[sector][i * size : (i + 1) * size] for sector, i in places]
+            assert found.setdefault((name, part), blocks) == blocks
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
+def test_a_flip_of_shards_changes_no_bit_of_keys_and_values(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    ranks = group("abc", 4, architecture)
+    engine, compared = ranks["a"], []
+    flip = engine._flip
+
+    def compare(*args: Any) -> Flipped:
+        engine._settle()
+        before = live_bytes(ranks, "a")
+        flipped = flip(*args)
+        compared.append((before, live_bytes(ranks, "a")))
+        return flipped
+
+    monkeypatch.setattr(engine, "_flip", compare)
+    for guest in "bc":
+        ranks.join("a", guest)
+    heard = begin(ranks, "a")
+    heard["a"].wait_for_tokens("r2", 2)
+    one = range(1)
+    moves = [(range(2, 4), range(3), "b"), (range(1, 2), one, "c"), (range(3, 4), one, "c"), (range(1, 4), one, "a")]
+    for parts, layers, rank in moves:
+        for layer in layers:
+            for part in parts:
+                ranks.move("a", (layer * 4 + part,), rank)
+    for before, after in compared:
+        assert before == after
+    assert any(any(map(any, before.values())) for before, _ in compared)
+    heard["a"].wait([f"r{number}" for number in range(len(PROMPTS))])
+    ranks.part("a")
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_rank_that_is_lost_with_its_shards(group: Callable[..., EngineGroup], readable: bool) -> None:
+    ranks = group("abc", 4)
+    for guest in "bc":
+        ranks.join("a", guest)
+    ranks.move("a", shards_of(range(1, 2), 4), "b")
+    ranks.move("a", shards_of(range(2, 4), 4), "c")
+    heard = begin(ranks, "a", 60)
+    heard["a"].wait_for_tokens("r2", 4)
+    memories = ranks.kill("c")
+    until_s = time.monotonic() + 60
+    while ranks["a"].lost_rank is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+    restored: list[tuple[int, ...]] = []
+    again = ranks["a"].recover("c", restored.append, memories if readable else {})
+    assert restored == [shards_of(range(1, 4), 4)]
+    assert (again == 0) is readable
+    assert ranks["a"].path.guests == ()
+    end(heard, "llama-gqa", 60)
+    ranks["a"].check()
+
+
+def test_keys_and_values_that_another_rank_has_too_survive_without_memory_files(
+    group: Callable[..., EngineGroup],
+) -> None:
+    ranks = group("abc", 4)  # two parts of the KV cache for four shards
+    for guest in "bc":
+        ranks.join("a", guest)
+    ranks.move("a", shards_of(range(2, 3), 4), "b")
+    ranks.move("a", shards_of(range(3, 4), 4), "c")
+    heard = begin(ranks, "a", 60)
+    heard["a"].wait_for_tokens("r2", 4)
+    ranks.kill("c")
+    until_s = time.monotonic() + 60
+    while ranks["a"].lost_rank is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+    assert ranks["a"].recover("c", lambda shards: None, {}) == 0  # b has the same heads
+    end(heard, "llama-gqa", 60)
+
+
+def test_an_instance_whose_layers_are_cut_otherwise_is_refused(group: Callable[..., EngineGroup]) -> None:
+    ranks, other = group("ab", 2), group("cd", 1)
+    with pytest.raises(ConfigError, match="3 layers of 1 shards, 'b' 3 of 2"):
+        ranks["b"].open_stage("c", None, None, other["c"].path, 1)  # type: ignore[arg-type]
