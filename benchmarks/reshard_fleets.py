@@ -219,7 +219,7 @@ def hybrid(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
     return {
         "short_requests_per_s": rate,
         "long_tokens": long_tokens,
-        "longest_tokens": sizes,
+        "longest_tokens": {f"tp={degree}": tokens for degree, tokens in sizes.items()},
         "long_ones": longs * len(played["tp1"].longs),
         **{name: told(one) for name, one in played.items()},
         "tokens_per_s_over": {
