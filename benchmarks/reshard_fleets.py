@@ -38,7 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
     """Serve with so many ranks, whose layers are cut; each has a core of two."""
     cores = [(number % 2,) for number in range(count)]
-    with fleet(path, cores, place=place, engine=ENGINE, **{"wrap": WRAP, **options}) as engine:
+    with fleet(path, cores, place=place, engine=ENGINE, wrap=WRAP, beat_timeout_s=20.0, **options) as engine:
         warm_up(engine)
         yield engine
 
