@@ -349,6 +349,7 @@ class Residency:
     """Full precision by the name of its dtype, such as `float16`; else the variant's name. Several, as `float16+int8`,
     where only parts of a layer were swapped."""
     shard: str = "whole"
+    """Of a layer of which some shards were dropped: those that are there, such as `0,1/4`."""
     part: str = ""
     """Of a layer whose modules are at several places: the name inside it. Empty: the layer, or the rest of it."""
 

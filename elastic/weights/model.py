@@ -187,8 +187,7 @@ class ModelWeights:
         """Return where each layer exists, by name: its units, then its replicas."""
         return {
             layer.name: tuple(
-                Residency(unit.absent.value if unit.absent else unit.pool.name, unit.variant, part=unit.part)
-                for unit in (*self.units(layer.index), *self.replicas.get(layer.index, ()))
+                _residency(unit) for unit in (*self.units(layer.index), *self.replicas.get(layer.index, ()))
             )
             for layer in self.layers
         }
@@ -200,7 +199,7 @@ class ModelWeights:
     def _form_of(self, layer: WeightUnit) -> str:
         if layer.absent:
             if layer.shards_here:
-                return f"{layer.dtype}[{','.join(map(str, sorted(layer.shards_here)))}/{len(layer.every)}]"
+                return f"{layer.dtype}[{_shards_in_words(layer)}]"
             return DROPPED if layer.absent is Absence.DROPPED else ABSENT
         return "+".join(dict.fromkeys(unit.variant for unit in self.units(layer.index)))
 
@@ -265,3 +264,14 @@ class ModelWeights:
             f"layer {layer!r} is no decoder layer of this model; use 0 to {count - 1} or a name such as "
             f"{self.layers[0].name!r}"
         )
+
+
+def _residency(unit: WeightUnit) -> Residency:
+    if not unit.absent or not unit.shards_here:
+        return Residency(unit.absent.value if unit.absent else unit.pool.name, unit.variant, part=unit.part)
+    return Residency(unit.pool.name, unit.variant, shard=_shards_in_words(unit))
+
+
+def _shards_in_words(unit: WeightUnit) -> str:
+    """Say which parts of a layer are here, such as `0,1/4`."""
+    return f"{','.join(map(str, sorted(unit.shards_here)))}/{len(unit.every)}"

@@ -17,6 +17,8 @@ def merge_units(units: Sequence[WeightUnit], names: Collection[str], pool: PageP
     """
     owners = {name: unit for unit in units for name in unit.slots if name in names}
     first, device = units[0], pool.backend.device
+    if first.layer.cut is not None:  # in the order of a layer that was never apart
+        owners = {name: owners[name] for name in sorted(owners, key=first.layer.cut.parted.__contains__)}
     merged = WeightUnit(
         first.layer,
         pool,

@@ -218,3 +218,47 @@ def test_pages_are_made_at_a_pace_while_nobody_is_kept_waiting(monkeypatch: pyte
     pool.check()
     block.make_reclaimable()
     block.close()
+
+
+def test_pages_go_and_come_beside_those_that_stay() -> None:
+    pool, freed = new_pool(), list[int]()
+    block, shown = filled(pool)
+    last, slots = shown["last"], range(LAYOUT.page_count(PAGE))
+    shown.clear()
+    stays = set(slots[2:])
+    assert block.shrink(["matrix", "norm"], freed.append, keep=stays) == 2
+    assert len(block.page_numbers) == pool.pages_of("layer:0") == len(stays)
+    assert bool((last == 3).all())
+    pool.check()
+    assert block.adopt(slots[:2], "layer:0") == 0
+    assert block.unmapped_pages == 2
+    block.extend("layer:0")
+    assert block.unmapped_pages == 0
+    assert bool((last == 3).all())
+    rows = block.show_part("matrix[0:16]", 0, 16 * 64 * 4, torch.float32)
+    assert rows.shape == (16 * 64,)
+    rows.zero_()
+    assert "matrix[0:16]" in block.shown
+    pool.check()
+    del last, rows
+    block.close()
+    pool.check()
+
+
+def test_pages_that_a_tensor_outside_shows_are_taken_back_with_what_they_hold() -> None:
+    pool, freed = new_pool(), list[int]()
+    block, shown = filled(pool)
+    outside, slots = shown.pop("matrix"), set(range(LAYOUT.page_count(PAGE)))
+    shown.clear()
+    kept = LAYOUT.without(["matrix"]).pages(PAGE)
+    assert block.shrink(["matrix"], freed.append, keep=kept) == 0
+    assert pool.pages_of("retained") == len(slots - kept)
+    assert block.adopt(slots - kept, "layer:0") == len(slots - kept)
+    assert (pool.pages_of("retained"), block.unmapped_pages) == (0, 0)
+    assert bool((outside == 1).all())
+    pool.check()
+    del outside
+    wait_for_the_janitor()
+    assert freed == []
+    assert bool((block.show(LAYOUT)["matrix"] == 1).all())
+    block.close()

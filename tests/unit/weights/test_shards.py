@@ -45,6 +45,10 @@ def held_pages(rt: Any, index: int) -> int:
     return int(pool.pages_of(f"layer:{index}"))
 
 
+def held_pages_at(rt: Any, name: str, index: int) -> int:
+    return next(int(pool.pages_of(f"layer:{index}")) for pool in rt.pools if pool.name == name)
+
+
 def require_same_parts(rt: Any, reference: Any, index: int) -> None:
     """The parts that are here have the same tensors, bit for bit, as those of a whole model."""
     parts = tuple(sorted(rt.shards_here[index]))
@@ -162,8 +166,8 @@ def test_two_ranks_that_share_layers_give_each_other_their_parts_back(wrapped: A
     assert a.digests(shards=range(8)) == b.digests(shards=range(8))
     assert len(set(a.digests(shards=range(8)).values())) == 8
     mine, theirs = (0, 1, 4, 5), (2, 3, 6, 7)
+    a.drop(shards=(0,))
     with pytest.raises(ConfigError, match="lies otherwise"):
-        a.drop(shards=(0,))
         a.fetch((), b.weights_source(shards=(0,)), shards=(0,))
     elastic.unwrap(two)
     b = wrapped(two, place("cpu#b"), shards=SHARDS).elastic
@@ -172,8 +176,8 @@ def test_two_ranks_that_share_layers_give_each_other_their_parts_back(wrapped: A
     b.drop(shards=mine)
     with pytest.raises(StateError, match=r"shards \(2,\) of .* are dropped"):
         a.weights_source(shards=(2,))
+    b.drop(shards=(3,))
     with pytest.raises(ConfigError, match=r"parts \[3\] of .* are not in the source; it has \(0, 1\)"):
-        b.drop(shards=(3,))
         b.fetch((), a.weights_source(shards=(0, 1)), shards=(3,))
     change = a.fetch((), b.weights_source(shards=(2, 6, 7)), shards=(2, 6, 7))
     assert change.moved_bytes == 3 * 3 * 128 * 64 * 4
@@ -377,6 +381,27 @@ def test_a_plan_may_call_a_layer_that_has_some_of_its_parts(wrapped: Any) -> Non
     assert found == ["reached"], "attention is here"
     peer = wrapped(wide(), place("cpu#b"), shards=SHARDS).elastic
     rt.fetch(range(LAYERS), peer.weights_source(range(LAYERS)))
+
+
+def test_a_layer_that_has_moved_is_cut_where_it_is_and_one_in_two_places_is_not(wrapped: Any) -> None:
+    model = wide()
+    expected = wrapped(model, [place(), place("cpu#b", 16384)], shards=SHARDS)(**prompt()).logits
+    rt, peer = model.elastic, wrapped(wide(), place("cpu#p"), shards=SHARDS).elastic
+    rt.migrate(1, "cpu#b")
+    rt.drop(shards=(5,))
+    assert held_pages_at(rt, "cpu#b", 1) == rt.shard_pages[1].pages((0, 2, 3))
+    name = list(rt.status().residencies)[1]
+    assert rt.status().residencies[name] == (elastic.Residency("cpu#b", "float32", shard="0,2,3/4"),)
+    rt.fetch((), peer.weights_source(1), shards=(5,))
+    rt.migrate("model.layers.0.mlp", "cpu#b")
+    for refused in (lambda: rt.drop(shards=(0,)), lambda: rt.weights.part_tensors(0, (0,))):
+        with pytest.raises(StateError, match=r"apart from its layer|has modules at another place"):
+            refused()
+    rt.migrate("model.layers.0.mlp", "cpu")
+    rt.drop(shards=(0,))
+    rt.fetch(0, peer.weights_source(0))
+    rt.check()
+    assert torch.equal(model(**prompt()).logits, expected)
 
 
 STEPS = st.tuples(

@@ -11,7 +11,7 @@ several instances side by side. Each such round makes more room for the next one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from elastic.cluster.control.stage_questions import Room
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError
+from elastic.planning.sharding.numbers import layers_of
 
 HEADROOM = 1.25
 """The least that caps are lowered to for fewer rounds, in units of what live requests have and are promised."""
@@ -125,6 +126,15 @@ class Transition:
         return tuple(flip for each in self.rounds for flip in each)
 
 
+class _Held(NamedTuple):
+    """What a rank has of the keys and values of an instance."""
+
+    parts: frozenset[int]
+    """Of the KV cache."""
+    pages: list[int]
+    """That a sector needs there, by group of layers."""
+
+
 class Books:
     """The memory of a group's ranks, in pages. Ranks hold weights, and sectors of each instance whose layers they have.
 
@@ -138,6 +148,8 @@ class Books:
         self._layer = shape.shards  # of its shards
         self.pages = {rank: room.pages + room.weights_of(shape.weights[rank]) for rank, room in rooms.items()}
         """For weights of decoder layers, keys and values."""
+        self._held: dict[tuple[str, LayerPath], _Held] = {}
+        self._weights: dict[tuple[str, frozenset[int]], int] = {}
 
     def sector_pages(self, rank: str, shards: Iterable[int]) -> int:
         """Count the pages that a sector needs at a rank, in these shards: those of a part that several share once."""
@@ -147,15 +159,20 @@ class Books:
 
     def free(self, rank: str, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that are left at a rank when every instance has all of its cap."""
-        held = sum(caps[home] * self.sector_pages(rank, at) for home, at in shape.shards_at(rank).items())
-        return self.pages[rank] - self.rooms[rank].weights_of(shape.weights[rank]) - held
+        held = sum(caps[home] * max(self._kv(rank, path).pages) for home, path in shape.paths.items())
+        return self.pages[rank] - self._weight_pages(rank, shape.weights[rank]) - held
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
-        here, room = shape.paths[flip.home].shards_of(flip.target), self.rooms[flip.target]
-        more = self.sector_pages(flip.target, (*here, *flip.shards)) - self.sector_pages(flip.target, here)
-        weights = shape.weights[flip.target]
-        return caps[flip.home] * more + room.weights_of(weights.union(flip.shards)) - room.weights_of(weights)
+        here, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
+        new = [part for part in room.parts_of(flip.shards) if part not in here.parts]
+        more = max(a + b for a, b in zip(here.pages, self._by_group(room, new), strict=True)) - max(here.pages)
+        weights = 0
+        for shards in layers_of(flip.shards, self._layer):
+            first = min(shards) // self._layer * self._layer
+            have = shape.weights[flip.target].intersection(range(first, first + self._layer))
+            weights += self._weight_pages(flip.target, have | shards) - self._weight_pages(flip.target, have)
+        return caps[flip.home] * more + weights
 
     def alone(self, home: str) -> int:
         """Count the sectors that an instance has by itself, with all weights there."""
@@ -194,6 +211,25 @@ class Books:
             )
             caps[home] = min(self.rooms[home].most_sectors, caps[home] + max(0, more))
         return caps
+
+    def _kv(self, rank: str, path: LayerPath) -> _Held:
+        """Return what a rank has of the keys and values of an instance; remembered, as plans ask again and again."""
+        found = self._held.get((rank, path))
+        if found is None:
+            room = self.rooms[rank]
+            parts = frozenset(room.parts_of(path.shards_of(rank)))
+            found = self._held[rank, path] = _Held(parts, self._by_group(room, parts))
+        return found
+
+    def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
+        """Return the pages of a sector in parts of the KV cache, for each group of layers."""
+        return [sum(room.sector_pages[part] for part in parts if part in group) for group in self._groups]
+
+    def _weight_pages(self, rank: str, shards: frozenset[int]) -> int:
+        found = self._weights.get((rank, shards))
+        if found is None:
+            found = self._weights[rank, shards] = self.rooms[rank].weights_of(shards)
+        return found
 
     def _layer_pages(self, rank: str) -> int:
         """Return the pages that a sector needs at a rank in the layer that needs most."""
@@ -285,6 +321,7 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
     chosen: dict[str, LayerFlip] = {}
     waiting = sorted(left, key=lambda flip: -_left(flip, shape, books, caps))
     for _ in range(most):
+        before = len(waiting)
         for home in shape.paths:
             for flip in [flip for flip in waiting if flip.home == home]:
                 if (joined := _joined(chosen.get(home), flip)) is None:
@@ -295,6 +332,8 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
                     free[flip.target] -= needed
                     waiting.remove(flip)
                     break
+        if len(waiting) == before:
+            break
     return tuple(flip._replace(shards=tuple(sorted(flip.shards))) for flip in chosen.values())
 
 

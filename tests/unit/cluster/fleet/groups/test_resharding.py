@@ -224,9 +224,10 @@ def test_ranks_without_room_are_refused_and_nothing_changes(fleets: Any) -> None
     assert fleet.groups() == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    shards=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]), degrees=st.lists(st.sampled_from([1, 2, 4])),
+    shards=st.sampled_from([2, 4]), kv_heads=st.sampled_from([1, 2, 4]),
+    degrees=st.lists(st.sampled_from([1, 2, 4]), max_size=4),
     sectors=st.integers(2, 40), room=st.integers(0, 60), most=st.none() | st.integers(1, 3),
 )  # fmt: skip
 def test_no_rank_ever_needs_more_than_it_has(
@@ -253,7 +254,9 @@ def test_no_rank_ever_needs_more_than_it_has(
                 coming = sum(books.needed(flip, now, transition.caps) for flip in flips if flip.target == rank)
                 assert coming <= max(0, books.free(rank, now, transition.caps))
             for flip in flips:
+                left = books.free(flip.target, now, caps) - books.needed(flip, now, caps)
                 now = now.after(flip, target.weights)
+                assert books.free(flip.target, now, caps) == left
         assert {home: path.ranks for home, path in now.paths.items()} == {
             home: path.ranks for home, path in target.paths.items()
         }
