@@ -216,6 +216,7 @@ def hybrid(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
                     first, second = names(engine)
                     engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
                 play(engine, arrivals, played[name])
+            print(f"round {round_}, {name}: {played[name].tokens_per_s[-1]:.0f} tokens/s in time", flush=True)
     return {
         "short_requests_per_s": rate,
         "long_tokens": long_tokens,
