@@ -28,7 +28,6 @@ OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
 FORMS: dict[str, dict[str, Any]] = {
     "1 layer": {"layers_per_step": 1},
     "2 layers": {"layers_per_step": 2},
-    "4 layers": {"layers_per_step": 4},
     "all layers": {"layers_per_step": LAYERS},
     "stop for all": {"exchange": "stall"},
 }
