@@ -83,9 +83,7 @@ def test_instances_share_layers_with_the_same_bits_at_both(ranks: dict[str, Rank
 @pytest.mark.parametrize("ways", [WAYS, SHARED], ids=["layers", "shards"])
 def test_a_rank_that_goes_is_lost_for_both_instances(ways: dict[str, LayerPath], ranks: dict[str, Rank]) -> None:
     with ThreadPoolExecutor(4) as threads:
-        futures = {
-            (name, home): threads.submit(ranks[name].steps, ways[home], 10**6) for name in ranks for home in ranks
-        }
+        futures = [threads.submit(rank.steps, path, 10**6) for rank in ranks.values() for path in ways.values()]
         while any(rank.done[home] < 5 for rank in ranks.values() for home in ranks):
             assert not any(future.done() for future in futures)
             time.sleep(0.001)
