@@ -38,7 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
     """Serve with so many ranks, whose layers are cut; each has a core of two."""
     cores = [(number % 2,) for number in range(count)]
-    with fleet(path, cores, place=place, engine=ENGINE, **{"wrap": WRAP, **options}) as engine:
+    with fleet(path, cores, place=place, engine=ENGINE, wrap=WRAP, beat_timeout_s=20.0, **options) as engine:
         warm_up(engine)
         yield engine
 
@@ -216,10 +216,11 @@ def hybrid(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
                     first, second = names(engine)
                     engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
                 play(engine, arrivals, played[name])
+            print(f"round {round_}, {name}: {played[name].tokens_per_s[-1]:.0f} tokens/s in time", flush=True)
     return {
         "short_requests_per_s": rate,
         "long_tokens": long_tokens,
-        "longest_tokens": sizes,
+        "longest_tokens": {f"tp={degree}": tokens for degree, tokens in sizes.items()},
         "long_ones": longs * len(played["tp1"].longs),
         **{name: told(one) for name, one in played.items()},
         "tokens_per_s_over": {
