@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import elastic
-from elastic.cluster.peers.hub import PeerHub
-from elastic.memory.rate_limit import YieldingPace
 from support.architectures import build, prompt
+from support.cluster.joined_runtimes import joined
 from support.wrapped_model import assert_same_bits, bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
@@ -27,15 +26,6 @@ ALL = (0, 1, 2)
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-def joined(stack: ExitStack, **runtimes: Any) -> None:
-    """Have runtimes, by rank, read each other's weights."""
-    hubs = {rank: stack.enter_context(closing(PeerHub(rank, b"key"))) for rank in runtimes}
-    for rank, hub in hubs.items():
-        hub.meet({name: other.address for name, other in hubs.items() if name != rank})
-        hub.serve_memory(runtimes[rank].pools)
-        runtimes[rank].exchange_with(hub, YieldingPace(lambda seconds: True, lambda: 0.0))
 
 
 @pytest.mark.parametrize("there", ["cuda:0#b", pytest.param("cuda:1", marks=TWO_DEVICES)])

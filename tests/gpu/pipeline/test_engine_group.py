@@ -269,14 +269,17 @@ RANKS = """
     def alone(done):
         assert not torch._C._cuda_hasPrimaryContext(0), done
 
-    ranks = EngineGroup("ab", nbytes=256 << 20, devices=["cuda:1"], block_tokens=4096)
+    of = {shards}
+    last = tuple(layer * of + of - 1 for layer in (1, 2))
+    options = {{"devices": ["cuda:1"], "block_tokens": 4096, "wrap": {{"shards": of}}}}
+    ranks = EngineGroup("ab", nbytes=256 << 20, **options)
     alone("made")
     heard = Collector()
     for text in prompts([5, 9], VOCAB):
         ranks["a"].submit(Request(text, 20), heard)
     ranks.join("a", "b")
     alone("joined")
-    ranks.move("a", (1, 2), "b")
+    ranks.move("a", last, "b")
     alone("moved")
     ranks["a"].set_cohorts(2)
     request = Request(prompts([7], VOCAB)[0], 6)
@@ -285,8 +288,8 @@ RANKS = """
     alone("served")
     here, there = (ranks[rank].runtime for rank in "ab")
     assert here.digests([1]) == there.digests([1])
-    here.drop([1])
-    here.fetch([1], there.weights_source([1]))
+    here.drop(shards=last[:1])
+    here.fetch((), there.weights_source([1]), shards=last[:1])
     alone("fetched")
     ranks.part("a")
     alone("parted")
@@ -296,6 +299,7 @@ RANKS = """
 
 
 @TWO_DEVICES
-def test_layers_go_from_rank_to_rank_without_a_context_on_another_device() -> None:
-    """It takes some hundred MiB of a GPU that may be another program's."""
-    in_child(textwrap.dedent(RANKS).format(paths=[str(Path(__file__).parents[2])]))
+@pytest.mark.parametrize("shards", [1, 2])
+def test_layers_go_from_rank_to_rank_without_a_context_on_another_device(shards: int) -> None:
+    """It takes some hundred MiB of a GPU that may be another program's. Of layers that are cut, half goes."""
+    in_child(textwrap.dedent(RANKS).format(paths=[str(Path(__file__).parents[2])], shards=shards))

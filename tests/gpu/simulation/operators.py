@@ -66,6 +66,8 @@ def _histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) ->
     """Count values of any dtype in equal bins; without bounds those of the values are waited for."""
     if low == high:
         low, high = x.min().item(), x.max().item()
+    if low == high:  # all values are equal
+        low, high = low - 1, high + 1
     index = ((x.double() - low) * (bins / (high - low))).floor().long().clamp(0, bins - 1)
     inside = ((x >= low) & (x <= high)).to(x.dtype)
     return x.new_zeros(bins).scatter_add_(0, index.flatten(), inside.flatten())

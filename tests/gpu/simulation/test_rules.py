@@ -291,6 +291,14 @@ def test_what_was_queued_in_inference_mode_is_computed_by_whoever_waits() -> Non
     assert result.sum().item() == 2 * N
 
 
+@pytest.mark.parametrize(("values", "bounds"), [([0, 2, 1, 2], (0, 2)), ([3, 3], (0, 0)), ([0, 0, 0], (0, 0))])
+def test_values_are_counted_in_bins_as_on_a_cpu(values: list[int], bounds: tuple[int, int]) -> None:
+    given = torch.tensor(values, dtype=torch.int32, device="cuda")
+    for bins in (1, 3):
+        expected = torch.histc(given.cpu().float(), bins, *bounds)
+        assert torch.histc(given, bins, *bounds).tolist() == expected.tolist()
+
+
 # ---- the host
 
 

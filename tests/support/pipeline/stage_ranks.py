@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -43,9 +44,11 @@ class Rank:
         stack: ExitStack,
         shards: int = 1,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
-        self.model = architectures.build(name, dtype)
-        elastic.wrap(self.model, places=small(16 << 20, f"cpu#{rank}"), shards=shards)
+        self.model = architectures.build(name, dtype, device=device)
+        self.device = self.model.device
+        elastic.wrap(self.model, places=place_of(self.device, rank), shards=shards)
         stack.callback(elastic.unwrap, self.model)
         self.rank, self.turn, self.shards = rank, Turn(), shards
         self.transport_of: Callable[[str], Transport] = partial(exchange.transport, rank)
@@ -99,9 +102,9 @@ class Rank:
     def inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         batch, ids = self.batch.begin_step(chunks)
         return {
-            "input_ids": torch.from_numpy(ids)[None],
-            "position_ids": torch.from_numpy(batch.positions)[None],
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            "input_ids": torch.from_numpy(ids)[None].to(self.device),
+            "position_ids": torch.from_numpy(batch.positions)[None].to(self.device),
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             "cache": RequestSlice(self.cache, batch),
             "use_cache": False,
         }
@@ -114,10 +117,18 @@ class Ranks:
     """Some ranks of the same model, each with a thread."""
 
     def __init__(
-        self, name: str, ranks: str, stack: ExitStack, shards: int = 1, dtype: torch.dtype = torch.float32
+        self,
+        name: str,
+        ranks: str,
+        stack: ExitStack,
+        shards: int = 1,
+        dtype: torch.dtype = torch.float32,
+        devices: Sequence[str] = ("cpu",),
     ) -> None:
+        """The ranks are on these devices in turn."""
         self.exchange = QueueExchange()
-        self.ranks = {rank: Rank(name, rank, self.exchange, stack, shards, dtype) for rank in ranks}
+        on = dict(zip(ranks, itertools.cycle(devices), strict=False))
+        self.ranks = {rank: Rank(name, rank, self.exchange, stack, shards, dtype, on[rank]) for rank in ranks}
         self.layers = self.ranks["a"].model.config.num_hidden_layers
         self.shards = shards
         self._threads = {rank: stack.enter_context(ThreadPoolExecutor(1)) for rank in ranks}
@@ -147,5 +158,13 @@ class Ranks:
         return home.logits
 
 
+def place_of(device: torch.device, rank: str) -> elastic.Place:
+    """A place of no other rank. Pages of a GPU have the size that its driver wants."""
+    if device.type == "cpu":
+        return small(16 << 20, f"cpu#{rank}")
+    return elastic.Place(f"{device}#{rank}", device, 256 << 20)
+
+
 def whole_text(*rank: Rank) -> dict[str, Any]:
-    return {"input_ids": architectures.prompt(length=40)["input_ids"], "use_cache": False}
+    device = rank[0].device if rank else "cpu"
+    return {"input_ids": architectures.prompt(length=40, device=device)["input_ids"], "use_cache": False}

@@ -84,7 +84,7 @@ class StepExchange:
         shapes = {rank: (*heads.shape[:2], len(place), heads.shape[3]) for rank, place in places.items()}
         everything = heads.new_empty(*heads.shape[:2], count, heads.shape[3])
         for rank, found in self._swap(heads, shapes).items():
-            everything[:, :, _index(places[rank])] = found
+            everything[:, :, _index(places[rank], heads.device)] = found
         return everything
 
     def _swap(self, own: torch.Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -128,7 +128,12 @@ def _places(shards: tuple[int, ...], of: int, count: int) -> tuple[int, ...]:
     return tuple(heads_of(shards, of, count))
 
 
-def _index(places: tuple[int, ...]) -> slice | list[int]:
-    """Return the index of ascending places: a slice where they are side by side."""
-    side_by_side = not places or places[-1] - places[0] == len(places) - 1
-    return slice(places[0], places[-1] + 1) if places and side_by_side else [*places]
+@lru_cache(maxsize=1024)
+def _index(places: tuple[int, ...], device: torch.device) -> slice | torch.Tensor:
+    """Return the index of ascending places: a slice where they are side by side.
+
+    Others are made once: a copy to a GPU would wait, each time, for all that is queued there.
+    """
+    if places and places[-1] - places[0] == len(places) - 1:
+        return slice(places[0], places[-1] + 1)
+    return torch.tensor(places, dtype=torch.int64, device=device)

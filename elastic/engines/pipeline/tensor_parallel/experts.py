@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ class Experts:
     """Of each cut parameter, its name in the layer and in the module."""
     rows: tuple[range, ...]
     """Of each part, its experts."""
+    _numbers: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, module: nn.Module, ffn: FFNCut) -> Experts:
@@ -51,15 +52,25 @@ class Experts:
         """
         output = torch.zeros_like(hidden)
         for experts, parameters in self._runs(tensors, own):
-            numbers = torch.full((self.rows[-1].stop,), -1, dtype=torch.long)
-            numbers[experts] = torch.arange(len(experts))
-            here = numbers.to(chosen.device)[chosen]
+            here = self._numbers_of(experts, chosen.device)[chosen]
             tokens, slots = (here >= 0).nonzero(as_tuple=True)
             if len(tokens):
                 some = _with(module, parameters, len(experts))
                 given = hidden[tokens], here[tokens, slots][:, None], weights[tokens, slots][:, None]
                 output.index_add_(0, tokens, type(module).forward(some, *given).to(output.dtype))
         return output
+
+    def _numbers_of(self, experts: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the place of each of all experts among these, [experts]; -1: it is not.
+
+        Made once: a copy to a GPU would wait, each time, for all that is queued there.
+        """
+        key = tuple(experts), device
+        if key not in self._numbers:
+            numbers = torch.full((self.rows[-1].stop,), -1, dtype=torch.long)
+            numbers[list(experts)] = torch.arange(len(experts))
+            self._numbers[key] = numbers.to(device)
+        return self._numbers[key]
 
     def _runs(self, tensors: PartTensors, own: Parts) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
         """Yield the parts' experts in runs of which each parameter is one tensor, with these by their names."""

@@ -1,0 +1,102 @@
+"""A fleet of ranks on GPUs whose degree of tensor parallelism changes while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import elastic
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.engines.base import Request
+from support import architectures
+from support.pipeline.wide_model import GPU_PAGE, LAYERS, SHARDS, wide
+from support.serving.generations import Collector, prompts, same_unless_close
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
+TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
+ON_ONE_AND_TWO = pytest.mark.parametrize("devices", [(0,), pytest.param((0, 1), marks=TWO_DEVICES)], ids=["one", "two"])
+PROMPTS = prompts([5, 40, 17, 12], architectures.VOCAB)
+MATRIX_PAGES = 3 * SHARDS * LAYERS
+"""Of a rank's matrices that are cut."""
+
+
+@contextmanager
+def fleet_of(ranks: int, devices: Sequence[int]) -> Iterator[tuple[Fleet, list[Any]]]:
+    """Ranks on these devices in turn, started; stopped behind it."""
+    models = []
+    for number in range(ranks):
+        device = torch.device("cuda", devices[number % len(devices)])
+        models.append(wide(str(device)))
+        elastic.wrap(models[-1], places=[elastic.Place(f"{device}#{number}", device, 256 << 20)], shards=SHARDS)
+    fleet = Fleet.of(*models, engine={"block_tokens": 8192, "max_batch_tokens": 64}, beat_timeout_s=60)
+    fleet.start()
+    try:
+        yield fleet, models
+    finally:
+        fleet.stop(drain=False)
+        for model in models:
+            elastic.unwrap(model)
+
+
+def begin(fleet: Fleet, heard: Collector, tokens: int, names: str = "r") -> list[str]:
+    for number, prompt in enumerate(PROMPTS):
+        fleet.submit(Request(prompt, tokens, id=f"{names}{number}"), heard)
+    return [f"{names}{number}" for number in range(len(PROMPTS))]
+
+
+def end(heard: Collector, names: Sequence[str], tokens: int) -> None:
+    """See that each request has the plain model's tokens, nearly equal ones apart."""
+    heard.wait(names)
+    model = wide()
+    for name, prompt in zip(names, PROMPTS, strict=True):
+        assert len(heard.tokens[name]) == tokens, heard.ends[name]
+        assert same_unless_close(model, prompt, heard.tokens[name])
+
+
+@ON_ONE_AND_TWO
+@pytest.mark.parametrize("layers_per_step", [1, None])
+def test_two_instances_share_every_layer_and_part_under_running_requests(
+    devices: tuple[int, ...], layers_per_step: int | None
+) -> None:
+    with fleet_of(2, devices) as (fleet, models):
+        heard = Collector()
+        names = begin(fleet, heard, 60)
+        for name in names:
+            heard.wait_for_tokens(name, 2)
+        done = fleet.reshard(["r0", "r1"], tp=2, layers_per_step=layers_per_step)
+        assert (done.status, done.why, done.tp) == ("applied", "", 2)
+        assert done.freed_bytes == MATRIX_PAGES * GPU_PAGE  # half of the parts, at two ranks
+        half = SHARDS // 2
+        for model, gone in zip(models, (range(half, SHARDS), range(half)), strict=True):
+            expected = tuple(layer * SHARDS + part for layer in range(LAYERS) for part in gone)
+            assert model.elastic.dropped_shards == expected
+        fleet.check()
+        beside = begin(fleet, heard, 8, "beside")
+        end(heard, beside, 8)
+        back = fleet.reshard("r0", tp=1, layers_per_step=layers_per_step)
+        assert (back.status, back.why, back.fetched_bytes) == ("applied", "", done.freed_bytes)
+        assert [model.elastic.dropped_shards for model in models] == [(), ()]
+        end(heard, names, 60)
+        assert fleet.status().totals.recomputed_tokens == 0
+        fleet.check()
+
+
+@ON_ONE_AND_TWO
+def test_four_instances_go_up_and_down_the_degrees(devices: tuple[int, ...]) -> None:
+    with fleet_of(4, devices) as (fleet, models):
+        heard, ranks = Collector(), [f"r{number}" for number in range(4)]
+        names = begin(fleet, heard, 80)
+        for turn, tp in enumerate((2, 4, 2, 1)):
+            heard.wait_for_tokens(names[0], 4 * (turn + 1))
+            done = fleet.reshard(ranks, tp=tp)
+            assert (done.status, done.why) == ("applied", "")
+            here = [sum(map(len, model.elastic.shards_here)) for model in models]
+            assert here == [SHARDS * LAYERS // tp] * 4
+            fleet.check()
+        end(heard, names, 80)
+        assert fleet.status().totals.recomputed_tokens == 0
+        assert fleet.groups() == ()
