@@ -45,6 +45,9 @@ def add_options(command: ArgumentParser) -> None:
     command.add_argument("--served-model-name", metavar="NAME", help="name of the model (its directory's)")
     command.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (the model's)")
     command.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (not bounded)")
+    command.add_argument(
+        "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
+    )
     command.add_argument("--max-body", default="4MiB", metavar="SIZE", help="bound on the body of a request (4MiB)")
     command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
     _add_answers(command)
@@ -191,7 +194,10 @@ def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine,
     from elastic.engines.continuous.engine import ContinuousEngine
 
     grammars = compiler(model, tokenizer)
-    return ContinuousEngine(model, max_queue=options.max_queue, grammars=grammars), grammars
+    engine = ContinuousEngine(
+        model, max_queue=options.max_queue, grammars=grammars, kv_cache_dtype=options.kv_cache_dtype
+    )
+    return engine, grammars
 
 
 def compiler(model: Any, tokenizer: Any) -> GrammarCompiler | None:

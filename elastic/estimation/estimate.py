@@ -15,7 +15,7 @@ from elastic.estimation.kv_room import KVRoom, KVShape, kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import Profile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
-from elastic.estimation.work import activation_bytes, copied_share
+from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, even_stages
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.performance import InstanceCost, Load
@@ -42,7 +42,7 @@ def estimate(
     profile: Profile | None = None,
     dtype: torch.dtype | None = None,
     step_tokens: int = 512,
-    block_tokens: int = 32,
+    block_tokens: int | None = None,
     prefetch_buffers: int = 0,
     planned: bool = False,
 ) -> tuple[Estimate, ...]:
@@ -77,7 +77,7 @@ class Estimator:
     devices: Sequence[Device]
     load: Load
     step_tokens: int
-    block_tokens: int
+    block_tokens: int | None
     prefetch_buffers: int
     profile: Profile | None = None
     planned: bool = False
@@ -120,7 +120,7 @@ class Estimator:
             stages,
             ranks,
             min(requests, MOST_REQUESTS),
-            sum(tp * self.request_bytes(room, layers) for room, layers in zip(rooms, stages, strict=True)),
+            sum(tp * self.request_bytes(room, configuration, each) for room, each in zip(rooms, stages, strict=True)),
             self.instance_cost(configuration, stages, kv),
             self.costs.basis,
             "" if self.planned else unserved(configuration),
@@ -150,13 +150,17 @@ class Estimator:
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
         batch = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
         left = device.memory_bytes - fixed - own - staging - batch
-        copied = int(copied_share(len(layers)) * left) if left > 0 else 0
+        copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
 
-    def request_bytes(self, room: KVRoom, layers: range) -> int:
+    def request_bytes(self, room: KVRoom, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""
-        share = copied_share(len(layers))
+        share = self.copied_share(configuration, layers)
         return round(room.request_bytes(self.load.tokens) / (1 - share))
+
+    def copied_share(self, configuration: Configuration, layers: range) -> float:
+        """Return the share of a rank's room for keys and values that decode steps of some layers copy."""
+        return copied_share(len(layers), read_bytes(configuration.kv, self.layout.dtype.itemsize))
 
     def instance_cost(self, configuration: Configuration, stages: Sequence[range], kv: KVShape) -> InstanceCost | None:
         """Return the seconds of an instance's batches; None where they were not measured."""
@@ -182,8 +186,6 @@ class Estimator:
 
 def unserved(configuration: Configuration) -> str:
     """Say why this version cannot run a configuration; "": it can."""
-    if configuration.kv != FULL:
-        return "keys and values are kept in the model's dtype by this version"
     if configuration.tp > 1 and configuration.weights != FULL:
         return "layers in a variant are not shared by ranks in this version"
     return ""

@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic.engines.core.kv_state import INT8, SCALE_BYTES, scale_slots, usual_block_tokens
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.errors import ConfigError
 from elastic.kvcache.storage.sector_space import BlockGroup, sector_layer_pages
 from elastic.planning.estimate.configuration import FULL
-
-SCALE_BYTES = 2
-"""Of an 8-bit cache: of the keys of one token and head, and of its values."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,15 @@ class KVShape:
         """Bytes of one token."""
         return self.value_bytes + 2 * self.heads * self.scale_bytes
 
+    def block_bytes(self, tokens: int) -> int:
+        """Return the bytes of a block of so many tokens."""
+        return self.value_bytes * (tokens + (scale_slots(tokens, self.dim) if self.scale_bytes else 0))
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block where nobody has chosen them."""
+        return usual_block_tokens(INT8 if self.scale_bytes else FULL, self.dim)
+
     def parts(self, tp: int) -> int:
         """Return into how many parts the heads are divided among `tp` ranks; of fewer parts, ranks share one."""
         return math.gcd(self.heads, tp)
@@ -54,26 +61,23 @@ def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
         raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have both of one size")
     if form == FULL:
         return KVShape(kv_heads, key, itemsize)
-    if form == "int8":
+    if form == INT8:
         return KVShape(kv_heads, key, 1, SCALE_BYTES)
-    raise ConfigError(f"kv={form!r} is not known; use {FULL!r} or 'int8'")
+    raise ConfigError(f"kv={form!r} is not known; use {FULL!r} or {INT8!r}")
 
 
 class KVRoom:
-    """Blocks of some of a model's layers in the pages of a rank, as the engine would have them.
+    """Blocks of some of a model's layers in the pages of a rank, as the engine would have them."""
 
-    Scales lie on pages of their own, so that blocks of values fill pages.
-    """
-
-    def __init__(self, config: Any, shape: KVShape, block_tokens: int, page_bytes: int, layers: range) -> None:
-        """Raises `ConfigError` for layers without a cache in blocks."""
-        self._block_tokens = block_tokens
+    def __init__(self, config: Any, shape: KVShape, block_tokens: int | None, page_bytes: int, layers: range) -> None:
+        """`block_tokens`: None as the engine has them. Raises `ConfigError` for layers without a cache in blocks."""
+        self._block_tokens = block_tokens or shape.block_tokens
         self._page_bytes = page_bytes
         groups = layer_groups(config)
-        block_bytes, with_scales = block_tokens * shape.value_bytes, shape.token_bytes / shape.value_bytes
+        block_bytes = shape.block_bytes(self._block_tokens)
         sizes = sector_layer_pages([BlockGroup(group.layers, block_bytes) for group in groups], page_bytes)
         self.groups = [
-            (group.window, math.ceil(size * with_scales * len(here)), size * page_bytes // block_bytes)
+            (group.window, size * len(here), size * page_bytes // block_bytes)
             for group, size in zip(groups, sizes, strict=True)
             if (here := [layer for layer in group.layers if layer in layers])
         ]

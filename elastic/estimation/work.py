@@ -85,12 +85,21 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
 
 
-def copied_share(layers: int) -> float:
+def copied_share(layers: int, read_bytes: int = 1) -> float:
     """Return the share of a rank's room for keys and values that decode steps copy: of one layer, to twice its size.
 
     Requests of alike lengths are read together, all as long as the longest, which is twice the shortest at most.
+    `read_bytes`: how many a byte of the cache takes while it is read; more than one where it is kept in 8 bits.
     """
-    return 2 / (layers + 2)
+    return 2 * read_bytes / (layers + 2 * read_bytes)
+
+
+def read_bytes(form: str, itemsize: int) -> int:
+    """Return what a byte of a cache takes while it is read for attention in elements of `itemsize` bytes.
+
+    Of 8 bits: itself, and its value.
+    """
+    return 1 if form == FULL else 1 + itemsize
 
 
 def _stored_bytes(kind: LayerKind, weights: str, target: KernelTarget) -> dict[str, int]:

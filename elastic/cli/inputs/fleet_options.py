@@ -80,12 +80,15 @@ def make_fleet(
     """Make the fleet, not started yet."""
     from elastic.cluster.fleet.fleet import Fleet
 
+    engine = {"kv_cache_dtype": options.kv_cache_dtype}
+    if grammars is not None:
+        engine["grammars"] = "llguidance"  # each rank compiles them for itself
     return Fleet(
         os.path.abspath(options.model),
         ranks=_by_rank(options.place or [], options.ranks),
         cores=_cores(options),
         launch=launcher,
-        engine={} if grammars is None else {"grammars": "llguidance"},  # each rank compiles them for itself
+        engine=engine,
         wrap=_of_ranks(options, wrap),
         policy=_policies(options),
         routing=options.routing or "prefix",

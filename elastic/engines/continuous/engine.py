@@ -24,11 +24,11 @@ from elastic.engines.continuous.received import ReceivedKV, ReceivedRequests
 from elastic.engines.continuous.step_loop import StepLoop
 from elastic.engines.continuous.variant_recorder import VariantRecorder
 from elastic.engines.core.block_manager import BlockManager
-from elastic.engines.core.kv_state import KVFormat, KVSource, SequenceKV
+from elastic.engines.core.kv_state import INT8, KVFormat, KVSource, SequenceKV, usual_block_tokens
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.step import SequenceState
 from elastic.engines.core.step_budget import StepBudget
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.block_layout import LAYOUTS, layout_of
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups, layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
 from elastic.engines.sampling import answer_seed, require_valid
@@ -40,6 +40,7 @@ from elastic.planning.sharding.heads import kv_shards, parts_of
 from elastic.runtime.runtime import Runtime, runtime
 
 logger = logging.getLogger(__name__)
+KV_CACHE_DTYPES = ("auto", INT8)
 _engines: weakref.WeakSet[ContinuousEngine] = weakref.WeakSet()
 
 
@@ -49,8 +50,9 @@ class ContinuousEngine(PipelinedEngine):
     What layers give up is cache capacity at the next step, and what they take back they get when no request needs it.
     A request that does not fit now waits; none is evicted, restarted or computed twice. `max_queue` bounds how many
     may wait (None: any number), `max_requests` how many answers are computed at a time. `max_batch_tokens` bounds the
-    tokens of one forward pass: a longer prompt is computed in parts. `block_tokens` is the size of a block,
-    `block_layout` the order in it (a name of `LAYOUTS`); `share_prefixes` has requests share the blocks of a common
+    tokens of one forward pass: a longer prompt is computed in parts. `block_tokens` is the size of a block (None: see
+    `usual_block_tokens`), `block_layout` the order in it (a name of `LAYOUTS`); `kv_cache_dtype="int8"` keeps keys and
+    values in 8 bits ("auto": in the model's dtype); `share_prefixes` has requests share the blocks of a common
     beginning; `cohorts` is how many batches may be in flight; `step_budget` says how many tokens each step may have, by
     what they cost (None: `max_batch_tokens`); `grammars` serves structured output. Raises `StateError`
     for a model that is not wrapped, `ConfigError` for one that it cannot serve.
@@ -63,18 +65,21 @@ class ContinuousEngine(PipelinedEngine):
         max_queue: int | None = None,
         max_requests: int = 256,
         max_batch_tokens: int = 512,
-        block_tokens: int = 32,
+        block_tokens: int | None = None,
         block_layout: str = "head_centric",
+        kv_cache_dtype: str = "auto",
         share_prefixes: bool = True,
         cohorts: int = 1,
         step_budget: StepBudget | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "block_tokens": block_tokens}
-        for name, count in {**counts, "cohorts": cohorts}.items():
+        counts = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "cohorts": cohorts}
+        for name, count in counts.items():
             require(count >= 1, name, count, "at least 1")
+        require(block_tokens is None or block_tokens >= 1, "block_tokens", block_tokens, "at least 1, or None")
         require(max_queue is None or max_queue >= 1, "max_queue", max_queue, "at least 1, or None")
         require(block_layout in LAYOUTS, "block_layout", block_layout, f"one of {', '.join(sorted(LAYOUTS))}")
+        require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", kv_cache_dtype, " or ".join(KV_CACHE_DTYPES))
         self.runtime: Runtime = runtime(model)
         self.counters = self.runtime.counters
         self._model = model
@@ -89,17 +94,16 @@ class ContinuousEngine(PipelinedEngine):
             stack.callback(self.runtime.observe, True)
             kv = _one_pool(model)
             groups = layer_groups(self._config)
-            self.kv_format = form = _kv_format(model, groups, block_tokens, block_layout, self.shards)
-            shape = BlockShape(block_tokens, form.heads, form.dim)
+            self.kv_format = form = _kv_format(model, groups, block_tokens, block_layout, kv_cache_dtype, self.shards)
             sizes = block_groups(groups, form.block_bytes, form.kv_shards)
             windows = [group.window for group in groups]
-            self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, block_tokens, share_prefixes)
+            self._blocks = BlockManager(partial(BlockMemory, kv, sizes), windows, form.block_tokens, share_prefixes)
             memory = self._blocks.memory
             assert isinstance(memory, BlockMemory)
             self._memory = memory
             self._received, self._held = ReceivedRequests(self._blocks, memory, self.kv_format), {}
             stack.callback(memory.close)
-            self._runner = ModelRunner(model, memory, groups, LAYOUTS[block_layout](shape), grammars)
+            self._runner = ModelRunner(model, memory, groups, layout_of(form, model.dtype), grammars)
             stack.callback(self._runner.close)
             stack.callback(self._open_pipeline(groups, cohorts))
             self._variants = VariantRecorder(self.runtime, self._is_own_thread)
@@ -293,13 +297,21 @@ class ContinuousEngine(PipelinedEngine):
             raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
 
 
-def _kv_format(model: Any, groups: Sequence[LayerGroup], block_tokens: int, block_layout: str, shards: int) -> KVFormat:
-    """Return the form of a model's blocks, whose decoder layers are cut into so many shards."""
+def _kv_format(
+    model: Any, groups: Sequence[LayerGroup], block_tokens: int | None, block_layout: str, dtype: str, shards: int
+) -> KVFormat:
+    """Return the form of a model's blocks, whose decoder layers are cut into so many shards.
+
+    Raises `ConfigError` for a model that cannot have it.
+    """
     heads, dim = kv_shape(model)
     parts = kv_shards(shards, heads)
-    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype == INT8 and dim % 2:
+        raise ConfigError(f"kv_cache_dtype={INT8!r} needs heads of an even size; this model's have {dim}: use 'auto'")
+    dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
     layers = tuple((parts_of(group.layers, parts), group.window) for group in groups)
-    return KVFormat(block_tokens, block_layout, dtype, heads // parts, dim, layers, parts)
+    tokens = block_tokens or usual_block_tokens(dtype, dim)
+    return KVFormat(tokens, block_layout, dtype, heads // parts, dim, layers, parts)
 
 
 def _one_pool(model: Any) -> KVPool:

@@ -10,7 +10,7 @@ from typing import Any
 from elastic.engines.continuous.moves import MovingRequests
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.block_layout import layout_of
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.model_runner import ModelRunner
@@ -102,8 +102,8 @@ class HostedStages(MovingRequests):
                 )
             forward = self._stage_forward()
             memory = self._guest_memory(sectors_cap, addresses or self.sector_addresses)
-            shape = BlockShape(self.kv_format.block_tokens, self.kv_format.heads, self.kv_format.dim)
-            runner = BatchRunner(self._model, memory, self._layer_groups, LAYOUTS[self.kv_format.layout](shape))
+            layout = layout_of(self.kv_format, self._model.dtype)
+            runner = BatchRunner(self._model, memory, self._layer_groups, layout)
             stage = GuestStage(self.rank, path, log, transport, memory, runner, forward, self._kv_exchange)
             self._stages[home] = stage
             stage.start()

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field, replace
 from elastic.memory.backends.shared_file import SharedFile
 from elastic.types import RankMemory
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+INT8 = "int8"
+"""Keys and values in 8 bits, with a scale of 16 bits for the keys, and one for the values, of each token and head."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, INT8: 1}
+SCALE_BYTES = 2
+BLOCK_SLOTS = 32
+"""Of a block whose tokens nobody has chosen."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,25 @@ class KVFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Count the bytes of one block in one layer."""
-        return 2 * self.block_tokens * self.heads * self.dim * ITEM_BYTES[self.dtype]
+        """Count the bytes of one block in one layer, with scales."""
+        slots = self.block_tokens + (scale_slots(self.block_tokens, self.dim) if self.dtype == INT8 else 0)
+        return 2 * slots * self.heads * self.dim * ITEM_BYTES[self.dtype]
+
+
+def scale_slots(tokens: int, dim: int) -> int:
+    """Count the places, of as many bytes as one token has, that the scales of so many tokens take in an 8-bit block."""
+    return -(-tokens * SCALE_BYTES // dim)
+
+
+def usual_block_tokens(dtype: str, dim: int) -> int:
+    """Return the tokens of a block where nobody has chosen them: with their scales they fill `BLOCK_SLOTS` places.
+
+    A block's bytes are a power of two then wherever heads and dim are, as those of pages: blocks that are not make
+    sectors of many pages.
+    """
+    if dtype != INT8:
+        return BLOCK_SLOTS
+    return max((t for t in range(1, BLOCK_SLOTS) if t + scale_slots(t, dim) <= BLOCK_SLOTS), default=1)
 
 
 @dataclass(frozen=True)

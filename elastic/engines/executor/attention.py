@@ -27,9 +27,12 @@ def attend(
     out = None
     if batch.prompts:  # before new tokens overwrite old ones that have just left a sliding window
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        seen_keys, seen_values = layout.as_read(keys, values)  # so that it matters not how a prompt was cut
         for prompt in batch.prompts:
             new = prompt.at
-            out[new] = _prompt(query[:, new], keys[:, new], values[:, new], cache, layout, parts, prompt, scaling)
+            out[new] = _prompt(
+                query[:, new], seen_keys[:, new], seen_values[:, new], cache, layout, parts, prompt, scaling
+            )
     if batch.written is not None:
         keys, values = keys.index_select(1, batch.written), values.index_select(1, batch.written)
     layout.write(cache, batch.write.of(parts), keys, values)

@@ -1,6 +1,7 @@
 """How the keys and values of a block lie in memory, and the index tensors that read and write them.
 
-A layer's cache is that of its parts, one behind another: each has some of the KV heads, in blocks of its own.
+A layer's cache is that of its parts, one behind another: each has some of the KV heads, in blocks of its own. In 8 bits
+a block has the scales of its values in itself, so whatever moves or shares blocks need not know of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+
+from elastic.engines.core.kv_state import INT8, KVFormat, scale_slots
+
+SCALE_DTYPE = torch.bfloat16
+"""Values are divided by scales that are rounded to it. So they are exact in any dtype that attention may have, and
+within half a step of what they were: 127 times 1 + 2**-9 is still rounded to 127."""
+_LARGEST = 127
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,21 @@ class CacheParts:
 class BlockLayout(ABC):
     """An order of the axes of a block. Index tensors are int64, of one device with the cache; layers share them."""
 
+    stored: torch.dtype | None = None
+    """Of the elements of a cache; None: that of attention."""
+
     def __init__(self, shape: BlockShape) -> None:
         self.shape = shape
+
+    @property
+    def block_elements(self) -> int:
+        """Count the elements of a block in a cache."""
+        return self.shape.elements
+
+    @property
+    @abstractmethod
+    def row_heads(self) -> int:
+        """Count the heads that lie side by side for one token."""
 
     def parts(self, first_blocks: torch.Tensor) -> CacheParts:
         """Describe parts of a layer's cache by where the blocks of each begin, [parts]."""
@@ -56,11 +77,20 @@ class BlockLayout(ABC):
     def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Make the index that reads the blocks of requests, from their tables [requests, blocks]."""
 
-    @abstractmethod
     def read(
         self, cache: torch.Tensor, index: torch.Tensor, requests: int, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy keys and values [requests, heads, blocks * tokens, dim] out of a layer's cache [elements]."""
+        width = self.shape.tokens * self.row_heads * self.shape.dim
+        return self.arrange(cache.view(-1, width).index_select(0, index), requests, heads)
+
+    @abstractmethod
+    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what was read, [rows, tokens * row_heads * dim], as keys and values."""
+
+    def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [heads, new, dim] as they are read once they were written."""
+        return keys, values
 
     @abstractmethod
     def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -72,11 +102,13 @@ class BlockLayout(ABC):
 
     def clear(self, cache: torch.Tensor, blocks: torch.Tensor) -> None:
         """Fill blocks [count] of a layer's cache [elements] with zeros."""
-        cache.view(-1, self.shape.elements).index_fill_(0, blocks, 0)
+        cache.view(-1, self.block_elements).index_fill_(0, blocks, 0)
 
 
 class HeadCentric(BlockLayout):
     """[block, head, K/V, token, dim]: a head's tokens lie side by side, as attention reads them (AMOEBA, section 4)."""
+
+    row_heads = 1
 
     def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
         heads = torch.arange(self.shape.heads, device=first_blocks.device)
@@ -86,12 +118,8 @@ class HeadCentric(BlockLayout):
         keys = (tables[:, None] * self.shape.heads + places) * 2  # [requests, heads, blocks]
         return torch.stack([keys, keys + 1]).flatten()
 
-    def read(
-        self, cache: torch.Tensor, index: torch.Tensor, requests: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, dim = self.shape.tokens, self.shape.dim
-        rows = cache.view(-1, tokens * dim).index_select(0, index)
-        keys, values = rows.view(2, requests, heads, -1, dim)
+    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = rows.view(2, requests, heads, -1, self.shape.dim)
         return keys, values
 
     def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -107,6 +135,10 @@ class HeadCentric(BlockLayout):
 class TokenMajor(BlockLayout):
     """[block, K/V, token, head, dim]: a token's heads lie side by side, as a layer computes them."""
 
+    @property
+    def row_heads(self) -> int:
+        return self.shape.heads
+
     def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
         return first_blocks[:, None]
 
@@ -114,11 +146,8 @@ class TokenMajor(BlockLayout):
         keys = (tables[:, None] + places) * 2  # [requests, parts, blocks]
         return torch.stack([keys, keys + 1]).flatten()
 
-    def read(
-        self, cache: torch.Tensor, index: torch.Tensor, requests: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, inside, dim = self.shape.tokens, self.shape.heads, self.shape.dim
-        rows = cache.view(-1, tokens * inside * dim).index_select(0, index)
+    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inside, dim = self.shape.heads, self.shape.dim
         keys, values = rows.view(2, requests, heads // inside, -1, inside, dim).transpose(3, 4).flatten(2, 3)
         return keys, values
 
@@ -134,3 +163,85 @@ class TokenMajor(BlockLayout):
 
 
 LAYOUTS: dict[str, type[BlockLayout]] = {"head_centric": HeadCentric, "token_major": TokenMajor}
+
+
+class Int8Blocks(BlockLayout):
+    """Blocks of another layout in 8 bits, with a scale for the keys, and one for the values, of each token and head.
+
+    Where the other layout has [token, …], there is [slot, …] of int8: the values, and behind them the scales in the
+    same order, in as many slots more as they need (`scale_slots`). A value is its int8 times its scale: no zero point.
+    """
+
+    stored = torch.int8
+
+    def __init__(self, order: type[BlockLayout], shape: BlockShape, dtype: torch.dtype) -> None:
+        """`dtype`: of keys and values as they are read."""
+        super().__init__(shape)
+        tokens, heads, dim = shape.tokens, shape.heads, shape.dim
+        self._slots = tokens + scale_slots(tokens, dim)
+        each = dim // SCALE_DTYPE.itemsize
+        """Scales that have room in a slot of one head."""
+        self._first_scale = tokens * each
+        self._read = order(shape)
+        self._values = order(BlockShape(self._slots, heads, dim))
+        self._scales = order(BlockShape(self._slots * each, heads, 1))
+        self._dtype = dtype
+
+    @property
+    def block_elements(self) -> int:
+        return self._values.shape.elements
+
+    @property
+    def row_heads(self) -> int:
+        return self._read.row_heads
+
+    def places(self, first_blocks: torch.Tensor) -> torch.Tensor:
+        return self._read.places(first_blocks)
+
+    def read_index(self, tables: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return self._read.read_index(tables, places)
+
+    def read(
+        self, cache: torch.Tensor, index: torch.Tensor, requests: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        vectors, dim = self.shape.tokens * self.row_heads, self.shape.dim
+        rows = cache.view(-1, self._slots * self.row_heads * dim).index_select(0, index)
+        first = self._first_scale * self.row_heads
+        values = rows[:, : vectors * dim].view(-1, vectors, dim)
+        scales = rows.view(SCALE_DTYPE)[:, first : first + vectors]
+        return self.arrange(dequantize(values, scales, self._dtype).flatten(1), requests, heads)
+
+    def arrange(self, rows: torch.Tensor, requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read.arrange(rows, requests, heads)
+
+    def as_read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return dequantize(*quantize(keys), self._dtype), dequantize(*quantize(values), self._dtype)
+
+    def write_index(self, blocks: torch.Tensor, offsets: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return that of the values, and that of their scales: [2, …]."""
+        values = self._values.write_index(blocks, offsets, places)
+        return torch.stack([values, self._scales.write_index(blocks, self._first_scale + offsets, places)])
+
+    def write(self, cache: torch.Tensor, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        (keys, key_scales), (values, value_scales) = quantize(keys), quantize(values)
+        self._values.write(cache, index[0], keys, values)
+        self._scales.write(cache.view(SCALE_DTYPE), index[1], key_scales[..., None], value_scales[..., None])
+
+
+def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return vectors [..., dim] as int8, and their scales [...]: the largest value is 127 of these, or -127."""
+    states = states.float()
+    scales = (states.abs().amax(-1) / _LARGEST).to(SCALE_DTYPE)
+    steps = torch.where(scales == 0, 1, scales).float()
+    return (states / steps[..., None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return vectors [..., dim] of int8 times their scales [...], rounded once to `dtype`."""
+    return values.to(dtype).mul_(scales[..., None].to(dtype))
+
+
+def layout_of(form: KVFormat, dtype: torch.dtype) -> BlockLayout:
+    """Return the layout of blocks of a form, for attention in `dtype`."""
+    shape, order = BlockShape(form.block_tokens, form.heads, form.dim), LAYOUTS[form.layout]
+    return Int8Blocks(order, shape, dtype) if form.dtype == INT8 else order(shape)

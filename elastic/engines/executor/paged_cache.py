@@ -71,7 +71,7 @@ class PagedCache:
         """By decoder layer."""
         assert block_layers(memory) == [group.layers for group in groups]
         self._memory = memory
-        self._dtype = dtype
+        self._dtype = layout.stored or dtype
         self._parts: dict[tuple[int, tuple[int, ...]], CacheParts] = {}  # group, parts
         self.refresh()
 
@@ -85,7 +85,7 @@ class PagedCache:
             here: dict[int, list[int]] = {}
             for number in ranges.layers:
                 here.setdefault(number // self.kv_shards, []).append(number % self.kv_shards)
-            size = self.kv_shards * self._part_blocks(index) * self.layout.shape.elements
+            size = self.kv_shards * self._part_blocks(index) * self.layout.block_elements
             for layer, parts in here.items():
                 elements = ranges.view_parts(layer, self._dtype)[:size]
                 layers[layer] = CachedLayer(index, elements, tuple(parts))

@@ -87,6 +87,13 @@ def test_options_become_those_of_a_fleet() -> None:
     assert ranks("--ranks", "1", *places, "--cores", "0,1") == [(("cpu#a", "cpu#b"), (0, 1))]
 
 
+def test_ranks_keep_keys_and_values_in_the_dtype_that_is_said() -> None:
+    for arguments, dtype in (((), "auto"), (("--kv-cache-dtype", "int8"), "int8")):
+        chosen = options("--ranks", "2", *arguments)
+        fleet = make_fleet(chosen, "in-process", serve.wrap_options(chosen), None)
+        assert [spec.engine["kv_cache_dtype"] for spec in fleet._specs] == [dtype] * 2
+
+
 def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     def chosen(*arguments: str) -> tuple[Any, list[Any]]:
         given = options(*LENGTHS, *arguments)

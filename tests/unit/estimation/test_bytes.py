@@ -83,15 +83,20 @@ def test_models_of_other_kinds_hold_what_their_configs_say(name: str) -> None:
         elastic.unwrap(model)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-sliding"])
-def test_requests_find_the_room_that_is_estimated(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "form", "block"), [("llama-gqa", FULL, 16), ("qwen2-sliding", FULL, 16), ("qwen2-sliding", "int8", None)]
+)
+def test_requests_find_the_room_that_is_estimated(name: str, form: str, block: int | None) -> None:
     """As many requests as are estimated get all of their blocks, and one more does not; with sliding layers too."""
     model = architectures.build(name)
     elastic.wrap(model, places=small(2 << 20))
-    engine = ContinuousEngine(model, block_tokens=16, share_prefixes=False)
+    dtype = "auto" if form == FULL else form
+    engine = ContinuousEngine(model, block_tokens=block, kv_cache_dtype=dtype, share_prefixes=False)
     try:
         config = model.config
-        room = KVRoom(config, kv_shape_of(config, 4), 16, PAGE, range(3))
+        shape = kv_shape_of(config, 4, form)
+        assert shape.block_bytes(engine.kv_format.block_tokens) == engine.kv_format.block_bytes
+        room = KVRoom(config, shape, block, PAGE, range(3))
         free = model.elastic.status().kv[0].maximum_bytes // PAGE
         for tokens in (40, 130):
             most = room.requests(free, tokens)
@@ -122,7 +127,7 @@ def test_a_stage_has_room_for_its_own_layers_only() -> None:
 
 def test_eight_bit_caches_hold_nearly_twice_sixteen_bit_ones() -> None:
     config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
-    full, small_ = (KVRoom(config, kv_shape_of(config, 2, form), 32, 2 << 20, range(32)) for form in (FULL, "int8"))
+    full, small_ = (KVRoom(config, kv_shape_of(config, 2, form), None, 2 << 20, range(32)) for form in (FULL, "int8"))
     assert 1.9 < full.request_bytes(4096) / small_.request_bytes(4096) < 2
     with pytest.raises(ConfigError, match="kv='fp4' is not known"):
         kv_shape_of(config, 2, "fp4")

@@ -56,6 +56,20 @@ def test_a_model_larger_than_this_machine_is_ranked_from_its_config() -> None:
     assert hours.configuration.ranks == 1
 
 
+def test_keys_and_values_in_8_bits_leave_room_for_more_requests() -> None:
+    """1,124 tokens are 36 blocks of 32, or 37 of half the bytes; a step copies 2 layers of 20 more, or thrice that."""
+    load = elastic.Load(prompt=1024, new=100)
+    found = estimate(LLAMA_2_70B, "4*a6000", load=load, weights=("full",), kv=("full", "int8"))
+    by_name = {str(each.configuration): each for each in found if each.fits}
+    assert sorted(name for name in by_name if "KV int8" in name) == [
+        "TP1 PP3 full KV int8",
+        "TP1 PP4 full KV int8",
+        "TP2 PP2 full KV int8",
+    ]
+    full, int8 = by_name["TP1 PP4 full"].requests, by_name["TP1 PP4 full KV int8"].requests
+    assert int8 / full == pytest.approx(2 * 36 / 37 * (20 / 26) / (20 / 22), rel=0.02)
+
+
 def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> None:
     """A place of the estimated budget has room for the estimated requests and not for one more."""
     load = elastic.Load(prompt=100, new=28)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.step import Chunk
 from elastic.engines.executor.batch_runner import BatchRunner
-from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
+from elastic.engines.executor.block_layout import LAYOUTS, layout_of
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.storage.paged import BlockMemory
@@ -29,6 +30,8 @@ PAGE, BLOCK, DIM, WINDOW = 4096, 4, 8, 7
 GROUPS = (LayerGroup((0, 2), None), LayerGroup((1,), WINDOW))
 MODEL = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
 Shards = tuple[int, ...]
+Kept = Callable[[torch.Tensor], torch.Tensor]
+"""What is left of keys or values, [heads, tokens, dim], in a cache."""
 
 
 @pytest.fixture
@@ -40,18 +43,28 @@ def stack() -> Iterator[ExitStack]:
 class Rank:
     """A runner, over a memory that has the parts of every layer which some shards need."""
 
-    def __init__(self, stack: ExitStack, layout: str, kv_heads: int, of: int, shards: Shards | None = None) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        layout: str,
+        kv_heads: int,
+        of: int,
+        shards: Shards | None = None,
+        *,
+        dtype: str = "float32",
+        dim: int = DIM,
+    ) -> None:
         self.parts = kv_shards(of, kv_heads)
-        shape = BlockShape(BLOCK, kv_heads // self.parts, DIM)
-        pool = PagePool("cpu#test", MemfdBackend(PAGE), 400 * PAGE, ready_pages=0)
-        kv = KVPool(pool, 400 * PAGE, ready_share=0)
-        self.memory = BlockMemory(kv, block_groups(GROUPS, shape.elements * 4, self.parts))
+        form = KVFormat(BLOCK, layout, dtype, kv_heads // self.parts, dim, (), self.parts)
+        pool = PagePool("cpu#test", MemfdBackend(PAGE), 2000 * PAGE, ready_pages=0)
+        kv = KVPool(pool, 2000 * PAGE, ready_share=0)
+        self.memory = BlockMemory(kv, block_groups(GROUPS, form.block_bytes, self.parts))
         stack.callback(pool.close)
         stack.callback(kv.close)
         stack.callback(self.memory.close)
         needed = range(self.parts) if shards is None else kv_parts(shards, of, self.parts)
         self.memory.remove_layers(n for n in range(3 * self.parts) if n % self.parts not in needed)
-        self.runner = BatchRunner(MODEL, self.memory, GROUPS, LAYOUTS[layout](shape))
+        self.runner = BatchRunner(MODEL, self.memory, GROUPS, layout_of(form, torch.float32))
         stack.callback(self.runner.close)
         self.shards, self.of = shards, of
         self._free: list[list[int]] = [[], []]
@@ -87,13 +100,16 @@ class Rank:
 class Text:
     """The queries, keys and values of a sequence in one layer, and what attention gives for them."""
 
-    def __init__(self, query_heads: int, kv_heads: int) -> None:
-        self.query = torch.empty(query_heads, 0, DIM)
-        self.keys = self.values = torch.empty(kv_heads, 0, DIM)
+    def __init__(self, query_heads: int, kv_heads: int, kept: Kept, dim: int) -> None:
+        self.query = torch.empty(query_heads, 0, dim)
+        self.keys = self.values = torch.empty(kv_heads, 0, dim)
+        self.kept = kept
 
     def add(self, count: int) -> list[torch.Tensor]:
         """Return the new queries, keys and values, [heads, count, dim] each."""
-        new = [torch.randn(len(heads), count, DIM) for heads in (self.query, self.keys, self.values)]
+        sizes = torch.tensor(10.0) ** torch.empty(count, 1).uniform_(-3, 1)  # a scale is of one token, not of several
+        heads = (self.query, self.keys, self.values)
+        new = [torch.randn(len(each), count, each.shape[2]) * (1 if each is self.query else sizes) for each in heads]
         both = zip((self.query, self.keys, self.values), new, strict=True)
         self.query, self.keys, self.values = (torch.cat(pair, 1) for pair in both)
         return new
@@ -101,8 +117,9 @@ class Text:
     def attended(self, count: int, window: int | None) -> torch.Tensor:
         """Return the outputs of the last tokens, [count, heads, dim]."""
         total, each = self.query.shape[1], len(self.query) // len(self.keys)
-        keys, values = (states.double().repeat_interleave(each, 0) for states in (self.keys, self.values))
-        scores = self.query[:, total - count :].double() @ keys.mT / math.sqrt(DIM)
+        both = (self.kept(states.double()) for states in (self.keys, self.values))
+        keys, values = (states.repeat_interleave(each, 0) for states in both)
+        scores = self.query[:, total - count :].double() @ keys.mT / math.sqrt(self.query.shape[2])
         ago = torch.arange(total - count, total)[:, None] - torch.arange(total)
         hidden = (ago < 0) | (ago >= (window or total))
         return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ values).transpose(0, 1)
@@ -111,8 +128,10 @@ class Text:
 class Steps:
     """The same steps at all ranks, compared with plain attention."""
 
-    def __init__(self, ranks: Sequence[Rank], query_heads: int, kv_heads: int) -> None:
-        self.ranks, self.query_heads, self.kv_heads = ranks, query_heads, kv_heads
+    def __init__(
+        self, ranks: Sequence[Rank], query_heads: int, kv_heads: int, kept: Kept = lambda states: states, dim: int = DIM
+    ) -> None:
+        self.ranks, self.query_heads, self.kv_heads, self.kept, self.dim = ranks, query_heads, kv_heads, kept, dim
         self.texts: dict[tuple[str, int], Text] = {}
         self.lengths: dict[str, int] = {}
 
@@ -136,7 +155,7 @@ class Steps:
         """Return queries, keys and values [1, heads, new, dim] of the batch, and what is to come out [new, …]."""
         new, expected = [], []
         for name, count in counts.items():
-            text = self.texts.setdefault((name, layer), Text(self.query_heads, self.kv_heads))
+            text = self.texts.setdefault((name, layer), Text(self.query_heads, self.kv_heads, self.kept, self.dim))
             new.append(text.add(count))
             expected.append(text.attended(count, window))
         return [torch.cat(states, 1)[None] for states in zip(*new, strict=True)], torch.cat(expected)
@@ -175,6 +194,34 @@ def test_any_split_of_any_heads_attends_for_each_once(
     with ExitStack() as stack:
         ranks = [Rank(stack, layout, kv_heads, len(owners), shards) for shards in splits if shards]
         steps = Steps(ranks, kv_heads * each, kv_heads)
+        for each_step in counts:
+            steps.run(each_step)
+
+
+def in_8_bits(states: torch.Tensor) -> torch.Tensor:
+    """Round each vector to 255 values, of which the largest is its own, in steps of a bfloat16."""
+    states = states.float()
+    steps = (states.abs().amax(-1, keepdim=True) / 127).bfloat16().float()
+    return (states / steps).round().clamp(-127, 127).double() * steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    kv_heads=st.integers(1, 4),
+    each=st.integers(1, 3),
+    dim=st.sampled_from([2, 6, 8, 64]),
+    owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 1), min_size=of, max_size=of)),
+    counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
+)
+def test_in_8_bits_each_vector_is_rounded_once_by_a_scale_of_its_own(
+    layout: str, kv_heads: int, each: int, dim: int, owners: list[int], counts: list[dict[str, int]]
+) -> None:
+    """Whatever the shape, however a prompt is cut, whoever has which heads; nothing else is lost."""
+    splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(2)]
+    with ExitStack() as stack:
+        ranks = [Rank(stack, layout, kv_heads, len(owners), s, dtype="int8", dim=dim) for s in splits if s]
+        steps = Steps(ranks, kv_heads * each, kv_heads, in_8_bits, dim)
         for each_step in counts:
             steps.run(each_step)
 
