@@ -83,7 +83,7 @@ def _status(url: str) -> int:
     from rich.console import Console
 
     from elastic.cli.views.fleet import fleet_events, ranks
-    from elastic.cli.views.stages import stages
+    from elastic.cli.views.stages import stages, work
     from elastic.cli.views.status_client import NoAnswer, ask
 
     document = ask(url, LOOK_S)
@@ -91,8 +91,8 @@ def _status(url: str) -> int:
         raise NoAnswer(f"{url} serves one model and no fleet; elastic top {url} shows it")
     console = Console()
     console.print(ranks(document))
-    if (grid := stages(document)) is not None:
-        console.print(grid)
+    for each in filter(None, [stages(document), work(document)]):
+        console.print(each)
     console.print(fleet_events(document.fleet_events, last=20))
     return 0
 

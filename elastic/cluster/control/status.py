@@ -53,6 +53,19 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """What went between one rank and another since they met; memory files that both have are on no wire."""
+
+    rank: str
+    """The other one."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Hidden states, and parts of them, of all instances."""
+    read_bytes: int = 0
+    """Keys, values and weights that were read in the other's memory."""
+
+
+@dataclass(frozen=True)
 class InstanceStatus:
     """One model being served: its ranks, and what it has to do."""
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
-from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
+from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus, Wire
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.planning.arrangement.drop import GroupPlan
 from elastic.types import Action, Change, PlanStep, Prepared
@@ -72,7 +73,10 @@ class FakeFleet(FakeEngine):
             self.released.wait()
             raise RankLost(f"rank {rank} hangs", rank=rank)
         self._require(rank)
-        return RuntimeView(status(), RequestStats(running=2), events(), ControllerHealth())
+        wires = (Wire("b", 100, 200, 300),) if rank == "a" else ()
+        return RuntimeView(
+            status(), RequestStats(running=2), events(), ControllerHealth(), StageTimes(6.0, 2.0, 3.0), wires
+        )
 
     def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
         self._require(rank)
