@@ -48,6 +48,8 @@ class FakeFleet(FakeEngine):
         self.moves: list[tuple[str, str]] = []
         self.released = threading.Event()
         self.groups_asked: list[tuple[str, Any]] = []
+        self.forms: list[dict[str, Any]] = []
+        """How layers were to change their rank, of each drop, restore and reshard."""
         self.paths: dict[str, tuple[str, ...]] = {}
         """Rank -> the path of its instance."""
 
@@ -129,7 +131,9 @@ class FakeFleet(FakeEngine):
         layers: Mapping[str, Sequence[int]] | None = None,
         dry_run: bool = False,
         why: str = "",
+        **form: Any,
     ) -> Dropped:
+        self.forms.append(form)
         if need == "1EiB":
             raise CapacityError("no drop frees so much", requested_bytes=1, free_bytes=0, total_bytes=0)
         self.groups_asked.append(("drop", (need, layers, dry_run, why)))
@@ -139,7 +143,8 @@ class FakeFleet(FakeEngine):
             return Dropped("planned", 5, 2048, groups=(plan,), freed_bytes=4096, price=price)
         return Dropped("applied", flips=5, moved_bytes=2048, stalled_ms=0.75, groups=(plan,), freed_bytes=4096)
 
-    def restore(self, rank: str | None = None, *, why: str = "") -> Restored:
+    def restore(self, rank: str | None = None, *, why: str = "", **form: Any) -> Restored:
+        self.forms.append(form)
         self.groups_asked.append(("restore", (rank, why)))
         if rank == "b":
             return Restored("deferred", members=("a", "b"), why="live requests need the memory")
@@ -153,7 +158,9 @@ class FakeFleet(FakeEngine):
         layers_per_step: int | None = None,
         dry_run: bool = False,
         why: str = "",
+        **form: Any,
     ) -> Resharded:
+        self.forms.append({**form, "layers_per_step": layers_per_step})
         if tp == 3:
             raise ConfigError("tp=3: each layer of rank 'a' is in 4 shards")
         self.groups_asked.append(("reshard", (instances, tp, layers_per_step, dry_run, why)))

@@ -255,6 +255,22 @@ def test_layers_leave_and_return_over_http(client: TestClient, fleet: FakeFleet)
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [("drop", {"need": 1}), ("restore", {}), ("reshard", {"instances": ["a", "b"], "tp": 2})],
+)
+def test_how_layers_change_their_rank_is_said_over_http(
+    client: TestClient, fleet: FakeFleet, path: str, body: dict[str, Any]
+) -> None:
+    given = {"exchange": "stall", "coordinated": False, "layers_per_step": 2}
+    assert client.post(f"/elastic/fleet/{path}", json=body).status_code == 200
+    assert client.post(f"/elastic/fleet/{path}", json=body | given).status_code == 200
+    assert fleet.forms == [{"exchange": "live", "coordinated": True, "layers_per_step": None}, given]
+    for wrong in ({"exchange": "later"}, {"coordinated": 1}, {"layers_per_step": 0}):
+        assert client.post(f"/elastic/fleet/{path}", json=body | wrong).status_code == 400
+    assert len(fleet.forms) == 2
+
+
+@pytest.mark.parametrize(
     ("path", "body", "code"),
     [
         ("drop", {"need": "1EiB"}, 409),
