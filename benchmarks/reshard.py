@@ -3,7 +3,8 @@
     python benchmarks/reshard.py [--only NAME …] [--rounds 5]
 
 On two pinned cores; ranks serve the Llama of 40M parameters of `serving.py` in 246 MiB each, its layers cut in four.
-Targets (`AMOEBA`, the paper's section 4), fixed before the figures were taken; rows:
+All rows together are meant to take eight minutes on cores that do nothing else. Targets were fixed before figures were
+taken; rows:
 
 - `kv`: of a cache of 90 % use, what leaves and what stays: local part over the paper's base form at most .4
 - `weights`: shards that leave and return, per layer: up at most .2 of the paper's base (partial swap), both at most .3

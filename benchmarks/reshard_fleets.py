@@ -28,7 +28,6 @@ OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
 FORMS: dict[str, dict[str, Any]] = {
     "1 layer": {"layers_per_step": 1},
     "2 layers": {"layers_per_step": 2},
-    "4 layers": {"layers_per_step": 4},
     "all layers": {"layers_per_step": LAYERS},
     "stop for all": {"exchange": "stall"},
 }
@@ -38,7 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
     """Serve with so many ranks, whose layers are cut; each has a core of two."""
     cores = [(number % 2,) for number in range(count)]
-    with fleet(path, cores, place=place, engine=ENGINE, **{"wrap": WRAP, **options}) as engine:
+    with fleet(path, cores, place=place, engine=ENGINE, wrap=WRAP, beat_timeout_s=20.0, **options) as engine:
         warm_up(engine)
         yield engine
 
@@ -216,10 +215,11 @@ def hybrid(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
                     first, second = names(engine)
                     engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
                 play(engine, arrivals, played[name])
+            print(f"round {round_}, {name}: {played[name].tokens_per_s[-1]:.0f} tokens/s in time", flush=True)
     return {
         "short_requests_per_s": rate,
         "long_tokens": long_tokens,
-        "longest_tokens": sizes,
+        "longest_tokens": {f"tp={degree}": tokens for degree, tokens in sizes.items()},
         "long_ones": longs * len(played["tp1"].longs),
         **{name: told(one) for name, one in played.items()},
         "tokens_per_s_over": {

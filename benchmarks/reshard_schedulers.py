@@ -70,5 +70,5 @@ def simulated(answers: tuple[int, int], rounds: int, minutes: float) -> dict[str
 
 def schedulers(_: Path, rounds: int, quick: bool) -> dict[str, Any]:
     minutes = 2 if quick else MINUTES
-    loads, rounds = ANSWERS[:2] if quick else ANSWERS, min(rounds, 3)
+    loads, rounds = ANSWERS[:2] if quick else ANSWERS, min(rounds, 2)
     return {f"answers of {least}-{most}": simulated((least, most), rounds, minutes) for least, most in loads}

@@ -12,7 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 HAVE_A_VENV_OF_THEIR_OWN = {"vllm"}
-WITHOUT_OPTIONS = {"common", "evaluation_quality", "evaluation_report", "evaluation_run", "evicting", "serving"}
+WITHOUT_OPTIONS = {
+    "common",
+    "evaluation_quality",
+    "evaluation_report",
+    "evaluation_run",
+    "evicting",
+    "reshard_fleets",
+    "reshard_local",
+    "reshard_schedulers",
+    "serving",
+}
 
 
 @pytest.fixture(autouse=True)
