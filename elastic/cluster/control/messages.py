@@ -219,6 +219,8 @@ class RuntimeView:
     times: Any = None
     """`StageTimes`"""
     wires: tuple[Wire, ...] = ()
+    variants: tuple[str, ...] = ()
+    """What layers can be swapped to."""
 
 
 @dataclass(frozen=True)

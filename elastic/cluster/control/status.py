@@ -18,6 +18,8 @@ EventKind = Literal[
     "move failed",
     "requests resumed",
     "overloaded",
+    "swapped",
+    "swapped back",
     "merged",
     "dropped",
     "drop failed",

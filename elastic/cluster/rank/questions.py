@@ -148,6 +148,7 @@ class Questions:
             runtime.health(),
             engine.stage_times,
             self._stages.wires,
+            tuple(runtime.weights.layers[0].variants),
         )
 
 

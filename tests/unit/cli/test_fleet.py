@@ -253,3 +253,11 @@ def test_a_server_without_a_fleet_says_so(capsys: pytest.CaptureFixture[str]) ->
     with serving(lambda path: (200, json.dumps(fleet_document()).encode())) as url:
         assert main(["fleet", "status", url]) == 0
     assert "1 of 2 ranks serve" in capsys.readouterr().out
+
+
+def test_ranks_of_a_fleet_that_drops_layers_swap_none_by_themselves() -> None:
+    def policy(*arguments: str) -> str:
+        return str(serve.wrap_options(options(*arguments, "--variants", "int4"))["policy"])
+
+    assert policy(*DROP) == "manual"
+    assert (policy("--ranks", "2"), policy(*LENGTHS)) == ("balanced", "balanced")
