@@ -92,3 +92,21 @@ def test_what_can_be_swapped_at_no_rank_is_no_offer(fleet: Fleet) -> None:
     assert swaps.plan(seen(fleet, {"r0": 1 << 20})) is None, "no layer is left"
     swaps.restore(seen(fleet, {"r1": 0}))
     assert not swaps.ranks, "a rank that is not there any more has nothing to return"
+
+
+@pytest.mark.slow
+def test_each_remedy_has_a_price_before_there_is_an_overload(fleet: Fleet) -> None:
+    (layer, *_), before = fleet.layer_bytes(), fleet.status()
+    offers = {offer.kind: offer for offer in fleet.offers(layer // 2)}
+    assert list(offers) == ["move", "drop", "swap", "add"]
+    assert {kind for kind, offer in offers.items() if not offer.lossless} == {"swap"}
+    assert offers["swap"].relieved_bytes == layer // 2
+    assert offers["swap"].seconds == pytest.approx(CostWeights().quality_s / 2, abs=0.01)
+    planned = fleet.drop(layer // 2, dry_run=True)
+    assert planned.price is not None
+    assert (offers["drop"].seconds, offers["drop"].relieved_bytes) == (planned.price.seconds, planned.freed_bytes)
+    assert 0 < offers["move"].seconds < offers["add"].seconds
+    after = fleet.status()
+    assert (after.totals, [rank.dropped for rank in after.ranks]) == (before.totals, [(), ()]), "nothing was done"
+    kinds = [offer.kind for offer in fleet.offers("1GiB")]
+    assert "drop" not in kinds, "no drop frees so much"
