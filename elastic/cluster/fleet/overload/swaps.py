@@ -117,8 +117,9 @@ class Swaps:
         return tuple(returned)
 
     def _is_eased(self, group: GroupReading, done: _Swapped) -> bool:
-        left = group.capacity_bytes - done.freed_bytes
-        return not group.waiting_bytes and group.committed_bytes <= self._settings.restore_below * left
+        if group.busy or group.waiting_bytes:
+            return False
+        return group.committed_bytes <= self._settings.restore_below * (group.capacity_bytes - done.freed_bytes)
 
     def _swap(self, rank: str, wanted: int, layer_bytes: Sequence[int]) -> tuple[Swap, int, float] | None:
         """Return the swap of a rank that frees so much, or else the most, with its bytes and price; None: it has none.
