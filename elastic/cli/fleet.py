@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret
+from elastic.cli.inputs.exchange_options import add_exchange, exchange_form
 from elastic.errors import ConfigError
 
 TOKEN = "ELASTIC_TOKEN"
@@ -41,6 +42,8 @@ def add_options(command: ArgumentParser) -> None:
     _add_drop(drop)
     restore.add_argument("rank", nargs="?", metavar="RANK", help="a rank of the group (all groups)")
     _add_reshard(reshard)
+    for each in (drop, restore, reshard):
+        add_exchange(each)
     merge.add_argument("ranks", nargs="+", metavar="RANK", help="their names")
     split.add_argument("rank", metavar="RANK", help="a rank of the group")
 
@@ -57,12 +60,6 @@ def _add_drop(command: ArgumentParser) -> None:
 def _add_reshard(command: ArgumentParser) -> None:
     command.add_argument("instances", nargs="+", metavar="INSTANCE", help="whoever computes layers with one counts too")
     command.add_argument("--tp", type=int, required=True, metavar="N", help="ranks that share each layer; 1: none do")
-    command.add_argument(
-        "--layers-per-step",
-        type=int,
-        metavar="N",
-        help="layers that change at a pause (as many as there is room for)",
-    )
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
 
 
@@ -83,7 +80,7 @@ def _status(url: str) -> int:
     from rich.console import Console
 
     from elastic.cli.views.fleet import fleet_events, ranks
-    from elastic.cli.views.stages import stages
+    from elastic.cli.views.stages import stages, work
     from elastic.cli.views.status_client import NoAnswer, ask
 
     document = ask(url, LOOK_S)
@@ -91,8 +88,8 @@ def _status(url: str) -> int:
         raise NoAnswer(f"{url} serves one model and no fleet; elastic top {url} shows it")
     console = Console()
     console.print(ranks(document))
-    if (grid := stages(document)) is not None:
-        console.print(grid)
+    for each in filter(None, [stages(document), work(document)]):
+        console.print(each)
     console.print(fleet_events(document.fleet_events, last=20))
     return 0
 
@@ -129,9 +126,8 @@ def _drop(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.layer_grid import ranges
     from elastic.cli.views.status_client import post
 
-    body: dict[str, Any] = {"need": options.need, "dry_run": options.dry_run}
-    if options.layers:
-        body = {"layers": _layers_by_rank(options.layers), "dry_run": options.dry_run}
+    wanted = {"layers": _layers_by_rank(options.layers)} if options.layers else {"need": options.need}
+    body = {**wanted, "dry_run": options.dry_run, **exchange_form(options)}
     dropped = post(url, "/elastic/fleet/drop", body, token, ACT_S).get("dropped") or {}
     for group in dropped.get("groups") or []:
         for rank, keeps in zip(group["members"], group["keeps"], strict=True):
@@ -146,16 +142,20 @@ def _drop(url: str, token: str, options: Namespace) -> int:
 def _restore(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.status_client import post
 
-    restored = post(url, "/elastic/fleet/restore", {"rank": options.rank}, token, ACT_S).get("restored") or {}
+    body = {"rank": options.rank, **exchange_form(options)}
+    restored = post(url, "/elastic/fleet/restore", body, token, ACT_S).get("restored") or {}
     return _returned(restored)
 
 
 def _reshard(url: str, token: str, options: Namespace) -> int:
     from elastic.cli.views.status_client import post
 
-    body = {"instances": options.instances, "tp": options.tp, "dry_run": options.dry_run}
-    if options.layers_per_step is not None:
-        body["layers_per_step"] = options.layers_per_step
+    body = {
+        "instances": options.instances,
+        "tp": options.tp,
+        "dry_run": options.dry_run,
+        **exchange_form(options),
+    }
     done = post(url, "/elastic/fleet/reshard", body, token, ACT_S).get("resharded") or {}
     if options.dry_run:
         return _planned(done)

@@ -230,7 +230,7 @@ def wrap_options(options: Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `elastic.wrap`."""
     policy = None if options.policy in FLEET_POLICIES else options.policy
     if policy is None:
-        policy = "balanced" if options.variants else "manual"
+        policy = "balanced" if options.variants and options.policy != "drop" else "manual"
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
     if options.shards is not None:
         chosen["shards"] = options.shards

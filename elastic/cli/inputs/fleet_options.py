@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from elastic.cli.inputs.checks import require_at_least
-from elastic.config import Lengths, Place
+from elastic.cli.inputs.exchange_options import EXCHANGE, add_exchange, exchange_form, read_numbers
+from elastic.config import Lengths, Overload, Place
 from elastic.engines.base import GrammarCompiler
 from elastic.errors import ConfigError
 
@@ -19,11 +20,17 @@ if TYPE_CHECKING:
     from elastic.cluster.launch.base import Launcher
 
 LAUNCHERS = ("local", "in-process", "join", "ray")
+BULK = ("sockets", "nixl")
 ROUTINGS = ("prefix", "freeness", "least_load", "round_robin")
-_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "tp")
+_OF_POLICIES = {"overload": "drop", "lengths": "lengths", "tp": "lengths", **dict.fromkeys(EXCHANGE, "drop")}
+"""Options of one policy."""
+_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "bulk", *_OF_POLICIES)
 """Options that mean nothing without `--ranks`."""
-FLEET_POLICIES = ("drop", "lengths")
-"""Policies that a fleet has, not its ranks."""
+FLEET_POLICIES = {
+    "drop": "instances that drop layers when KV runs out",
+    "lengths": "instances that share their layers when requests need it",
+}
+"""Policies that a fleet has, not its ranks, and what they are for."""
 SHARDS = 4
 """Into which layers are cut for `--policy lengths`, unless something else is said."""
 
@@ -45,12 +52,21 @@ def add_fleet(command: ArgumentParser) -> None:
     group.add_argument(
         "--tp", metavar="1..N", help="with --policy lengths: ranks that share their layers at the most, as 1..4 (1..4)"
     )
+    group.add_argument("--bulk", choices=BULK, help="how ranks read each other's memory where no file is (sockets)")
+    for name, policy in (("overload", "drop"), ("lengths", "lengths")):
+        group.add_argument(
+            f"--{name}",
+            action="append",
+            metavar="NAME=VALUE",
+            help=f"with --policy {policy}: a number of elastic.{name.capitalize()}; repeatable",
+        )
+    add_exchange(command, "with --policy drop")
 
 
 def check_fleet(options: Namespace) -> None:
     """Raise `ConfigError` for options of a fleet that cannot work together."""
     if options.ranks is None:
-        given = next((name for name in _ALONE if getattr(options, name)), None)
+        given = next((name for name in _ALONE if _is_given(options, name)), None)
         if given is not None:
             raise ConfigError(f"--{given.replace('_', '-')} is for a fleet; say how many processes: --ranks N")
         if options.policy in FLEET_POLICIES:
@@ -65,13 +81,19 @@ def check_fleet(options: Namespace) -> None:
     for name in ("listen", "key_file"):
         if getattr(options, name) and not joined:
             raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
-    if options.tp is not None and options.policy != "lengths":
-        raise ConfigError("--tp is for instances that share their layers when requests need it: --policy lengths")
-    _lengths(options)
+    for name, policy in _OF_POLICIES.items():
+        if _is_given(options, name) and options.policy != policy:
+            raise ConfigError(f"--{name.replace('_', '-')} is for {FLEET_POLICIES[policy]}: --policy {policy}")
+    _policies(options)
     _by_rank(options.place or [], options.ranks)
     _cores(options)
     for place in options.place or []:
         Place.parse(place)
+
+
+def _is_given(options: Namespace, name: str) -> bool:
+    value = getattr(options, name)
+    return value is not None and value is not False
 
 
 def make_fleet(
@@ -94,6 +116,7 @@ def make_fleet(
         routing=options.routing or "prefix",
         max_queue=options.max_queue,
         grammars=grammars,
+        bulk=options.bulk or "sockets",
     )
 
 
@@ -107,20 +130,23 @@ def _policies(options: Namespace) -> list[FleetPolicy]:
     chosen: list[FleetPolicy] = ["balance"] if options.balance else []
     if options.policy == "lengths":
         return [*chosen, _lengths(options)]
-    return [*chosen, "drop"] if options.policy == "drop" else chosen
+    if options.policy == "drop":
+        return [*chosen, read_numbers(Overload, options.overload or [], "--overload", **exchange_form(options))]
+    return chosen
 
 
 def _lengths(options: Namespace) -> Lengths:
-    """Return the policy of lengths as `--tp` has it. Raises `ConfigError`."""
+    """Return the policy of lengths as `--tp` and `--lengths` have it. Raises `ConfigError`."""
+    numbers = options.lengths or []
     if options.tp is None:
-        return Lengths()
+        return read_numbers(Lengths, numbers, "--lengths")
     least, dots, most = options.tp.partition("..")
     if least != "1" or not dots or not most.isdigit():
         raise ConfigError(f"--tp {options.tp!r} is no range of ranks; write 1..2 or 1..4: all begin by themselves")
     cut = SHARDS if options.shards is None else options.shards
     if int(most) > cut:
         raise ConfigError(f"--tp {options.tp}: layers are cut in {cut}; give --shards {most}")
-    return Lengths(most_ranks=int(most))
+    return read_numbers(Lengths, numbers, "--lengths", most_ranks=int(most))
 
 
 def read_configs(path: str) -> tuple[Any, Any]:

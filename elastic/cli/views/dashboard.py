@@ -16,7 +16,7 @@ from rich.text import Text
 from elastic.cli.views.fleet import fleet_events, ranks
 from elastic.cli.views.layer_grid import layers_at, of_status
 from elastic.cli.views.panels import actions, mib, pages_by_owner
-from elastic.cli.views.stages import stages
+from elastic.cli.views.stages import stages, work
 from elastic.cli.views.status_document import StatusDocument
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import MemoryStats, RequestStats
@@ -67,7 +67,8 @@ def frame(document: StatusDocument, history: Sequence[Sample], url: str, problem
         panels += [kv_cache(memory(status), history), layers(document.layers)]
         panels += [layers_at(*of_status(status))] if len(status.places) > 1 else []
     if document.ranks:
-        panels += [ranks(document), *filter(None, [stages(document)])]
+        together = (stages(document), work(document))
+        panels += [ranks(document), *(each for each in together if each is not None)]
     if len(document.ranks) > 1:
         panels += [layers(rank.layers, rank.name) for rank in document.ranks if rank.layers]
     if document.fleet_events:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.panels import mib
-from elastic.cli.views.status_document import FleetEventDocument, RankDocument, StatusDocument
+from elastic.cli.views.status_document import FleetEventDocument, InstanceDocument, RankDocument, StatusDocument
 
 STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "lost": "bold red", "ended": "dim"}
 
@@ -34,7 +34,7 @@ def ranks(document: StatusDocument) -> Panel:
         table.add_row(
             Text(rank.name),
             Text(rank.state, STYLES.get(rank.state, "")),
-            Text(instance.name if instance else "-"),
+            Text(_named(instance)),
             *counts,
             _kv(rank),
             "-" if rank.beat_s is None else f"{rank.beat_s:.1f}",
@@ -63,6 +63,13 @@ def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
             Text(event.why),
         )
     return table
+
+
+def _named(instance: InstanceDocument | None) -> str:
+    """Return an instance's name, and how many ranks share its layers, if several do."""
+    if instance is None:
+        return "-"
+    return f"{instance.name}, tp={instance.tp}" if instance.tp > 1 else instance.name
 
 
 def _kv(rank: RankDocument) -> str:

@@ -1,4 +1,4 @@
-"""A grid of ranks by layers: who computes what of the instances whose layers other ranks compute."""
+"""A grid of ranks by layers: who computes what of the instances whose layers other ranks compute; and what it costs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.layer_grid import ranges
-from elastic.cli.views.status_document import StatusDocument
+from elastic.cli.views.panels import mib
+from elastic.cli.views.status_document import RankDocument, StatusDocument, WireDocument
 
 IDLE, DROPPED = ("-", "dim"), ("·", "dim")
 OWN, OTHERS = "blue", "green"
 MOST = 9
 SHARED = "+"
 """Between the names of ranks that share a layer."""
+WHOLE = "whole"
 
 
 def stages(document: StatusDocument) -> Panel | None:
@@ -27,22 +29,58 @@ def stages(document: StatusDocument) -> Panel | None:
     if alone and not any(rank.dropped for rank in ranks):
         return None
     leaders = {each.leader or next(iter(each.ranks), ""): each.name for each in document.instances}
-    return grid(paths, {rank.name: rank.dropped for rank in ranks}, leaders)
+    parts = {rank.name: _parts(rank) for rank in ranks}
+    return grid(paths, {rank.name: rank.dropped for rank in ranks}, leaders, parts)
+
+
+def work(document: StatusDocument) -> Table | None:
+    """Tabulate what ranks did with their time, and what went between them; None: they compute nothing together."""
+    timed = [rank for rank in document.ranks if rank.times is not None and (rank.wires or rank.times.waiting_s)]
+    if not timed:
+        return None
+    table = Table(title="computing together", expand=True)
+    table.add_column("rank")
+    for column in ("busy s", "bubbles s", "of both", "steps waited s"):
+        table.add_column(column, justify="right")
+    for column in ("hidden states to, from", "bytes read of"):
+        table.add_column(column)
+    for rank in timed:
+        times, wires = rank.times, rank.wires or ()
+        assert times is not None
+        both_s = times.busy_s + times.bubble_s
+        table.add_row(
+            Text(rank.name),
+            f"{times.busy_s:,.1f}",
+            f"{times.bubble_s:,.1f}",
+            f"{times.bubble_s / both_s:.1%}" if both_s > 0 else "-",
+            f"{times.waiting_s:,.1f}",
+            Text(_hidden_states(wires)),
+            Text(", ".join(f"{wire.rank} {mib(wire.read_bytes)}" for wire in wires if wire.read_bytes)),
+        )
+    return table
 
 
 def grid(
-    paths: Mapping[str, Sequence[str]], dropped: Mapping[str, Collection[int]], leaders: Mapping[str, str]
+    paths: Mapping[str, Sequence[str]],
+    dropped: Mapping[str, Collection[int]],
+    leaders: Mapping[str, str],
+    parts: Mapping[str, Sequence[str]] | None = None,
 ) -> Panel:
     """Draw ranks by layers.
 
     `paths` has for each instance the rank of each layer, or those that share it; `dropped` for each rank the layers
-    whose weights it has not, `leaders` for each rank the instance that it is the home of.
+    whose weights it has not, `leaders` for each rank the instance that it is the home of; `parts` for each rank what it
+    has of each layer, as `0,1/4`, and empty for a whole one.
     """
     count = max(map(len, paths.values()), default=0)
     table = Table.grid(padding=(0, 1))
     for rank, away in dropped.items():
         by_layer = [[name for name, path in paths.items() if rank in _ranks(path, i)] for i in range(count)]
-        shared = [any(len(_ranks(paths[name], i)) > 1 for name in these) for i, these in enumerate(by_layer)]
+        has = (parts or {}).get(rank, ())
+        shared = [
+            _words_of_part(has[i : i + 1]) if any(len(_ranks(paths[name], i)) > 1 for name in these) else ""
+            for i, these in enumerate(by_layer)
+        ]
         cells = Text()
         for layer, instances in enumerate(by_layer):
             cells.append(*_cell(instances, leaders.get(rank), layer in away))
@@ -67,15 +105,28 @@ def _ranks(path: Sequence[str], layer: int) -> list[str]:
     return path[layer].split(SHARED) if layer < len(path) else []
 
 
-def _words(by_layer: Sequence[Sequence[str]], shared: Sequence[bool], dropped: Collection[int]) -> str:
-    """Return what a rank computes as text, such as `0-5 of i0, i1` or `parts of 0-5 of i0`."""
-    layers: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+def _parts(rank: RankDocument) -> list[str]:
+    """Return what a rank has of each layer, as `0,1/4`; empty for a whole one."""
+    layers = rank.status.residencies.values() if rank.status else ()
+    return [own[0].shard if own and own[0].shard != WHOLE else "" for own in layers]
+
+
+def _words_of_part(part: Sequence[str]) -> str:
+    return f"parts {part[0]} of " if part and part[0] else "parts of "
+
+
+def _hidden_states(wires: Sequence[WireDocument]) -> str:
+    """Return what went to each rank, and came from it, as text."""
+    return ", ".join(f"{wire.rank} {mib(wire.sent_bytes)}, {mib(wire.received_bytes)}" for wire in wires)
+
+
+def _words(by_layer: Sequence[Sequence[str]], shared: Sequence[str], dropped: Collection[int]) -> str:
+    """Return what a rank computes as text, such as `0-5 of i0, i1` or `parts 0,1/4 of 0-5 of i0`."""
+    layers: dict[tuple[tuple[str, ...], str], list[int]] = {}
     for layer, instances in enumerate(by_layer):
         layers.setdefault((tuple(instances), shared[layer]), []).append(layer)
     told = [
-        f"{'parts of ' if parts else ''}{ranges(these)} of {', '.join(instances)}"
-        for (instances, parts), these in layers.items()
-        if instances
+        f"{parts}{ranges(these)} of {', '.join(instances)}" for (instances, parts), these in layers.items() if instances
     ]
     if dropped:
         told.append(f"dropped {ranges(sorted(dropped))}")

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.snapshot import RequestStats
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.server.routes import STATUS_VERSION
 from elastic.types import KINDS, Event, Fetch, Status, Swap
 
@@ -28,6 +29,16 @@ class OtherEvent:
 
     kind: str
     layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class WireDocument:
+    """What went between a rank and another one."""
+
+    rank: str
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class RankDocument:
     events: tuple[Event, ...] = ()
     controller: ControllerHealth | None = None
     traffic: RequestStats | None = None
+    times: StageTimes | None = None
+    wires: tuple[WireDocument, ...] | None = None
 
 
 @dataclass(frozen=True)

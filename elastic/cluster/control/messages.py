@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic.cluster.control.columns import Columns, from_columns, to_columns
 from elastic.cluster.control.stage_questions import PeerQuestion, StageQuestion, WeightDigests, WeightsOf
+from elastic.cluster.control.status import Wire
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SequenceKV
 from elastic.engines.core.load import EngineLoad
@@ -19,7 +20,7 @@ from elastic.engines.core.step import SequenceState
 from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.types import Action
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,11 @@ class RuntimeView:
     """The last `elastic.Event`s."""
     controller: Any = None
     """`ControllerHealth`"""
+    times: Any = None
+    """`StageTimes`"""
+    wires: tuple[Wire, ...] = ()
+    variants: tuple[str, ...] = ()
+    """What layers can be swapped to."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ EventKind = Literal[
     "move failed",
     "requests resumed",
     "overloaded",
+    "swapped",
+    "swapped back",
     "merged",
     "dropped",
     "drop failed",
@@ -50,6 +52,19 @@ class RankStatus:
     """Layers of whose weights it has none, since other ranks compute them."""
     shards: tuple[int, ...] = ()
     """Of each layer, how many of its shards it has the weights of, while ranks share layers; (): all of them."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What went between one rank and another since they met; memory files that both have are on no wire."""
+
+    rank: str
+    """The other one."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Hidden states, and parts of them, of all instances."""
+    read_bytes: int = 0
+    """Keys, values and weights that were read in the other's memory."""
 
 
 @dataclass(frozen=True)

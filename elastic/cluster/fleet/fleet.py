@@ -29,11 +29,11 @@ from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
-from elastic.cluster.fleet.groups.verbs import GroupVerbs
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.launchers import launcher_of
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.moves import Moved, Mover
+from elastic.cluster.fleet.overload.prices import PricedVerbs
 from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.policy_threads import PolicyThreads
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 
-class Fleet(GroupVerbs):
+class Fleet(PricedVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or

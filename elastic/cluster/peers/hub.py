@@ -18,7 +18,7 @@ from elastic.cluster.peers.log import LogConnection
 from elastic.cluster.peers.memory_reader import OtherMemories, RankMemoryReader
 from elastic.cluster.peers.memory_server import Copying, MemoryServer, at_once
 from elastic.cluster.peers.nixl_memory import NixlAgent, NixlMemoryReader
-from elastic.cluster.peers.transport import PeerTransport
+from elastic.cluster.peers.transport import PeerTransport, Wires
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
@@ -56,6 +56,8 @@ class PeerHub:
         Raises `ConfigError` for an address that cannot be listened on, `BackendUnavailable` without NIXL.
         """
         self.name = name
+        self.wires = Wires()
+        """What went to other ranks, and came from them."""
         self._key = key
         self._changed = threading.Condition()
         self._addresses: dict[str, Address] = {}
@@ -105,7 +107,7 @@ class PeerHub:
             transport = self._transports.get(home)
             if transport is not None and not transport.closed:
                 return transport
-            transport = self._transports[home] = PeerTransport(home, partial(self._connect_hidden, home))
+            transport = self._transports[home] = PeerTransport(home, partial(self._connect_hidden, home), self.wires)
             for rank, reason in self._lost.items():
                 transport.lost(rank, reason)
             for of, rank in [key for key in self._early if key[0] == home]:
@@ -180,14 +182,19 @@ class PeerHub:
         return self._connect(rank, home, "hidden states").detach()
 
     def _connect_memory(self, memory: RankMemory, take_back: Callable[[RankMemoryReader], None]) -> RankMemoryReader:
+        count = partial(self._count_read, memory.rank)
         if self._bulk == "sockets":
-            return RankMemoryReader(memory, self._connect(memory.rank, memory.place, "memory").detach(), take_back)
+            stream = self._connect(memory.rank, memory.place, "memory").detach()
+            return RankMemoryReader(memory, stream, take_back, count)
         agent, stream = self._nixl(), self._connect(memory.rank, memory.place, "nixl").detach()
         try:
-            return NixlMemoryReader(agent, memory, stream, take_back)
+            return NixlMemoryReader(agent, memory, stream, take_back, count)
         except OSError as error:
             stream.close()
             raise RankLost(f"rank {memory.rank!r} cannot be read by NIXL: {error}", rank=memory.rank) from error
+
+    def _count_read(self, rank: str, nbytes: int) -> None:
+        self.wires.count(rank, read=nbytes)
 
     def _nixl(self) -> NixlAgent:
         """Return NIXL's agent, made at the first call."""

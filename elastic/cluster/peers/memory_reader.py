@@ -29,10 +29,16 @@ class RankMemoryReader:
 
     waits = True
 
-    def __init__(self, memory: RankMemory, stream: socket.socket, closed: Callable[[RankMemoryReader], None]) -> None:
-        """`closed` takes the reader back when nobody reads by it any more."""
+    def __init__(
+        self,
+        memory: RankMemory,
+        stream: socket.socket,
+        closed: Callable[[RankMemoryReader], None],
+        count: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """`closed` takes the reader back when nobody reads by it any more; `count` is told of bytes that came."""
         self.memory = memory
-        self._stream, self._on_closed = stream, closed
+        self._stream, self._on_closed, self._count = stream, closed, count
         self._gone = ""
         self.coordinated = False
         """Whether it is answered behind what the other rank computes and sends."""
@@ -61,6 +67,7 @@ class RankMemoryReader:
             (answer,) = ANSWER.unpack(bytes(head))
             if answer == nbytes:
                 self._take(address, nbytes)
+                self._count(nbytes)
                 return
             words = (ctypes.c_char * min(max(0, -answer), 4096))()
             self._receive(ctypes.addressof(words), len(words))

@@ -120,9 +120,10 @@ class NixlMemoryReader(RankMemoryReader):
         memory: RankMemory,
         stream: socket.socket,
         closed: Callable[[RankMemoryReader], None],
+        count: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """Raises `OSError` where the other end goes away."""
-        super().__init__(memory, stream, closed)
+        super().__init__(memory, stream, closed, count)
         self._agent, self._buffer = agent, NixlBuffer(agent)
         try:
             self._remote = self._meet(stream)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import frames
 from elastic.cluster.peers.mailbox import as_hidden
 from elastic.cluster.peers.receiver import HiddenStatesReceiver
@@ -19,13 +20,34 @@ GOODBYE_S = 1.0
 """How long a frame that is being sent may take when its end is closed."""
 
 
+class Wires:
+    """Counts the bytes between this rank and others. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_rank: dict[str, Wire] = {}
+
+    def count(self, rank: str, *, sent: int = 0, received: int = 0, read: int = 0) -> None:
+        """Add bytes; see `Wire`."""
+        with self._lock:
+            wire = self._by_rank.get(rank) or Wire(rank)
+            self._by_rank[rank] = Wire(
+                rank, wire.sent_bytes + sent, wire.received_bytes + received, wire.read_bytes + read
+            )
+
+    def read(self) -> tuple[Wire, ...]:
+        """Return what was counted, in the order in which ranks came."""
+        with self._lock:
+            return tuple(self._by_rank.values())
+
+
 class PeerTransport:
     """A `Transport`. Each rank and direction has a connection of its own."""
 
-    def __init__(self, home: str, connect: Callable[[str], socket.socket]) -> None:
-        """`connect` makes a connection to a rank for what the instance of `home` sends there."""
+    def __init__(self, home: str, connect: Callable[[str], socket.socket], wires: Wires | None = None) -> None:
+        """`connect` makes a connection to a rank for what the instance of `home` sends there; `wires` counts."""
         self.home = home
-        self._connect = connect
+        self._connect, self._wires = connect, wires or Wires()
         self._lock = threading.Lock()
         self._senders: dict[str, HiddenStatesSender] = {}
         self._receivers: dict[str, HiddenStatesReceiver] = {}
@@ -34,6 +56,7 @@ class PeerTransport:
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
         """Send a tensor; see `Transport`."""
         self._send(to, frames.encode(key, hidden))
+        self._wires.count(to, sent=hidden.nbytes)
 
     def fail(self, to: str, step: int, failure: StepFailure) -> None:
         """Say that nothing more of a step will come; see `Transport`."""
@@ -41,7 +64,9 @@ class PeerTransport:
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for a tensor; see `Transport`."""
-        return as_hidden(self._receiver(frm).receive(key), like, frm, key)
+        hidden = as_hidden(self._receiver(frm).receive(key), like, frm, key)
+        self._wires.count(frm, received=hidden.nbytes)
+        return hidden
 
     def forget(self, step: int) -> None:
         """Keep nothing of a step; see `Transport`."""

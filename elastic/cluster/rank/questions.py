@@ -140,8 +140,16 @@ class Questions:
                 return self._engine.check()
 
     def _look(self) -> RuntimeView:
-        runtime = self._engine.runtime
-        return RuntimeView(runtime.status(), self._engine.counters.read(), runtime.events()[-EVENTS:], runtime.health())
+        engine, runtime = self._engine, self._engine.runtime
+        return RuntimeView(
+            runtime.status(),
+            engine.counters.read(),
+            runtime.events()[-EVENTS:],
+            runtime.health(),
+            engine.stage_times,
+            self._stages.wires,
+            tuple(runtime.weights.layers[0].variants),
+        )
 
 
 def portable(error: Exception) -> Exception:

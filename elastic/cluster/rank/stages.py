@@ -33,6 +33,7 @@ from elastic.cluster.control.stage_questions import (
     StageQuestion,
     WrittenBlocks,
 )
+from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.rank.room import measure_room
 from elastic.engines.continuous.engine import ContinuousEngine
@@ -61,6 +62,12 @@ class Stages:
             hub, self._hub = self._hub, None
         if hub is not None:
             hub.close()
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        """What went between this rank and each other one."""
+        hub = self._hub
+        return () if hub is None else hub.wires.read()
 
     def meet(self, question: PeerQuestion) -> Any:
         """Answer about the connections."""

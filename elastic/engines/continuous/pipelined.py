@@ -18,7 +18,7 @@ from elastic.engines.pipeline.home import HomeExecutor
 from elastic.engines.pipeline.items import LogConnection
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.transport import Transport
-from elastic.engines.pipeline.turn import Turn
+from elastic.engines.pipeline.turn import StageTimes, Turn
 from elastic.errors import ConfigError, RankLost, StateError
 from elastic.memory.rate_limit import YieldingPace
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -149,6 +149,11 @@ class PipelinedEngine(RecoveringEngine):
 
         with suppress(StateError):
             self._loop.post(lose)
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """What this rank did with its time: for how long it computed, and waited for other ranks."""
+        return self._turn.times
 
     # -- inside, on any thread
 

@@ -7,11 +7,24 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from elastic.errors import StateError
 
 _WEIGHT = 0.05  # of the last time in the mean
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What a rank did with its time since it began. It was idle for want of work in the rest of it."""
+
+    busy_s: float = 0.0
+    """Somebody computed."""
+    bubble_s: float = 0.0
+    """Nobody did, while steps were in flight here: all of them waited for other ranks."""
+    waiting_s: float = 0.0
+    """That steps waited for hidden states of other ranks, added up over steps: others may have computed meanwhile."""
 
 
 class Turn:
@@ -26,6 +39,9 @@ class Turn:
         self._waiting: deque[tuple[int, threading.Lock]] = deque()  # threads, and what is released when it is theirs
         self._idle = threading.Condition(self._lock)
         self._began_s = 0.0
+        self._awaiting = 0  # steps that have given it up
+        self._busy_s = self._bubble_s = self._waiting_s = 0.0
+        self._counted_s = time.perf_counter()  # until when these are counted
         self.stage_s = 0.0
         """For how long it is held at a time, in the mean of the last times."""
 
@@ -33,6 +49,13 @@ class Turn:
     def mine(self) -> bool:
         """Whether the present thread has it."""
         return self._holder == threading.get_ident()
+
+    @property
+    def times(self) -> StageTimes:
+        """What was done until now."""
+        with self._lock:
+            self._count(time.perf_counter())
+            return StageTimes(self._busy_s, self._bubble_s, self._waiting_s)
 
     def __enter__(self) -> None:
         """Wait for the turn. Raises `StateError` in a thread that has it: it would wait for itself."""
@@ -55,16 +78,20 @@ class Turn:
         """Let others compute while this thread waits; it has the turn again behind it, whatever was raised."""
         if not self.mine:
             raise StateError("this thread does not have the turn to compute")
-        self._pass_on()
+        self._pass_on(1)
         try:
             yield
         finally:
-            self._take()
+            self._take(-1)
 
-    def _take(self) -> None:
+    def _take(self, awaiting: int = 0) -> None:
+        """Have the turn; the count of steps that have given it up changes before it is waited for."""
         with self._lock:
+            now_s = time.perf_counter()
+            self._count(now_s)
+            self._awaiting += awaiting
             if self._holder is None:
-                self._holder, self._began_s = threading.get_ident(), time.perf_counter()
+                self._holder, self._began_s = threading.get_ident(), now_s
                 return
             handed = threading.Lock()
             handed.acquire()
@@ -81,9 +108,23 @@ class Turn:
                 self._pass_on()
             raise
 
-    def _pass_on(self) -> None:
+    def _count(self, now_s: float) -> None:
+        """Count the time since something changed last; under the lock."""
+        past_s = now_s - self._counted_s
+        if past_s <= 0:  # another thread took its time later, and has counted
+            return
+        self._counted_s = now_s
+        if self._holder is not None:
+            self._busy_s += past_s
+        if self._awaiting:
+            self._waiting_s += past_s * self._awaiting
+            self._bubble_s += 0.0 if self._holder is not None else past_s
+
+    def _pass_on(self, awaiting: int = 0) -> None:
         now_s = time.perf_counter()
         with self._lock:
+            self._count(now_s)
+            self._awaiting += awaiting
             self.stage_s += (now_s - self._began_s - self.stage_s) * (_WEIGHT if self.stage_s else 1.0)
             if self._waiting:
                 self._holder, handed = self._waiting.popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from elastic.engines.base import Engine
 from elastic.types import Action
@@ -54,10 +54,21 @@ class FleetEngine(Protocol):
         layers: Mapping[str, Sequence[int]] | None = None,
         dry_run: bool = False,
         why: str = "",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Any:
         """Have instances compute each other's layers, and ranks drop those that they do not need then."""
 
-    def restore(self, rank: str | None = None, *, why: str = "") -> Any:
+    def restore(
+        self,
+        rank: str | None = None,
+        *,
+        why: str = "",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
+    ) -> Any:
         """Have dropped layers return: those of a rank's group, or all."""
 
     def reshard(
@@ -65,9 +76,11 @@ class FleetEngine(Protocol):
         instances: str | Sequence[str],
         *,
         tp: int,
-        layers_per_step: int | None = None,
         dry_run: bool = False,
         why: str = "",
+        exchange: Literal["live", "stall"] = "live",
+        coordinated: bool = True,
+        layers_per_step: int | None = None,
     ) -> Any:
         """Have so many ranks each share every layer of their instances."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
 from elastic.server.fleets.fleet import FleetEngine
 from elastic.server.fleets.views import RankViews
 from elastic.server.generation.collector import ActionTotals, Families, Labels, memory
+
+if TYPE_CHECKING:
+    from elastic.cluster.control.messages import RuntimeView
 
 UP = ("serving", "draining")
 _LOADS = {
@@ -26,6 +30,18 @@ _TOTALS = {
     "requests_resumed": ("requests_resumed", "Requests that went on elsewhere after their rank was lost."),
     "tokens_recomputed": ("recomputed_tokens", "Tokens whose KV was lost, and was computed again."),
     "fleet_prefix_hits": ("prefix_hits", "Requests that were sent where the beginning of their prompt was."),
+}
+
+
+_TIMES = {
+    "busy_seconds": ("busy_s", "Seconds in which a rank computed."),
+    "bubble_seconds": ("bubble_s", "Seconds in which a rank did not, while steps in flight waited for other ranks."),
+    "hidden_states_wait_seconds": ("waiting_s", "Seconds that steps waited for hidden states, added up over steps."),
+}
+_WIRES = {
+    "wire_sent_bytes": ("sent_bytes", "Hidden states that a rank has sent to another, the peer."),
+    "wire_received_bytes": ("received_bytes", "Hidden states that a rank has received from another, the peer."),
+    "wire_read_bytes": ("read_bytes", "Keys, values and weights that a rank has read in another's memory, by a wire."),
 }
 
 
@@ -74,3 +90,15 @@ class FleetCollector:
         for rank, view in views.items():
             self._actions.add((of.get(rank, ""), rank), view.events)
         yield from self._actions.collect(self._of_rank)
+        yield from self._pipeline({(of.get(rank, ""), rank): view for rank, view in views.items()})
+
+    def _pipeline(self, views: Mapping[Labels, RuntimeView]) -> Iterator[Metric]:
+        """Yield what ranks did with their time, and what went between them."""
+        timed = {labels: view.times for labels, view in views.items() if view.times is not None}
+        for name, (field, help) in _TIMES.items():
+            seconds = {labels: getattr(times, field) for labels, times in timed.items()}
+            yield self._of_rank.counter(name, help, seconds)
+        wires = {(*labels, wire.rank): wire for labels, view in views.items() for wire in view.wires}
+        for name, (field, help) in _WIRES.items():
+            nbytes = {labels: getattr(wire, field) for labels, wire in wires.items()}
+            yield self._of_rank.counter(name, help, nbytes, "peer")

@@ -4,13 +4,14 @@
 `POST /elastic/fleet/add {"places": […]}`, `POST /elastic/fleet/remove {"rank", "drain"}`.
 `POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
 `POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`;
-`POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2, "layers_per_step"}`, with `"dry_run"` its price.
+`POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2}`, with `"dry_run"` its price.
+A drop, a restore and a reshard take `"exchange"`, `"coordinated"` and `"layers_per_step"`, too; see `Fleet.drop`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,7 +54,20 @@ class RemoveBody(_FleetBody):
     drain: bool = True
 
 
-class DropBody(_FleetBody):
+class _ExchangeBody(_FleetBody):
+    """How layers change their rank."""
+
+    exchange: Literal["live", "stall"] = "live"
+    coordinated: bool = True
+    layers_per_step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The options of `Fleet.drop` that say it."""
+        return {name: getattr(self, name) for name in ("exchange", "coordinated", "layers_per_step")}
+
+
+class DropBody(_ExchangeBody):
     """Layers that are to leave: so many bytes of them, or those of each rank."""
 
     need: Annotated[int, Field(ge=1, lt=2**63)] | Name | None = None
@@ -61,18 +75,17 @@ class DropBody(_FleetBody):
     dry_run: bool = False
 
 
-class RestoreBody(_FleetBody):
+class RestoreBody(_ExchangeBody):
     """A rank of the group whose layers are to return; without it, all groups."""
 
     rank: Name | None = None
 
 
-class ReshardBody(_FleetBody):
+class ReshardBody(_ExchangeBody):
     """Instances whose ranks are to share every layer, `tp` of them each."""
 
     instances: Annotated[list[Name], Field(min_length=1, max_length=1000, fail_fast=True)]
     tp: Annotated[int, Field(ge=1, le=1024)]
-    layers_per_step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     dry_run: bool = False
 
 
@@ -113,13 +126,13 @@ def routes(serving: ServerState) -> APIRouter:
     async def drop(body: DropBody) -> dict[str, Any]:
         return await _done(
             lambda fleet: {
-                "dropped": plain(fleet.drop(body.need, layers=body.layers, dry_run=body.dry_run, why=WHY)),
+                "dropped": plain(fleet.drop(body.need, layers=body.layers, dry_run=body.dry_run, why=WHY, **body.form)),
             }
         )
 
     @router.post("/elastic/fleet/restore")
     async def restore(body: RestoreBody) -> dict[str, Any]:
-        return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, why=WHY))})
+        return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, why=WHY, **body.form))})
 
     @router.post("/elastic/fleet/reshard")
     async def reshard(body: ReshardBody) -> dict[str, Any]:

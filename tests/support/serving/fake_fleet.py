@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
-from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus
+from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus, Wire
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.turn import StageTimes
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.planning.arrangement.drop import GroupPlan
 from elastic.types import Action, Change, PlanStep, Prepared
@@ -47,6 +48,8 @@ class FakeFleet(FakeEngine):
         self.moves: list[tuple[str, str]] = []
         self.released = threading.Event()
         self.groups_asked: list[tuple[str, Any]] = []
+        self.forms: list[dict[str, Any]] = []
+        """How layers were to change their rank, of each drop, restore and reshard."""
         self.paths: dict[str, tuple[str, ...]] = {}
         """Rank -> the path of its instance."""
 
@@ -72,7 +75,10 @@ class FakeFleet(FakeEngine):
             self.released.wait()
             raise RankLost(f"rank {rank} hangs", rank=rank)
         self._require(rank)
-        return RuntimeView(status(), RequestStats(running=2), events(), ControllerHealth())
+        wires = (Wire("b", 100, 200, 300),) if rank == "a" else ()
+        return RuntimeView(
+            status(), RequestStats(running=2), events(), ControllerHealth(), StageTimes(6.0, 2.0, 3.0), wires
+        )
 
     def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:
         self._require(rank)
@@ -125,7 +131,9 @@ class FakeFleet(FakeEngine):
         layers: Mapping[str, Sequence[int]] | None = None,
         dry_run: bool = False,
         why: str = "",
+        **form: Any,
     ) -> Dropped:
+        self.forms.append(form)
         if need == "1EiB":
             raise CapacityError("no drop frees so much", requested_bytes=1, free_bytes=0, total_bytes=0)
         self.groups_asked.append(("drop", (need, layers, dry_run, why)))
@@ -135,7 +143,8 @@ class FakeFleet(FakeEngine):
             return Dropped("planned", 5, 2048, groups=(plan,), freed_bytes=4096, price=price)
         return Dropped("applied", flips=5, moved_bytes=2048, stalled_ms=0.75, groups=(plan,), freed_bytes=4096)
 
-    def restore(self, rank: str | None = None, *, why: str = "") -> Restored:
+    def restore(self, rank: str | None = None, *, why: str = "", **form: Any) -> Restored:
+        self.forms.append(form)
         self.groups_asked.append(("restore", (rank, why)))
         if rank == "b":
             return Restored("deferred", members=("a", "b"), why="live requests need the memory")
@@ -149,7 +158,9 @@ class FakeFleet(FakeEngine):
         layers_per_step: int | None = None,
         dry_run: bool = False,
         why: str = "",
+        **form: Any,
     ) -> Resharded:
+        self.forms.append({**form, "layers_per_step": layers_per_step})
         if tp == 3:
             raise ConfigError("tp=3: each layer of rank 'a' is in 4 shards")
         self.groups_asked.append(("reshard", (instances, tp, layers_per_step, dry_run, why)))

@@ -13,7 +13,8 @@ from elastic.cli import serve
 from elastic.cli.inputs.fleet_options import check_fleet, make_fleet
 from elastic.cli.main import main, parser
 from elastic.cluster.fleet.lengths.controller import LengthController
-from elastic.config import Lengths
+from elastic.cluster.fleet.overload.controller import OverloadController
+from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError
 from support.serving.fake_fleet import FakeFleet
 from support.serving.live_server import Live, live
@@ -34,6 +35,7 @@ def served() -> Iterator[Live]:
         yield running
 
 
+DROP = ("--ranks", "2", "--policy", "drop")
 LENGTHS = ("--ranks", "4", "--policy", "lengths")
 
 
@@ -54,6 +56,29 @@ def options(*arguments: str) -> Any:
         ([*LENGTHS, "--tp", "1..3"], "most_ranks=3 cannot be; it must be a power of two"),
         ([*LENGTHS, "--tp", "1..8"], "--tp 1..8: layers are cut in 4; give --shards 8"),
         ([*LENGTHS, "--tp", "1..4", "--shards", "2"], "--tp 1..4: layers are cut in 2; give --shards 4"),
+        (["--exchange", "stall"], "--exchange is for a fleet"),
+        (
+            ["--ranks", "2", "--uncoordinated"],
+            "--uncoordinated is for instances that drop layers",
+        ),
+        (
+            [*LENGTHS, "--overload", "kv_high=.9"],
+            "--overload is for instances that drop layers",
+        ),
+        (
+            [*DROP, "--lengths", "step=2"],
+            "--lengths is for instances that share their layers",
+        ),
+        ([*DROP, "--overload", "kv_height=.9"], "--overload 'kv_height=.9': write NAME=VALUE, each name once; there"),
+        ([*DROP, "--overload", "exchange=stall"], "there are: tick_s, kv_high"),
+        ([*DROP, "--overload", "most_stages"], "write NAME=VALUE"),
+        ([*DROP, *["--overload", "kv_high=.9"] * 2], "each name once"),
+        ([*DROP, "--overload", "most_stages=two"], "'two' is no whole number"),
+        ([*DROP, "--overload", "kv_high=x"], "'x' is no number"),
+        ([*DROP, "--overload", "partial=1"], "'1' is neither on nor off"),
+        ([*DROP, "--overload", "kv_high=2"], "kv_high=2.0 cannot be"),
+        ([*DROP, "--layers-per-step", "0"], "layers_per_step=0 cannot be"),
+        ([*LENGTHS, "--lengths", "most_ranks=4", "--tp", "1..2"], "--lengths 'most_ranks=4': write NAME=VALUE"),
         (["--key-file", "k"], "--key-file is for a fleet"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--ranks", "2", "--launch", "join"], "--launch join needs --key-file"),
@@ -106,8 +131,40 @@ def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     assert chosen("--tp", "1..2") == (Lengths(most_ranks=2), [4] * 4)
     assert chosen("--tp", "1..2", "--shards", "2") == (Lengths(most_ranks=2), [2] * 4)
     assert chosen("--tp", "1..8", "--shards", "8") == (Lengths(most_ranks=8), [8] * 4)
+    numbers = ("--lengths", "patience_s=3", "--lengths", "step=4")
+    assert chosen(*numbers) == (Lengths(patience_s=3.0, step=4), [4] * 4)
+    assert chosen("--tp", "1..4", *numbers) == (Lengths(patience_s=3.0, step=4, most_ranks=4), [4] * 4)
     assert serve.wrap_options(options("--shards", "2"))["shards"] == 2
     assert "shards" not in serve.wrap_options(options())
+
+
+def test_the_policy_of_drops_has_its_numbers() -> None:
+    def chosen(*arguments: str) -> tuple[Any, str]:
+        given = options(*DROP, *arguments)
+        check_fleet(given)
+        fleet = make_fleet(given, "in-process", serve.wrap_options(given), None)
+        (policy,) = [each for each in fleet._policies._threads if isinstance(each, OverloadController)]
+        return policy._settings, fleet._groups._ranks._bulk
+
+    assert chosen() == (Overload(), "sockets")
+    assert chosen("--exchange", "stall", "--uncoordinated", "--layers-per-step", "3", "--bulk", "nixl") == (
+        Overload(exchange="stall", coordinated=False, layers_per_step=3),
+        "nixl",
+    )
+    numbers = ("--overload", "kv_high=.9", "--overload", "most_stages=2", "--overload", "partial=off")
+    assert chosen(*numbers, "--overload", "lookahead = on")[0] == Overload(
+        kv_high=0.9, most_stages=2, partial=False, lookahead=True
+    )
+
+
+def test_how_layers_change_their_rank_is_said(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = ["--token-file", str(token), "--exchange", "stall", "--uncoordinated", "--layers-per-step", "2"]
+    assert main(["fleet", "drop", served.url, "--need", "1", *given]) == 0
+    assert main(["fleet", "restore", served.url, *given]) == 0
+    assert main(["fleet", "reshard", served.url, "a", "b", "--tp", "2", *given]) == 0
+    assert served.engine.forms == [{"exchange": "stall", "coordinated": False, "layers_per_step": 2}] * 3
 
 
 def test_a_fleet_is_looked_at_and_changed(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -203,3 +260,11 @@ def test_a_server_without_a_fleet_says_so(capsys: pytest.CaptureFixture[str]) ->
     with serving(lambda path: (200, json.dumps(fleet_document()).encode())) as url:
         assert main(["fleet", "status", url]) == 0
     assert "1 of 2 ranks serve" in capsys.readouterr().out
+
+
+def test_ranks_of_a_fleet_that_drops_layers_swap_none_by_themselves() -> None:
+    def policy(*arguments: str) -> str:
+        return str(serve.wrap_options(options(*arguments, "--variants", "int4"))["policy"])
+
+    assert policy(*DROP) == "manual"
+    assert (policy("--ranks", "2"), policy(*LENGTHS)) == ("balanced", "balanced")

@@ -82,6 +82,15 @@ def test_metrics_tell_ranks_and_instances_apart(client: TestClient, fleet: FakeF
     assert not [key for key in found if key[0].startswith("elastic_kv") and "rank=b" in key]
 
 
+def test_metrics_have_bubbles_and_wires_of_each_rank(client: TestClient) -> None:
+    found, a = scraped(client), ("instance=i-a", "rank=a")
+    times = {"busy": 6.0, "bubble": 2.0, "hidden_states_wait": 3.0}
+    assert {name: found[f"elastic_{name}_seconds_total", *a] for name in times} == times
+    wires = {"sent": 100, "received": 200, "read": 300}
+    assert {name: found[f"elastic_wire_{name}_bytes_total", a[0], "peer=b", a[1]] for name in wires} == wires
+    assert not [key for key in found if key[0].startswith("elastic_wire") and "rank=b" in key]
+
+
 def test_a_rank_that_hangs_holds_up_no_look_at_the_others(client: TestClient, fleet: FakeFleet) -> None:
     fleet.hangs = {"b"}
     for _ in range(3):
@@ -133,6 +142,9 @@ def test_the_status_of_a_fleet(client: TestClient) -> None:
         "parts": [],
     }
     assert status["ranks"][0]["traffic"]["running"] == 2
+    assert status["ranks"][0]["times"] == {"busy_s": 6.0, "bubble_s": 2.0, "waiting_s": 3.0}
+    wire = {"rank": "b", "sent_bytes": 100, "received_bytes": 200, "read_bytes": 300}
+    assert [rank["wires"] for rank in status["ranks"]] == [[wire], []]
     assert status["instances"][0]["load"]["free_blocks"] == 30
     assert status["fleet_events"][0]["why"] == "it was killed"
     assert (status["fleet"]["queued"], status["fleet"]["totals"]["recomputed_tokens"]) == (6, 33)
@@ -240,6 +252,22 @@ def test_layers_leave_and_return_over_http(client: TestClient, fleet: FakeFleet)
         ("merge", ("a", "b")),
         ("split", "a"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("drop", {"need": 1}), ("restore", {}), ("reshard", {"instances": ["a", "b"], "tp": 2})],
+)
+def test_how_layers_change_their_rank_is_said_over_http(
+    client: TestClient, fleet: FakeFleet, path: str, body: dict[str, Any]
+) -> None:
+    given = {"exchange": "stall", "coordinated": False, "layers_per_step": 2}
+    assert client.post(f"/elastic/fleet/{path}", json=body).status_code == 200
+    assert client.post(f"/elastic/fleet/{path}", json=body | given).status_code == 200
+    assert fleet.forms == [{"exchange": "live", "coordinated": True, "layers_per_step": None}, given]
+    for wrong in ({"exchange": "later"}, {"coordinated": 1}, {"layers_per_step": 0}):
+        assert client.post(f"/elastic/fleet/{path}", json=body | wrong).status_code == 400
+    assert len(fleet.forms) == 2
 
 
 @pytest.mark.parametrize(

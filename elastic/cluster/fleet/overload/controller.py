@@ -15,6 +15,7 @@ from elastic.cluster.fleet.groups.price import learned_cost
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
 from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer, needed_bytes
 from elastic.cluster.fleet.overload.readings import FleetReadings
+from elastic.cluster.fleet.overload.swaps import SwapPlan, Swaps, SwapVerbs
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
 from elastic.controller.fleet_snapshot import FleetSnapshot
@@ -34,7 +35,7 @@ MOVES_S = 3.0
 """How long moves may take to end an overload; after that they are offered no more until nothing waits."""
 
 
-class Verbs(Protocol):
+class Verbs(SwapVerbs, Protocol):
     """What is asked of a fleet."""
 
     @property
@@ -68,8 +69,9 @@ class Verbs(Protocol):
 class OverloadController:
     """Asks the policy at each tick, from `start` to `stop`, and does what it says: one thing at a time.
 
-    What a drop costs is compared with that of requests that move (`moves`: somebody has them moved), and of one more
-    instance, and the cheapest that suffices is done. `add` starts so many more ranks (None: none can come);
+    What a drop costs is compared with that of requests that move (`moves`: somebody has them moved), of layers that are
+    swapped where ranks have variants of them, and of one more instance, and the cheapest that suffices is done. `add`
+    starts so many more ranks (None: none can come);
     `settings.scale_out` says how many may be added in all.
     """
 
@@ -88,6 +90,8 @@ class OverloadController:
         self._verbs, self._log, self._settings = verbs, log, settings
         self._policy, self._state = OverloadPolicy(settings), OverloadState()
         self._readings, self._moves = FleetReadings(dispatcher, moves=False), moves
+        self._swaps = Swaps(verbs, settings)
+        self._swap: SwapPlan | None = None  # what the offer to swap was
         self._add, self._addable = add, settings.scale_out
         self._adding: threading.Thread | None = None
         self._short = False  # whether it was told that no drop suffices, and requests still wait
@@ -125,12 +129,12 @@ class OverloadController:
         snapshot = self._readings.read(self._verbs.groups(), self._verbs.layer_bytes(), busy=self._verbs.changing)
         if snapshot is None:
             return None
+        if self._swaps.settling(snapshot.at_s):
+            snapshot = _busy(snapshot)
         plan = self._policy.decide(snapshot, self._state)
         choice = self._choose(snapshot, plan) if plan.drops else None
-        if choice is not None:
-            kept = plan if choice.offer.kind == "drop" else self._policy.decide(_busy(snapshot), self._state)
-            drops = plan.drops if choice.offer.kind == "drop" else ()
-            plan = replace(plan, drops=drops, reason=f"{plan.reason}; {choice.words}", state=kept.state)
+        if plan.drops and (choice is not None or self._barred(plan)):
+            plan = self._settled(snapshot, plan, choice)
         self._state = plan.state
         self.reason = f"{plan.reason}; {plan.figures}"
         waits = snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
@@ -139,6 +143,8 @@ class OverloadController:
             self._leave_to(choice, snapshot.at_s)
         elif not waits:
             self._moving_since = None
+        for rank in self._swaps.restore(snapshot):
+            self._log.add("swapped back", rank=rank, instance=rank, why=self.reason)
         if plan.drops:
             dropped = self._verbs.drop(plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, **self._form)
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
@@ -159,23 +165,45 @@ class OverloadController:
         """
         if self._added is not None and self._is_adding:
             return self._added
-        planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
-        drop, offers, lacking = drop_offer(planned), [], needed_bytes(snapshot)
+        drops, offers, lacking = [], [], needed_bytes(snapshot)
+        if not self._barred(plan):
+            planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
+            drops = [drop_offer(planned)]
         if self._moves and not self._moved_in_vain(snapshot.at_s):
             cost = learned_cost(self._log.events(), MOVED)
             offers.append(move_offer(snapshot, self._settings.kv_high, cost))
-        offers.append(drop)
+        offers += drops
+        self._swap = self._swaps.plan(snapshot)
+        if self._swap is not None:
+            offers.append(self._swap.offer)
         if self._add is not None and self._addable and not self._is_adding and not plan.scale_out:
             offers.append(add_offer(snapshot, self._start_s))
         choice = cheapest(offers, lacking)
-        return choice if choice is None or choice.suffices else cheapest([drop], lacking)
+        return choice if choice is None or choice.suffices or not drops else cheapest(drops, lacking)
+
+    def _barred(self, plan: OverloadPlan) -> frozenset[str]:
+        """Return the ranks that would drop layers, and have some in a variant: these come back first."""
+        return self._swaps.ranks.intersection(name for group in plan.drops for name in group.members)
+
+    def _settled(self, snapshot: FleetSnapshot, plan: OverloadPlan, choice: Choice | None) -> OverloadPlan:
+        """Return the policy's plan as it will be done: with its drop, or as if something else were under way."""
+        words = choice.words if choice is not None else f"{', '.join(sorted(self._barred(plan)))} have swapped layers"
+        reason = f"{plan.reason}; {words}"
+        if choice is not None and choice.offer.kind == "drop":
+            return replace(plan, reason=reason)
+        kept = self._policy.decide(_busy(snapshot), self._state)
+        return replace(plan, drops=(), reason=reason, state=kept.state)
 
     def _moved_in_vain(self, now: float) -> bool:
         return self._moving_since is not None and now - self._moving_since > MOVES_S
 
     def _leave_to(self, choice: Choice, now: float) -> None:
         """Have another remedy than a drop; tell once."""
-        if choice.offer.kind == "add":
+        if choice.offer.kind == "swap":
+            assert self._swap is not None
+            for rank in self._swaps.do(self._swap, now, self.reason):
+                self._log.add("swapped", rank=rank, instance=rank, why=self.reason)
+        elif choice.offer.kind == "add":
             if choice is not self._added:
                 self._added = choice
                 self._log.add("overloaded", why=self.reason)

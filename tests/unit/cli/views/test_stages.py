@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from elastic.cli.views.dashboard import frame
-from elastic.cli.views.stages import stages
+from elastic.cli.views.fleet import ranks
+from elastic.cli.views.stages import stages, work
 from elastic.cli.views.status_document import StatusDocument, read_status
 from support.serving.status_documents import fleet_document
 
@@ -54,6 +55,44 @@ def test_two_instances_that_share_some_layers() -> None:
     assert "r0 2222·· parts of 0-3 of i-r0, i-r1; dropped 4-5" in text
     assert "r1 222222 parts of 0-3 of i-r0, i-r1; 4-5 of i-r0, i-r1" in text
     assert stages(fleet({"r0": ["r0+r1"] * 6}, {})) is not None
+
+
+def test_the_parts_of_shared_layers_that_a_rank_has_are_named() -> None:
+    said = fleet_document()
+    first = said["ranks"][0]
+    place = {"place": "cuda:0", "variant": "float32"}
+    parts = {f"layers.{i}": [{**place, "shard": "0,1/4" if i < 2 else "whole"}] for i in range(4)}
+    first["status"]["residencies"] = parts
+    path = ["r0+r1", "r0+r1", "r0", "r0"]
+    said["ranks"][1] |= {"state": "serving"}
+    said["instances"][0] |= {"path": path, "tp": 2}
+    document = read_status(said)
+    text = drawn(document)
+    assert "r0 1111 parts 0,1/4 of 0-1 of i0; 2-3 of i0" in text
+    assert "r1 11-- parts of 0-1 of i0" in text, "it has not said which"
+    console = Console(width=160, record=True)
+    console.print(ranks(document))
+    assert "i0, tp=2" in console.export_text()
+
+
+def test_bubbles_and_wires_of_ranks_that_compute_together() -> None:
+    said = fleet_document()
+    assert work(read_status(said)) is None, "an earlier version does not say"
+    times = {"busy_s": 9.0, "bubble_s": 1.0, "waiting_s": 4.0}
+    said["ranks"][0] |= {"times": times, "wires": []}
+    said["ranks"][1] |= {"times": None, "wires": None}
+    assert work(read_status(said)) is not None
+    said["ranks"][0]["times"] = {**times, "waiting_s": 0.0}
+    assert work(read_status(said)) is None, "it computes alone"
+    wires = [{"rank": "r1", "sent_bytes": 1 << 20, "received_bytes": 2 << 20, "read_bytes": 3 << 20}]
+    said["ranks"][0] |= {"times": times, "wires": wires}
+    table = work(read_status(said))
+    assert table is not None
+    console = Console(width=160, record=True)
+    console.print(table)
+    text = " ".join(console.export_text().split())
+    for words in ("10.0%", "r1 1.00 MiB, 2.00 MiB", "r1 3.00 MiB"):
+        assert words in text
 
 
 def test_where_each_computes_its_own_there_is_no_grid() -> None:

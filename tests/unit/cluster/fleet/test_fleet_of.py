@@ -122,3 +122,22 @@ def test_a_model_that_cannot_be_served_says_so(models: list[Any]) -> None:
 def test_options_that_make_no_sense_are_refused_in_words(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Fleet("model", **options)
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_layers_for_each_other_tell_bubbles_and_wires(wrapped: Any) -> None:
+    models = [wrapped(architectures.build("qwen3"), small(4 << 20, f"cpu#{i}")) for i in range(2)]
+    with Fleet.of(*models, engine=ENGINE, beat_timeout_s=60) as fleet:
+        serve(fleet, [Request(PROMPTS[0], 4)])
+        alone = [fleet.look(rank) for rank in ("r0", "r1")]
+        assert [(view.times.bubble_s, view.times.waiting_s, view.wires) for view in alone] == [(0.0, 0.0, ())] * 2
+        layers = alone[0].status.layers
+        fleet.migrate("r0", [layers - 1], "r1")
+        serve(fleet, [Request(PROMPTS[0], 20) for _ in range(4)])  # some of them at r0
+        home, other = (fleet.look(rank) for rank in ("r0", "r1"))
+        assert 0 < home.times.bubble_s <= home.times.waiting_s
+        assert home.times.busy_s > alone[0].times.busy_s
+        (there,), (back,) = home.wires, other.wires
+        assert (there.rank, back.rank) == ("r1", "r0")
+        assert (there.sent_bytes, there.received_bytes) == (back.received_bytes, back.sent_bytes)
+        assert there.sent_bytes > 0

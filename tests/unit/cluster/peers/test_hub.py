@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from elastic.cluster.control.handshake import connect
+from elastic.cluster.control.status import Wire
 from elastic.cluster.peers import receiver
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.transport import PeerTransport
@@ -69,6 +70,17 @@ def test_what_was_sent_is_received_by_its_key_whatever_becomes_of_the_tensor(
         hidden += 1
     for number in (*range(10, 20), *range(10)):
         assert torch.equal(b.receive("a", hidden, keys[number]), sent[number])
+
+
+def test_what_went_to_each_rank_and_came_from_it_is_counted(stack: ExitStack) -> None:
+    a, b = hubs(stack)
+    assert (a.wires.read(), b.wires.read()) == ((), ())
+    for home in ("a", "b"):
+        a.transport(home).send("b", LIKE, Key(0, 1))
+        b.transport(home).receive("a", LIKE, Key(0, 1))
+    a.transport("a").close()
+    assert a.wires.read() == (Wire("b", sent_bytes=2 * LIKE.nbytes),), "of all instances, and of those that ended"
+    assert b.wires.read() == (Wire("a", received_bytes=2 * LIKE.nbytes),)
 
 
 def test_threads_that_wait_each_get_their_own(stack: ExitStack) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 import torch
 
+from elastic.cluster.control.status import Wire
 from elastic.cluster.peers.hub import PeerHub
 from elastic.cluster.peers.memory_reader import RankMemoryReader
 from elastic.errors import RankLost, StateError
@@ -92,6 +93,8 @@ def test_pieces_come_side_by_side_as_they_are_now(kind: type[MemfdBackend], stac
         for pieces in ([(0, PAGES * PAGE)], [(5, 3)], [(PAGE - 1, 2), (0, 7), (3 * PAGE, 2 * PAGE + 1)], []):
             assert read(reader, *pieces) == b"".join(place.expected(*piece) for piece in pieces)
         place.bytes.add_(1)
+    asked = 2 * (PAGES * PAGE + 3 + 2 + 7 + 2 * PAGE + 1)
+    assert b.wires.read() == (Wire("a", read_bytes=asked),)
     place.pool.check()
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elastic.engines.pipeline.turn import Turn
+from elastic.engines.pipeline.turn import StageTimes, Turn
 from elastic.errors import StateError
 from support.child_process import in_fork
 
@@ -111,3 +111,61 @@ def test_who_waits_for_hidden_states_does_not_compute() -> None:
     turn = Turn()
     with turn, turn.given_up():
         assert turn.wait_idle(0)
+
+
+class Clock:
+    """Stands in for `time` in the module of the turn: seconds pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_a_rank_is_busy_or_in_a_bubble_or_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("elastic.engines.pipeline.turn.time", clock)
+    turn = Turn()
+    clock.now_s += 7  # no step yet
+    with turn:
+        clock.now_s += 1
+        with turn.given_up():
+            clock.now_s += 2  # a bubble: the only step waits
+        clock.now_s += 4
+    clock.now_s += 8
+    assert turn.times == StageTimes(busy_s=5.0, bubble_s=2.0, waiting_s=2.0)
+
+
+def test_while_another_step_computes_one_that_waits_is_no_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("elastic.engines.pipeline.turn.time", clock)
+    turn = Turn()
+
+    def compute() -> None:
+        with turn:
+            clock.now_s += 3
+
+    with turn, turn.given_up():
+        clock.now_s += 1
+        other = threading.Thread(target=compute)
+        other.start()
+        other.join(10)
+        clock.now_s += 1
+        assert turn.times == StageTimes(busy_s=3.0, bubble_s=2.0, waiting_s=5.0), "as of now, the step still waits"
+    assert turn.times == StageTimes(busy_s=3.0, bubble_s=2.0, waiting_s=5.0)
+
+
+def test_a_wait_that_failed_is_counted_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("elastic.engines.pipeline.turn.time", clock)
+    turn = Turn()
+
+    def lose() -> None:
+        clock.now_s += 1
+        raise ValueError("lost")
+
+    with turn, pytest.raises(ValueError, match="lost"), turn.given_up():
+        lose()
+    clock.now_s += 5
+    assert turn.times == StageTimes(bubble_s=1.0, waiting_s=1.0)

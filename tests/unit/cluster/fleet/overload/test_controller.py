@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
 from elastic.cluster.fleet.overload.controller import OverloadController
@@ -22,6 +24,7 @@ from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, StateError
 from elastic.planning.arrangement.drop import DropPlan
 from elastic.planning.arrangement.stages import Held
+from elastic.types import PlaceStatus, PlanStep, Residency, Swap
 from support.cluster.fake_rank import FakeLauncher, FakeRank
 from support.processes import wait_until
 from support.serving.generations import Collector
@@ -42,6 +45,9 @@ class Verbs:
         self.forms: list[dict[str, Any]] = []
         self.fault: Exception | None = None
         self.drop_s = 0.5
+        self.variants: tuple[str, ...] = ()
+        self.swap_pages = 1
+        self.swapped: dict[str, set[int]] = {"r0": set(), "r1": set()}
         self.entered, self.may_go = threading.Event(), threading.Event()
         self.may_go.set()
 
@@ -74,6 +80,22 @@ class Verbs:
         self.group = GroupStatus(group.members, paths, keeps, dict.fromkeys(paths, 14), dict.fromkeys(paths, 10))
         self._blocks(14)
         return Dropped("applied", groups=plan.groups, freed_bytes=plan.freed_bytes)
+
+    def look(self, rank: str) -> RuntimeView:
+        layers = range(len(WEIGHTS))
+        residencies = {
+            f"layers.{i}": (Residency("cpu", "int4" if i in self.swapped[rank] else "float32"),) for i in layers
+        }
+        places = (PlaceStatus("cpu", 4096, 1 << 20, {}, 0, 0, 0, 0),)
+        return RuntimeView(SimpleNamespace(residencies=residencies, places=places), None, variants=self.variants)
+
+    def apply(self, rank: str, actions: Any, *, dry_run: bool = False, why: str = "") -> Any:
+        if dry_run:
+            return tuple(PlanStep(action, "applied", 2048, self.swap_pages, 0, 0.0) for action in actions)
+        (action,) = actions
+        self.asked.append(("swap" if isinstance(action, Swap) else "swap back", f"{rank} {action.layers}; {why}"))
+        self.swapped[rank] ^= set(action.layers)
+        return ()
 
     def restore(self, rank: str | None = None, *, timeout_s: float = 0, why: str = "", **form: Any) -> Restored:
         assert self.group is not None
@@ -244,12 +266,19 @@ class Seen:
     """Readings that a test makes up: one instance is full, and so much waits at it; the other one is idle."""
 
     def __init__(self, world: World) -> None:
-        self.waiting_bytes, self.at_s = 4000, 0.0
+        self.waiting_bytes, self.at_s, self.used_bytes, self.capacity_bytes = 4000, 0.0, 10_000, 10_000
         world.controller._readings = self  # type: ignore[assignment]
 
     def read(self, *_: Any, busy: bool) -> FleetSnapshot:
         self.at_s += 1.0
-        full = GroupReading((reading("r0"),), 10_000, 10_000, waiting_bytes=self.waiting_bytes, queue_s=1.0, running=1)
+        full = GroupReading(
+            (reading("r0"),),
+            self.capacity_bytes,
+            self.used_bytes,
+            waiting_bytes=self.waiting_bytes,
+            queue_s=1.0,
+            running=1,
+        )
         return FleetSnapshot(self.at_s, (full, GroupReading((reading("r1"),), 10_000, 0)), WEIGHTS)
 
 
@@ -314,3 +343,77 @@ def test_an_instance_is_added_where_a_drop_would_cost_more(world: Any) -> None:
     while not w.verbs.asked:  # no further one may come
         w.tick()
     assert w.controller._start_s < 10.0
+
+
+def test_layers_become_smaller_where_that_costs_less_than_a_drop_and_return_after_it(world: Any) -> None:
+    w = world()
+    w.verbs.variants, w.verbs.drop_s = ("int4",), 60.0
+    seen = Seen(w)
+    while not w.verbs.asked:
+        assert not w.tick().drops
+    ((verb, why),) = w.verbs.asked
+    assert verb == "swap"
+    assert why.startswith("r0 (1,); "), "it is short, and one layer frees enough"
+    assert "drop 60 s for 8,192 bytes, swap 2.5 s for 4,000 bytes with a loss of quality; swap: the cheapest" in why
+    seen.capacity_bytes, seen.waiting_bytes = 14_096, 0
+    for _ in range(4):
+        w.tick()
+    assert len(w.verbs.asked) == 1, "its memory is needed"
+    seen.used_bytes = 5_000
+    w.tick()
+    assert len(w.verbs.asked) == 1
+    w.tick()
+    assert w.verbs.asked[1] == ("swap back", "r0 (1,); the overload has gone")
+    assert [event.kind for event in w.log.events()] == ["swapped", "swapped back"]
+    seen.capacity_bytes = 10_000
+    for _ in range(4):
+        w.tick()
+    assert len(w.verbs.asked) == 2
+
+
+def test_of_equal_prices_it_is_the_lossless_one(world: Any) -> None:
+    w = world()
+    w.verbs.variants, w.verbs.drop_s = ("int4",), 2.5
+    Seen(w)
+    while not w.verbs.asked:
+        w.tick()
+    ((verb, why),) = w.verbs.asked
+    assert verb == "drop"
+    assert "drop 2.5 s for 8,192 bytes, swap 2.5 s for 4,000 bytes with a loss of quality; drop:" in why
+
+
+def test_a_rank_with_swapped_layers_drops_none_but_can_swap_more(world: Any) -> None:
+    w = world()
+    w.verbs.variants, w.verbs.drop_s = ("int4",), 60.0
+    seen = Seen(w)
+    while not w.verbs.asked:
+        w.tick()
+    w.verbs.drop_s = 0.1  # cheaper now, but not possible
+    seen.capacity_bytes = seen.used_bytes = 14_096
+    for _ in range(12):
+        assert not w.tick().drops
+    assert [why[:6] for _, why in w.verbs.asked] == ["r0 (1,", "r0 (0,"]
+    assert "r0 have swapped layers" in w.controller.reason
+    assert w.verbs.swapped == {"r0": {0, 1}, "r1": set()}
+
+
+def test_a_swap_that_is_not_enough_is_no_reason_not_to_drop(world: Any) -> None:
+    w = world()
+    w.verbs.variants, w.verbs.drop_s = ("int4",), 60.0
+    Seen(w).waiting_bytes = 9_000
+    while not w.verbs.asked:
+        w.tick()
+    ((verb, why),) = w.verbs.asked
+    assert verb == "drop"
+    assert "swap 5 s for 8,192 bytes with a loss of quality; drop: the cheapest that suffices" in why
+
+
+def test_what_waits_at_the_fleet_is_relieved_at_any_instance(world: Any) -> None:
+    w = world()
+    w.verbs.variants, w.verbs.drop_s = ("int4",), 60.0
+    w.verbs.swap_pages = 2
+    w.burst(3)
+    while not w.verbs.asked:
+        assert not w.tick().drops
+    ((verb, why),) = w.verbs.asked
+    assert (verb, why[:3]) == ("swap", "r0 ")

@@ -1,0 +1,63 @@
+"""What could be done against an overload, priced before there is one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups.price import learned_cost
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus
+from elastic.cluster.fleet.groups.verbs import GroupVerbs
+from elastic.cluster.fleet.overload.controller import MOVED
+from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer
+from elastic.cluster.fleet.overload.readings import FleetReadings
+from elastic.cluster.fleet.overload.swaps import Swaps, SwapVerbs
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.config import Overload, parse_bytes
+from elastic.controller.fleet_snapshot import FleetSnapshot
+from elastic.controller.remedies import Offer
+from elastic.errors import CapacityError, ConfigError, StateError
+
+
+class Priced(SwapVerbs, Protocol):
+    """What is asked of a fleet."""
+
+    _dispatcher: Dispatcher
+    _log: EventLog
+
+    def groups(self) -> tuple[GroupStatus, ...]: ...
+    def layer_bytes(self) -> tuple[int, ...]: ...
+    def drop(self, need: int | str | None = ..., *, dry_run: bool = ...) -> Dropped: ...
+
+
+class PricedVerbs(GroupVerbs):
+    """The verbs of a fleet, and the prices of what its policy of drops chooses among."""
+
+    def offers(self: Priced, need: int | str) -> tuple[Offer, ...]:
+        """Price what could give `need` bytes of KV (or such as "24MiB") to requests of the instance with least free.
+
+        That requests move, layers are dropped, or swapped where ranks have variants, or one more instance comes: each
+        with its seconds of serving and the bytes that it frees, as `policy="drop"` compares them; nothing is done. What
+        is not possible now is left out. Raises `StateError` while no rank serves.
+        """
+        needed, settings = parse_bytes(need, option="need"), Overload()
+        now = FleetReadings(self._dispatcher, moves=False).read(self.groups(), self.layer_bytes())
+        if now is None:
+            raise StateError("no rank serves now; try again when one does")
+        short = _short_of(now, needed)
+        offers = [move_offer(short, settings.kv_high, learned_cost(self._log.events(), MOVED))]
+        with suppress(CapacityError, ConfigError):  # no drop frees so much, or ranks cannot reach each other
+            offers.append(drop_offer(self.drop(needed, dry_run=True)))
+        if (swap := Swaps(self, settings).plan(short)) is not None:
+            offers.append(swap.offer)
+        offers.append(add_offer(short, START_S))
+        return tuple(offer for offer in offers if offer.relieved_bytes > 0)
+
+
+def _short_of(snapshot: FleetSnapshot, needed: int) -> FleetSnapshot:
+    """Return a snapshot as if so many bytes more than are free were waited for at the fullest instance."""
+    least = min(snapshot.groups, key=lambda group: (len(group.members), group.free_bytes))
+    short = replace(least, waiting_bytes=least.free_bytes + needed)
+    return replace(snapshot, groups=tuple(short if group is least else group for group in snapshot.groups))
