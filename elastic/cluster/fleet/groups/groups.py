@@ -264,7 +264,7 @@ class Groups:
         books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
         shares = books.caps(group.shape, staging=(staging := keeps_staging(self._ranks, group)))
         memory = shared_memory(books, group.shape, shares if staging else None)
-        caps = better_caps(memory, needs_of(self._dispatcher, rooms), shares, now)
+        caps = better_caps(memory, needs_of(self._dispatcher, rooms, now), shares, now)
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:

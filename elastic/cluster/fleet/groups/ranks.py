@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any
 
 from elastic.cluster.control.messages import Question
-from elastic.cluster.control.stage_questions import Bulk, LosePeer, MeetPeers, OpenPeers
+from elastic.cluster.control.stage_questions import Bulk, LosePeer, MeetPeers, OpenPeers, SetCap
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
+from elastic.engines.core.load import EngineLoad
 from elastic.errors import ConfigError, ElasticError, RankLost, StateError
 
 ANSWER_S = 300.0
@@ -69,6 +72,14 @@ class Ranks:
             raise errors[0]
         return answers
 
+    def set_caps(self, caps: Mapping[str, int | None]) -> None:
+        """Have instances map no more sectors than their caps, None: any number; requests see all change at once.
+
+        Raises `RankLost`.
+        """
+        with _limits_change(self.dispatcher, caps) as loads:
+            loads.update(self.ask_all({home: SetCap(cap) for home, cap in caps.items()}))
+
     def introduce(self, ranks: Iterable[str]) -> None:
         """Have ranks know where each other listens."""
         names = tuple(ranks)
@@ -89,6 +100,28 @@ class Ranks:
             there = [i for name in others if name != rank and (i := self.dispatcher.instances.get(name)) is not None]
         for instance in there:
             instance.client.ask(LosePeer(rank))
+
+
+@contextmanager
+def _limits_change(dispatcher: Dispatcher, names: Iterable[str]) -> Iterator[dict[str, EngineLoad]]:
+    """Have instances be given nothing while their limits change; what waits may go to any of them afterwards.
+
+    Else all of it would go to the one whose news come first. What is put into the dict are their loads then.
+    """
+    loads: dict[str, EngineLoad] = {}
+    with dispatcher.lock:
+        changing = [dispatcher.instances[name] for name in names if name in dispatcher.instances]
+        for instance in changing:
+            instance.limit_changes += 1
+    try:
+        yield loads
+    finally:
+        with dispatcher.lock:
+            for instance in changing:
+                instance.limit_changes -= 1
+                if instance.name in loads:
+                    instance.hear(loads[instance.name], time.perf_counter())
+            dispatcher.dispatch()
 
 
 def require_reachable(hosts: Mapping[str, str], addresses: Mapping[str, tuple[str, int]]) -> None:

@@ -473,7 +473,7 @@ def ask_for(fleet: Fleet, rank: GroupRank, sectors: int) -> None:
     record = new_record(Request((1,), tokens - 1), Collector())
     instance = fleet._dispatcher.instances[rank.name]
     instance.records = {record.request.id: record}
-    instance.load = replace(instance.load, waiting=1)
+    instance.load, rank.waiting = replace(instance.load, waiting=1), 1
 
 
 def test_caps_go_where_requests_wait_and_stay_there(fleets: Any) -> None:
