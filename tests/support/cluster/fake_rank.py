@@ -46,6 +46,7 @@ class FakeRank:
     """A rank. All that lives gets a token at each `step`; it takes what it is sent when it steps."""
 
     heard_all = False
+    behind = False
 
     def __init__(self, name: str, *, blocks: int = 100, max_requests: int = 8, model: ModelFacts = MODEL) -> None:
         load = EngineLoad(0, 0, blocks, blocks, 0)
