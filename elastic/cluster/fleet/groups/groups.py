@@ -172,6 +172,10 @@ class Groups:
         finally:
             self._verbs.release()
 
+    def get_ready(self) -> None:
+        """Have ranks do beforehand what the first verb for them would wait for; see `Ranks`. It waits for no verb."""
+        self._ranks.get_ready()
+
     def close(self) -> None:
         """Repair nothing any more: the ranks end."""
         self._closed = True
