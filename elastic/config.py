@@ -270,8 +270,9 @@ class Overload:
     """Seconds from the last drop or overload to a restore at least; doubled by each restore that was too early."""
     idle_s: float = 2.0
     """Seconds without any request after which layers are restored at once."""
-    partial: bool = True
-    """Whether only as many layers are dropped as are needed; else all that two groups both have, as the paper does."""
+    partial: bool = False
+    """Whether only as many layers are dropped as are needed; else all that two groups both have, as the paper does.
+    A small drop copies less, but an overload that grows needs another one, for which requests wait anew."""
     best_effort: bool = True
     """Whether layers are dropped, too, where that is not enough for all that wait; the paper drops none then."""
     most_stages: int = 4

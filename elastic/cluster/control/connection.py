@@ -44,6 +44,10 @@ class Connection(Protocol):
     def send_bytes(self, encoded: bytes) -> None:
         """Send a message that `encode` returned; see `send`."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether something has come that `receive` has not taken yet."""
+
     def receive(self) -> Any:
         """Return the next message; it waits for it.
 
@@ -130,6 +134,16 @@ class SocketConnection:
                     raise StateError(f"a message of more than {most:,} bytes came") from error
                 raise EOFError(str(error)) from error
 
+    @property
+    def pending(self) -> bool:
+        """Whether something has come, also the end; see `Connection`."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # it was closed
+            return False
+
     def wait(self, descriptor: int) -> bool:
         """Wait for a message or the end of the connection (True), or for `descriptor` to be readable (False)."""
         poll = select.poll()
@@ -173,6 +187,11 @@ class QueueConnection:
         if self._over.is_set():
             raise StateError("the connection was closed")
         self._outbox.put(encoded)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has come, also the end; see `Connection`."""
+        return not self._inbox.empty()
 
     def receive(self) -> Any:
         """Return the next message; see `Connection`."""

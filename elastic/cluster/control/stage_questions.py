@@ -123,7 +123,10 @@ class MeasureRoom:
 
 @dataclass(frozen=True)
 class SetCap:
-    """Have the engine map no more sectors than that for new requests; None: all there is room for."""
+    """Have the engine map no more sectors than that for new requests; None: all there is room for.
+
+    The answer is its `EngineLoad` then.
+    """
 
     sectors: int | None
 

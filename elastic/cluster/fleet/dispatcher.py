@@ -14,9 +14,10 @@ from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.answer_lengths import AnswerLengths
+from elastic.cluster.fleet.planning.choice import choose
 from elastic.cluster.fleet.planning.drain_rate import DrainRate
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex, block_hashes
-from elastic.cluster.fleet.planning.router import Candidate, Routing, route
+from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.records.audit import check_records
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -333,20 +334,7 @@ class Dispatcher:
 
     def _choose(self, record: RequestRecord, among: Collection[str] | None = None) -> tuple[Instance, int] | None:
         """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere."""
-        now = time.perf_counter()
-        candidates = []
-        for instance in self.instances.values():
-            if among is not None and instance.name not in among:
-                continue
-            if instance.state != "serving" or record.refused.get(instance.name, 0.0) > now:
-                continue
-            cached = self._prefixes.cached(instance.name, record.hashes) if record.hashes else 0
-            if instance.holds(record, cached):
-                ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values())
-                room = instance.sequences, instance.free_blocks
-                candidates.append(Candidate(instance.name, *room, ahead, cached, instance.given))
-        best = route(candidates, len(record.hashes), self._routing)
-        return None if best is None else (self.instances[best.name], best.cached_blocks)
+        return choose(self.instances, record, self._prefixes, self._routing, among)
 
     def _give(self, record: RequestRecord, instance: Instance, cached: int) -> None:
         """Send a request to an instance, with its KV where that can be read there."""

@@ -67,6 +67,8 @@ class Instance:
     cut_off_s: float | None = None
     """Since when its engine waits for another rank to be given up."""
     unheard: dict[str, _Unheard] = field(default_factory=dict)
+    limit_changes: int = 0
+    """By how many threads its limit is being changed: until all instances have theirs it is given nothing."""
     group: tuple[str, ...] = ()
     """The ranks that compute layers of it, or could; none: it is by itself."""
     path: LayerPath | None = None
@@ -160,14 +162,20 @@ class Instance:
         self.unheard.pop(record.request.id, None)
         record.instance = None
 
-    def holds(self, record: RequestRecord, cached: int) -> bool:
-        """Return whether a request could begin there at once, and all that it has could still end."""
+    def holds(self, record: RequestRecord, cached: int, reserved: int = 0) -> bool:
+        """Return whether a request could begin there at once, and all that it has could still end.
+
+        `reserved` blocks are to stay free, for others: then it must find all that it may need beside them.
+        """
         live, new = self.sequences, record.left
         if live and live + new > self.hello.max_requests + AHEAD:
             return False
+        needed = all_blocks(self.kv_format, record) - cached
+        if reserved:
+            return self.fits_alone(record.request) and needed <= self.free_blocks - reserved
         if not live or not self.fits_alone(record.request):
             return self.fits_alone(record.request)
-        if all_blocks(self.kv_format, record) - cached <= self.free_blocks:
+        if needed <= self.free_blocks:
             return True
         return can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks)
 

@@ -138,6 +138,8 @@ class Supervisor:
         found = []
         with self._dispatcher.lock:
             for instance in self._dispatcher.instances.values():
+                if instance.client.behind:  # it was not silent: who reads it has not come to that yet
+                    instance.heard_s = now
                 if late:
                     instance.heard_s = instance.progress_s = now
                 elif now - instance.heard_s > self._beat_timeout_s:

@@ -43,10 +43,15 @@ class RankClient:
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the answers and the reason
         self._why: str | None = None
-        self._leaving = False
+        self._leaving = self._taking = False
         self._threads: list[threading.Thread] = []
         self._on_message: Callable[[Told], None] = lambda _: None
         self._on_lost: Callable[[str], None] = lambda _: None
+
+    @property
+    def behind(self) -> bool:
+        """Whether it has told something that was not taken here yet: then its silence is not the rank's."""
+        return self._taking or self._connection.pending
 
     @property
     def lost(self) -> bool:
@@ -143,7 +148,10 @@ class RankClient:
         why, to_the_end = "its connection ended", False
         try:
             while self._has_more():
-                self._take(self._connection.receive())
+                message = self._connection.receive()
+                self._taking = True
+                self._take(message)
+                self._taking = False
             to_the_end = True
         except EOFError:
             to_the_end = True

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from elastic.engines.continuous.recovery import RecoveringEngine
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step_budget import CostBudget, PathBudget
 from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.layer_groups import LayerGroup
@@ -115,10 +116,13 @@ class PipelinedEngine(RecoveringEngine):
 
         self._between_steps(use)
 
-    def set_cap(self, sectors: int | None) -> None:
-        """Have so many sectors at the most: what other ranks have allotted. None: any number."""
-        self._memory.set_cap(sectors)
+    def set_cap(self, sectors: int | None) -> EngineLoad:
+        """Have so many sectors at the most, what other ranks have allotted, None: any number; return the load then."""
+        with self._memory.lock:
+            self._memory.set_cap(sectors)
+            load = self.load()
         self._loop.wake()
+        return load
 
     def cap_reached(self) -> bool:
         """Return whether there are no more sectors than the cap allows, nor will be; then the other ranks know it."""

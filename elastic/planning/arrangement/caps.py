@@ -33,6 +33,10 @@ class Need:
     largest: int = 0
     """That a request needs by itself which is larger than any instance's cap: others keep nothing before it has these.
     Of one instance of a group at the most."""
+    first: int = 0
+    """That it would have if the first of the requests that wait at it began; 0: none waits for sectors."""
+    waits_s: float = 0.0
+    """How long that one has waited."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class SharedMemory:
 def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) -> dict[str, int] | None:
     """Return caps: first what instances have, then `KEPT` of their fair share, then what they want, then what is left.
 
-    What the largest request needs goes before all but the first.
+    Behind what they have come the first requests that wait at them, if these can begin with it, the one that has waited
+    longest before the others; then what the largest request needs.
     Where there is not enough for a step, all get the same share of what they lack, but for those that others leave no
     page at some rank. What is left goes by what is wanted. None: not even what live requests have would fit.
     """
@@ -74,6 +79,9 @@ def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) ->
         {home: times * count for home, count in wanted.items()},
         {home: need.most for home, need in needs.items()},
     )
+    for home in sorted(needs, key=lambda home: -needs[home].waits_s):
+        raised = _raised(memory, caps, {**caps, home: max(caps[home], min(needs[home].first, needs[home].most))})
+        caps = raised if raised[home] >= needs[home].first else caps
     for goal in goals:
         caps = _raised(memory, caps, {home: min(goal[home], need.most) for home, need in needs.items()})
     return caps
@@ -82,7 +90,7 @@ def caps_by_need(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps) ->
 def better_caps(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps, now: Caps) -> dict[str, int] | None:
     """Return other caps where an instance is short, wants more than it may have, and would get more. None: stay.
 
-    More is `GAIN` of what it has, or as much as its largest request needs.
+    More is `GAIN` of what it has, or as much as its largest request needs, or the first that waits at it.
 
     Asked again with the same needs it is None, and so it is as long as nobody is short: caps do not chatter.
     """
@@ -91,7 +99,8 @@ def better_caps(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps, now
     if caps is None:
         return None
     gains = any(caps[home] - now[home] >= max(1, GAIN * now[home]) for home in short)
-    return caps if gains or any(now[home] < needs[home].largest <= caps[home] for home in short) else None
+    begins = any(now[home] < goal <= caps[home] for home in short for goal in (needs[home].largest, needs[home].first))
+    return caps if gains or begins else None
 
 
 def largest_caps(memory: SharedMemory, most: Caps) -> dict[str, int]:

@@ -12,6 +12,7 @@ from elastic import CapacityError, StateError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, ModelFacts
 from elastic.engines.core.kv_state import KVFormat, KVSource
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
 from elastic.memory.backends.shared_file import SharedFile
 from elastic.planning.sharding.heads import kv_parts
@@ -182,8 +183,9 @@ class GroupRank(FakeRank):
         pages, weights = (SECTOR,) * LAYERS * self.kv_shards, (pages_of(self.path.shards),) * LAYERS
         return ask.Room(self.path, kv, 4096, pages, 1000, self.committed, weights, frozenset(self.resident))
 
-    def on_set_cap(self, question: ask.SetCap) -> None:
+    def on_set_cap(self, question: ask.SetCap) -> EngineLoad:
         self.cap = question.sectors
+        return self.load()
 
     def on_cap_reached(self, _: ask.CapReached) -> bool:
         if not self.stuck and self.cap is not None and self.committed > self.cap:

@@ -20,6 +20,7 @@ from elastic.cluster.control.messages import (
     Submit,
     TakeBack,
 )
+from elastic.cluster.control.stage_questions import SetCap
 from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.base import Output, Request
 from elastic.engines.core.kv_state import KVFormat
@@ -45,6 +46,7 @@ class FakeRank:
     """A rank. All that lives gets a token at each `step`; it takes what it is sent when it steps."""
 
     heard_all = False
+    behind = False
 
     def __init__(self, name: str, *, blocks: int = 100, max_requests: int = 8, model: ModelFacts = MODEL) -> None:
         load = EngineLoad(0, 0, blocks, blocks, 0)
@@ -55,7 +57,7 @@ class FakeRank:
         self.held: dict[str, list[SequenceState]] = {}
         self.refuses: Exception | None = None
         self.lost = False
-        self.steps = 0
+        self.steps = self.waiting = 0
         self.ends: list[bool] = []
         self.on_message: Callable[[Any], None] = lambda _: None
         self.on_lost: Callable[[str], None] = lambda _: None
@@ -83,7 +85,7 @@ class FakeRank:
         elif isinstance(question, Release):
             answer.set_result(self.held.pop(question.request, None) and None)
         else:
-            answer.set_result(None)
+            answer.set_result(self.load() if isinstance(question, SetCap) else None)
         return answer
 
     def kill(self, why: str = "killed by the fleet") -> None:
@@ -155,7 +157,7 @@ class FakeRank:
             -(-(len(s.request.prompt) + s.request.max_tokens) // BLOCK) for states in self.live.values() for s in states
         )
         running = sum(map(len, self.live.values()))
-        return EngineLoad(running, 0, self.blocks - promised, self.blocks, self.steps)
+        return EngineLoad(running, self.waiting, self.blocks - promised, self.blocks, self.steps)
 
 
 class FakeLauncher:

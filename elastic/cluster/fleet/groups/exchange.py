@@ -18,7 +18,6 @@ from elastic.cluster.control.stage_questions import (
     PauseSteps,
     ResumeSteps,
     Room,
-    SetCap,
     WeightDigests,
     WeightsOf,
 )
@@ -125,7 +124,7 @@ class Exchange:
         group = self.group
         if group.shape.apart and not self._missing():
             group.caps = {home: group.staged.get(home) for home in group.members}
-            self._ranks.ask_all({home: SetCap(cap) for home, cap in group.caps.items()})
+            self._ranks.set_caps(group.caps)
             return
         books, staging = self._books(measure(self._ranks, group.members)), keeps_staging(self._ranks, group)
         if not self._caps.raise_to(books.caps(group.shape, staging=staging)):

@@ -172,6 +172,10 @@ class Groups:
         finally:
             self._verbs.release()
 
+    def get_ready(self) -> None:
+        """Have ranks do beforehand what the first verb for them would wait for; see `Ranks`. It waits for no verb."""
+        self._ranks.get_ready()
+
     def close(self) -> None:
         """Repair nothing any more: the ranks end."""
         self._closed = True
@@ -264,7 +268,7 @@ class Groups:
         books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
         shares = books.caps(group.shape, staging=(staging := keeps_staging(self._ranks, group)))
         memory = shared_memory(books, group.shape, shares if staging else None)
-        caps = better_caps(memory, needs_of(self._dispatcher, rooms), shares, now)
+        caps = better_caps(memory, needs_of(self._dispatcher, rooms, now), shares, now)
         return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
 
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any
 
 from elastic.cluster.control.messages import Question
-from elastic.cluster.control.stage_questions import Bulk, LosePeer, MeetPeers, OpenPeers
+from elastic.cluster.control.stage_questions import (
+    Bulk,
+    LosePeer,
+    MeasureRoom,
+    MeetPeers,
+    OpenPeers,
+    SetCap,
+    WeightDigests,
+)
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
+from elastic.engines.core.load import EngineLoad
 from elastic.errors import ConfigError, ElasticError, RankLost, StateError
 
+logger = logging.getLogger(__name__)
 ANSWER_S = 300.0
 """How long a rank may take to answer. One that is dead or hangs is noticed before."""
 
@@ -27,6 +40,7 @@ class Ranks:
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._addresses: dict[str, tuple[str, int]] = {}
+        self._asked: frozenset[str] = frozenset()  # to get ready
 
     def serving(self) -> list[Instance]:
         """List the instances that take requests."""
@@ -69,17 +83,48 @@ class Ranks:
             raise errors[0]
         return answers
 
+    def set_caps(self, caps: Mapping[str, int | None]) -> None:
+        """Have instances map no more sectors than their caps, None: any number; requests see all change at once.
+
+        Raises `RankLost`.
+        """
+        with _limits_change(self.dispatcher, caps) as loads:
+            loads.update(self.ask_all({home: SetCap(cap) for home, cap in caps.items()}))
+
+    def get_ready(self) -> None:
+        """Have ranks that came since listen for others, and begin to compute checksums of their weights. One thread.
+
+        Nobody waits for the checksums; a verb that needs them does, if they are not there yet. What cannot be done is
+        said by the verb, too.
+        """
+        serving = frozenset(instance.name for instance in self.serving())
+        new = sorted(serving - self._asked)
+        if len(serving) < 2 or not new:
+            return
+        self._asked = serving
+        try:
+            self.listen(new)
+            for rank, room in self.ask_all({rank: MeasureRoom(rank) for rank in new}).items():
+                self.instance(rank).client.ask(WeightDigests(tuple(sorted(room.resident))))
+        except ElasticError as error:
+            logger.debug("ranks could not get ready for layers to change their rank: %s", error)
+
     def introduce(self, ranks: Iterable[str]) -> None:
         """Have ranks know where each other listens."""
+        names = tuple(ranks)
+        addresses = self.listen(names)
+        require_reachable({rank: self.instance(rank).hello.host for rank in names}, addresses)
+        self.ask_all({rank: MeetPeers(addresses) for rank in names})
+
+    def listen(self, ranks: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """Have ranks listen for others, unless they do; return where."""
         names = tuple(ranks)
         with self._lock:
             new = [rank for rank in names if rank not in self._addresses]
         found = self.ask_all({rank: OpenPeers(rank, self._key, self._bulk) for rank in new})
         with self._lock:
             self._addresses |= found
-            addresses = {rank: self._addresses[rank] for rank in names}
-        require_reachable({rank: self.instance(rank).hello.host for rank in names}, addresses)
-        self.ask_all({rank: MeetPeers(addresses) for rank in names})
+            return {rank: self._addresses[rank] for rank in names}
 
     def lose(self, rank: str, others: Iterable[str]) -> None:
         """Tell others that a rank has gone, and wait for none of them."""
@@ -89,6 +134,28 @@ class Ranks:
             there = [i for name in others if name != rank and (i := self.dispatcher.instances.get(name)) is not None]
         for instance in there:
             instance.client.ask(LosePeer(rank))
+
+
+@contextmanager
+def _limits_change(dispatcher: Dispatcher, names: Iterable[str]) -> Iterator[dict[str, EngineLoad]]:
+    """Have instances be given nothing while their limits change; what waits may go to any of them afterwards.
+
+    Else all of it would go to the one whose news come first. What is put into the dict are their loads then.
+    """
+    loads: dict[str, EngineLoad] = {}
+    with dispatcher.lock:
+        changing = [dispatcher.instances[name] for name in names if name in dispatcher.instances]
+        for instance in changing:
+            instance.limit_changes += 1
+    try:
+        yield loads
+    finally:
+        with dispatcher.lock:
+            for instance in changing:
+                instance.limit_changes -= 1
+                if instance.name in loads:
+                    instance.hear(loads[instance.name], time.perf_counter())
+            dispatcher.dispatch()
 
 
 def require_reachable(hosts: Mapping[str, str], addresses: Mapping[str, tuple[str, int]]) -> None:

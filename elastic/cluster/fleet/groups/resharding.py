@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic.cluster.control.stage_questions import Room, SetCap
+from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.caps.reach import blocks_by_degree, note_reach
@@ -93,7 +93,7 @@ class ReshardingGroups(Groups):
             self._mark(part)
             note_reach(self._dispatcher, part.shape, measure(self._ranks, part.members))
         alone = [unit[0] for unit in units if len(unit) == 1]
-        self._ranks.ask_all({name: SetCap(group.staged.get(name)) for name in alone})
+        self._ranks.set_caps({name: group.staged.get(name) for name in alone})
         if alone:
             self._log.add("parted", rank=",".join(alone))
 

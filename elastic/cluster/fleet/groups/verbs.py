@@ -29,6 +29,13 @@ class GroupVerbs:
         """
         self._groups.keep_staging()
 
+    def get_ready(self) -> None:
+        """Have ranks listen for each other, and compute the checksums of their weights, before layers are to change.
+
+        What policies that may need it ask for, again and again: a rank may have joined.
+        """
+        self._groups.get_ready()
+
     def drop(
         self,
         need: int | str | None = None,

@@ -33,6 +33,7 @@ LEAST_S = 0.005
 class Verbs(Protocol):
     """What is asked of a fleet."""
 
+    def get_ready(self) -> None: ...
     def groups(self) -> tuple[GroupStatus, ...]: ...
     def capacity(self, degrees: Sequence[int]) -> Capacity: ...
     def reshard(
@@ -164,6 +165,7 @@ class LengthController:
         with self._dispatcher.lock:
             there = frozenset(i.name for i in self._dispatcher.instances.values() if i.state == "serving")
         if there and there != self._measured:
+            self._verbs.get_ready()
             self._capacity = self._verbs.capacity(self._degrees)
             self._measured = there
         if self._capacity:

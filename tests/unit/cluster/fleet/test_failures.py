@@ -223,6 +223,16 @@ def test_a_silent_rank_is_fenced(world: Any) -> None:
     assert "nothing was heard" in next(event.why for event in w.fleet.events() if event.kind == "lost")
 
 
+def test_a_rank_is_not_silent_that_has_told_what_nobody_has_read_yet(world: Any) -> None:
+    w = world(2)
+    w.launcher.ranks["r0"].behind = True
+    later = time.perf_counter() + 1e7
+    assert [instance.name for instance, _ in w.fleet._supervisor._silent(later, late=False)] == ["r1"]
+    w.launcher.ranks["r0"].behind = False
+    silent = w.fleet._supervisor._silent(2 * later, late=False)
+    assert [instance.name for instance, _ in silent] == ["r0", "r1"]
+
+
 def test_a_rank_whose_engine_hangs_is_fenced(world: Any) -> None:
     w = world(2, hang_timeout_s=0.3)
     (request,) = w.submit()

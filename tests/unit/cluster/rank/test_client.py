@@ -274,3 +274,29 @@ def test_tokens_of_another_host_are_timed_by_the_clock_of_this_one(
 
 def test_the_ends_of_a_pair_are_what_launchers_give() -> None:
     assert all(isinstance(end, QueueConnection) for end in queue_pair())
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_what_has_come_and_was_not_taken_is_known(sockets: bool) -> None:
+    """A listener that takes its time is not taken for a rank that is silent."""
+    if sockets:
+        here, stream = socket_pair()
+        rank: Any = SocketConnection(stream)
+    else:
+        here, rank = queue_pair()  # type: ignore[assignment]
+    client = RankClient(here, HELLO)
+    assert not client.behind
+    rank.send(BEAT)
+    assert client.behind
+    taking, go_on = threading.Event(), threading.Event()
+
+    def take(_: object) -> None:
+        taking.set()
+        go_on.wait(30)
+
+    client.listen(take, lambda _: None)
+    assert taking.wait(30)
+    assert client.behind
+    go_on.set()
+    rank.close()
+    client._threads[0].join(30)

@@ -16,7 +16,7 @@ from elastic.planning.arrangement.stages import Held
 LAYERS, EACH, BASE = 12, 10, 1000
 ALL = frozenset(range(LAYERS))
 LOW, HIGH = frozenset(range(6)), frozenset(range(6, 12))
-SETTINGS = Overload(margin=0.0)
+SETTINGS = Overload(margin=0.0, partial=True)
 TICK = SETTINGS.tick_s
 
 

@@ -129,6 +129,28 @@ def test_policies_that_do_nothing_or_forget_fail() -> None:
     assert hasty.calm < 0.8 * hasty.episodes
 
 
+def test_a_group_drops_once_unless_it_is_to_drop_as_little_as_suffices() -> None:
+    again = {}
+    for partial in (False, True):
+        again[partial] = 0
+        for seed in range(4):
+            fleet, policy, state = (
+                SimulatedFleet(2, random.Random(seed)),
+                OverloadPolicy(Overload(partial=partial)),
+                None,
+            )
+            waiting = arrivals(seed)[::-1]
+            for tick in range(TRACE_TICKS):
+                now = []
+                while waiting and waiting[-1][1].tick <= tick:
+                    now.append(waiting.pop())
+                plan = policy.decide(fleet.step(now), state)
+                state = plan.state
+                again[partial] += sum(len(fleet.groups[n].layers) > 1 for drop in plan.drops for n in drop.groups)
+                fleet.act(plan)
+    assert again[False] == 0 < again[True]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_one_hot_instance_of_eight_takes_one_partner_and_the_others_never_change(seed: int) -> None:
     """It needs half as much again as it has, the others a third of what they have."""

@@ -98,6 +98,17 @@ def test_caps_change_by_less_than_the_gain_where_a_request_needs_it() -> None:
     assert better_caps(HALVES, {**tight, "a": replace(tight["a"], largest=52)}, FAIR, {"a": 51, "b": 49}) is not None
 
 
+def test_who_has_waited_longest_begins_first_also_by_less_than_the_gain() -> None:
+    needs = {"a": Need(48, 60, 1000, short=True, first=52, waits_s=2.0), "b": Need(30, 400, 1000, short=True)}
+    caps = better_caps(HALVES, needs, FAIR, FAIR)
+    assert caps == {"a": 52, "b": 48}
+    assert better_caps(HALVES, needs, FAIR, caps) is None
+    both = {**needs, "b": Need(40, 400, 1000, short=True, first=50, waits_s=1.0)}
+    assert caps_by_need(HALVES, both, FAIR) == {"a": 52, "b": 48}
+    sooner = caps_by_need(HALVES, {**both, "a": replace(both["a"], waits_s=0.5)}, FAIR)
+    assert sooner == {"a": 48, "b": 52}
+
+
 @given(groups())
 def test_the_largest_cap_fits_with_nothing_of_the_others_and_no_more_does(given_: tuple) -> None:
     memory, needs, _ = given_

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from elastic.cluster.control.stage_questions import Allot, CapReached, SetCap
+from elastic.cluster.control.stage_questions import Allot, CapReached
 from elastic.cluster.fleet.groups.group import Deadline, Group
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.errors import CapacityError, RankLost, StateError
@@ -32,7 +32,7 @@ class CapChange:
         before = {home: self._group.caps[home] for home in caps}
         reached = False
         try:
-            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+            self._ranks.set_caps(caps)
             reached = self.until(partial(self._reached, caps)) and self.until(partial(self._allot, caps))
         finally:
             if reached:
@@ -47,7 +47,7 @@ class CapChange:
         for share in SHARES:
             caps = {home: max(cap, int(cap + share * (most[home] - cap))) for home, cap in least.items()}
             if self._allot(caps):
-                self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+                self._ranks.set_caps(caps)
                 self._group.caps = {**self._group.caps, **caps}
                 return True
         return False
@@ -66,7 +66,7 @@ class CapChange:
         """Have the caps of before again; of who is lost others take care."""
         with suppress(RankLost):
             self._allot({home: cap for home, cap in caps.items() if cap is not None})
-            self._ranks.ask_all({home: SetCap(cap) for home, cap in caps.items()})
+            self._ranks.set_caps(caps)
 
     def _allot(self, caps: Mapping[str, int]) -> bool:
         """Have stages keep room for caps; False: one has more mapped, or no room."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.transition import Books, Shape
 from elastic.cluster.fleet.instance import Instance, all_blocks, request_blocks
+from elastic.cluster.fleet.planning.starvation import waited_s, waiting_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.core.kv_state import KVFormat
 from elastic.planning.arrangement.caps import Need, SharedMemory
@@ -17,14 +19,18 @@ NEARLY = 0.1
 
 
 def is_short(dispatcher: Dispatcher, members: Collection[str]) -> bool:
-    """Return whether an instance may need more blocks than it may have, as they said last."""
+    """Return whether an instance may need more blocks than it may have, as they said last.
+
+    A request that waits although there are blocks for it waits for something else.
+    """
     with dispatcher.lock:
         there = [dispatcher.instances[name] for name in members if name in dispatcher.instances]
-        return dispatcher.next_for(members) is not None or any(map(_is_short, there))
+        first = dispatcher.next_for(members)
+        return (first is not None and not any(_has_blocks(one, first) for one in there)) or any(map(_is_short, there))
 
 
-def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room]) -> dict[str, Need]:
-    """Return the needs of instances, of which these rooms were measured, in sectors.
+def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room], caps: Mapping[str, int]) -> dict[str, Need]:
+    """Return the needs of instances, of which these rooms were measured, in sectors; `caps` are those in force.
 
     Who is next of the requests that wait at the fleet counts for the instance that has most blocks left: all of them
     together may have the room that it needs, and none alone.
@@ -35,13 +41,9 @@ def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room]) -> dict[str, Nee
         emptiest = max(there, key=lambda name: there[name].free_blocks) if first is not None and there else None
         needs = {}
         for name, room in rooms.items():
-            instance, own = there.get(name), [first] if first is not None and name == emptiest else []
-            records = [*instance.records.values(), *own] if instance is not None else []
-            short = instance is not None and (bool(own) or _is_short(instance))
-            largest = max((_own_sectors(instance, record, room) for record in own if instance is not None), default=0)
-            needs[name] = Need(
-                room.committed_sectors, _sectors(instance, records, room), room.most_sectors, short, largest
-            )
+            needs[name] = Need(room.committed_sectors, 0, room.most_sectors)
+            if (instance := there.get(name)) is not None:
+                needs[name] = _need(instance, room, caps[name], first if name == emptiest else None)
         return needs
 
 
@@ -58,25 +60,31 @@ def shared_memory(books: Books, shape: Shape, caps: Mapping[str, int] | None = N
     )
 
 
+def _has_blocks(instance: Instance, record: RequestRecord) -> bool:
+    """Return whether there are blocks at an instance for all that a request of the fleet's queue may need."""
+    return all_blocks(instance.kv_format, record) <= instance.free_blocks
+
+
 def _is_short(instance: Instance) -> bool:
     load = instance.load
-    return load.waiting > 0 or load.free_blocks <= NEARLY * load.total_blocks
+    return load.free_blocks <= NEARLY * load.total_blocks or sum(waiting_blocks(instance)) > load.free_blocks
 
 
-def _sectors(instance: Instance | None, records: Sequence[RequestRecord], room: Room) -> int:
-    """Count the sectors that requests of an instance may need; groups of layers of several sizes: by the smallest."""
-    if instance is None or not records:
-        return 0
-    kv = instance.kv_format
-    return -(-sum(all_blocks(kv, record) for record in records) // sector_blocks(room, kv))
+def _need(instance: Instance, room: Room, cap: int, own: RequestRecord | None) -> Need:
+    """Return the needs of one instance; `own`: who waits at the fleet and counts for it.
 
-
-def _own_sectors(instance: Instance, record: RequestRecord, room: Room) -> int:
-    """Count the sectors that one answer of a request needs by itself, if the instance may not have so many now."""
-    if instance.fits_alone(record.request):
-        return 0
-    kv = instance.kv_format
-    return -(-request_blocks(kv, record.request) // sector_blocks(room, kv))
+    Room and cap are of now; what the instance said last may be of before its cap changed.
+    """
+    kv, records = instance.kv_format, [*instance.records.values(), *([own] if own is not None else [])]
+    committed, size = room.committed_sectors, sector_blocks(room, kv)
+    wanted = -(-sum(all_blocks(kv, record) for record in records) // size)
+    waiting = waiting_blocks(instance)
+    lacking = sum(waiting) + (all_blocks(kv, own) if own is not None else 0)
+    short = cap - committed <= NEARLY * cap or committed + -(-lacking // size) > cap
+    largest = -(-request_blocks(kv, own.request) // size) if own and not instance.fits_alone(own.request) else 0
+    first = min(wanted, committed + -(-waiting[0] // size)) if waiting else 0
+    waits_s = waited_s(instance, time.perf_counter())
+    return Need(committed, wanted, room.most_sectors, short, largest, first, waits_s)
 
 
 def sector_blocks(room: Room, kv: KVFormat) -> int:

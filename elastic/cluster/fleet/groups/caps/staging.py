@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from elastic.cluster.control.stage_questions import SetCap
 from elastic.cluster.fleet.groups.exchange import measure
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import Books, Shape
@@ -36,12 +35,12 @@ class Staging:
         self.caps = {name: cap for name, cap in self.caps.items() if name in serving}
 
     def _cap(self, caps: Mapping[str, int]) -> None:
-        self._ranks.ask_all({name: SetCap(cap) for name, cap in caps.items()})
+        self._ranks.set_caps(caps)
         self.caps = {**self.caps, **caps}
 
     def _lift(self, names: list[str]) -> None:
         if names:
-            self._ranks.ask_all(dict.fromkeys(names, SetCap(None)))
+            self._ranks.set_caps(dict.fromkeys(names))
             self.caps = {name: cap for name, cap in self.caps.items() if name not in names}
 
     def _cap_of(self, name: str) -> int:

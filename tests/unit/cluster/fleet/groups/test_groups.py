@@ -18,11 +18,13 @@ from elastic.cluster.control.stage_questions import (
     AttachStage,
     FlipLayers,
     LosePeer,
+    OpenPeers,
     OpenStage,
     PrepareLayers,
     Recover,
     Room,
     SetCap,
+    WeightDigests,
 )
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups.targets import shape_keeping
@@ -473,7 +475,7 @@ def ask_for(fleet: Fleet, rank: GroupRank, sectors: int) -> None:
     record = new_record(Request((1,), tokens - 1), Collector())
     instance = fleet._dispatcher.instances[rank.name]
     instance.records = {record.request.id: record}
-    instance.load = replace(instance.load, waiting=1)
+    instance.load, rank.waiting = replace(instance.load, waiting=1), 1
 
 
 def test_caps_go_where_requests_wait_and_stay_there(fleets: Any) -> None:
@@ -569,3 +571,25 @@ def test_verbs_in_any_order_never_need_more_than_there_is(data: st.DataObject, r
         assert_alone(fleet, world)
     finally:
         fleet.stop(drain=False)
+
+
+def test_ranks_get_ready_once_and_a_drop_finds_them_so(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    for _ in range(2):
+        fleet.get_ready()
+    for rank in ranks:
+        asked = [type(question) for question in rank.asked]
+        assert (asked.count(OpenPeers), asked.count(WeightDigests)) == (1, 1)
+    assert fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}).status == "applied"
+    for rank in ranks:
+        assert [type(question) for question in rank.asked].count(OpenPeers) == 1
+
+
+def test_ranks_that_cannot_get_ready_are_not_asked_again_and_again(fleets: Any) -> None:
+    fleet, ranks = fleets()
+    ranks[0].fails = lambda question: StateError("no") if isinstance(question, OpenPeers) else None
+    for _ in range(2):
+        fleet.get_ready()
+    assert [type(question) for question in ranks[0].asked].count(OpenPeers) == 1
+    dropped = fleet.drop(layers={"r0": range(3, 6), "r1": range(3)})
+    assert (dropped.status, dropped.why) == ("deferred", "no")

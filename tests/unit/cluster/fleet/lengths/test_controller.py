@@ -44,6 +44,9 @@ class Verbs:
             GroupStatus(unit, {r: LayerPath(r, unit, 1) for r in unit}, {}, {}, {}, tp=len(unit)) for unit in self.units
         )
 
+    def get_ready(self) -> None:
+        pass
+
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         return {name: {d: self.known[d] for d in degrees if d in self.known} for name in self.launcher.ranks}
 

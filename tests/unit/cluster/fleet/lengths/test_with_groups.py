@@ -70,9 +70,10 @@ class SharingRank(GroupRank):
         running = sum(map(len, self.live.values()))
         return EngineLoad(running, len(self.inbox), max(0, free), self.limit, self.steps)
 
-    def on_set_cap(self, question: ask.SetCap) -> None:
-        super().on_set_cap(question)
+    def on_set_cap(self, question: ask.SetCap) -> EngineLoad:
+        load = super().on_set_cap(question)
         self.beat()
+        return load
 
     def on_cap_reached(self, _: ask.CapReached) -> bool:
         for rank in list(self.world.values()):

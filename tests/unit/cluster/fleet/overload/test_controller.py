@@ -54,6 +54,9 @@ class Verbs:
     def groups(self) -> tuple[GroupStatus, ...]:
         return () if self.group is None else (self.group,)
 
+    def get_ready(self) -> None:
+        pass
+
     def keep_staging(self) -> None:
         pass
 

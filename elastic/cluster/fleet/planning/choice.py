@@ -1,0 +1,40 @@
+"""Which of a fleet's instances gets a request now: those that can hold it, as the router orders them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.planning.prefix_index import PrefixIndex
+from elastic.cluster.fleet.planning.router import Candidate, Routing, route
+from elastic.cluster.fleet.planning.starvation import reserved_blocks
+from elastic.cluster.fleet.records.requests import RequestRecord
+
+
+def choose(
+    instances: Mapping[str, Instance],
+    record: RequestRecord,
+    prefixes: PrefixIndex,
+    routing: Routing,
+    among: Collection[str] | None = None,
+) -> tuple[Instance, int] | None:
+    """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere.
+
+    `among`: just one of these.
+    """
+    now = time.perf_counter()
+    reserved = reserved_blocks(instances.values(), record, now)
+    candidates = []
+    for name, instance in instances.items():
+        if among is not None and name not in among:
+            continue
+        if instance.state != "serving" or instance.limit_changes or record.refused.get(name, 0.0) > now:
+            continue
+        cached = prefixes.cached(name, record.hashes) if record.hashes else 0
+        if instance.holds(record, cached, reserved.get(name, 0)):
+            ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values())
+            room = instance.sequences, instance.free_blocks
+            candidates.append(Candidate(name, *room, ahead, cached, instance.given))
+    best = route(candidates, len(record.hashes), routing)
+    return None if best is None else (instances[best.name], best.cached_blocks)
