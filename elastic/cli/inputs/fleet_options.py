@@ -24,8 +24,6 @@ _ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "tp")
 """Options that mean nothing without `--ranks`."""
 FLEET_POLICIES = ("drop", "lengths")
 """Policies that a fleet has, not its ranks."""
-SHARDS = 4
-"""Into which layers are cut for `--policy lengths`, unless something else is said."""
 
 
 def add_fleet(command: ArgumentParser) -> None:
@@ -86,18 +84,13 @@ def make_fleet(
         cores=_cores(options),
         launch=launcher,
         engine={} if grammars is None else {"grammars": "llguidance"},  # each rank compiles them for itself
-        wrap=_of_ranks(options, wrap),
+        shards=options.shards,
+        wrap={name: value for name, value in wrap.items() if name not in ("places", "shards")},
         policy=_policies(options),
         routing=options.routing or "prefix",
         max_queue=options.max_queue,
         grammars=grammars,
     )
-
-
-def _of_ranks(options: Namespace, wrap: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `elastic.wrap` in each rank."""
-    cut = {"shards": SHARDS} if options.policy == "lengths" else {}
-    return {**cut, **{name: value for name, value in wrap.items() if name != "places"}}
 
 
 def _policies(options: Namespace) -> list[FleetPolicy]:
@@ -114,9 +107,8 @@ def _lengths(options: Namespace) -> Lengths:
     least, dots, most = options.tp.partition("..")
     if least != "1" or not dots or not most.isdigit():
         raise ConfigError(f"--tp {options.tp!r} is no range of ranks; write 1..2 or 1..4: all begin by themselves")
-    cut = SHARDS if options.shards is None else options.shards
-    if int(most) > cut:
-        raise ConfigError(f"--tp {options.tp}: layers are cut in {cut}; give --shards {most}")
+    if options.shards is not None and int(most) > options.shards:
+        raise ConfigError(f"--tp {options.tp}: layers are cut in {options.shards}; give --shards {most}")
     return Lengths(most_ranks=int(most))
 
 

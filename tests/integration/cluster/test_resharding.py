@@ -215,7 +215,7 @@ def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> Non
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_shares_layers_dies_or_hangs(how: int) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
-    options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "wrap": {"shards": 2}}
+    options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "shards": 2}
     with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], replace=False, **options) as fleet:
         pids = {rank.name: rank.pid for rank in fleet.status().ranks}
         heard, asked = Collector(), {}
