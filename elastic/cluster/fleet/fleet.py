@@ -109,11 +109,8 @@ class Fleet(GroupVerbs):
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        options = {
-            "wrap": policies.wrap_options(wrap or {}, shards),
-            "engine": dict(engine or {}),
-            "environment": dict(environment or {}),
-        }
+        wrap = policies.wrap_options(wrap or {}, shards)
+        options = {"wrap": wrap, "engine": dict(engine or {}), "environment": dict(environment or {})}
         self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
         self._specs = self._starter.specs(ranks, places, cores)
         self._supervisor = Supervisor(
@@ -131,8 +128,7 @@ class Fleet(GroupVerbs):
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = threading.Lock()  # of the state
-        self._state = "new"
-        self._process = os.getpid()
+        self._state, self._process = "new", os.getpid()
 
     @classmethod
     def of(cls, *models: Any, **options: Any) -> Self:
