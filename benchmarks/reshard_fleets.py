@@ -22,7 +22,6 @@ LAYERS, BLOCK_TOKENS, SHARDS, CONTEXT = 12, 32, 4, 8192
 TOKEN_BYTES = LAYERS * 2 * 8 * 64 * 4
 """Keys and values of 8 heads of 64 in float32."""
 ENGINE = {"block_tokens": BLOCK_TOKENS, "max_requests": 64, "max_batch_tokens": 256, "share_prefixes": False}
-WRAP = {"shards": SHARDS}
 LENGTHS = elastic.Lengths(most_ranks=2, dwell_s=1.0, patience_s=5.0)
 OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
 FORMS: dict[str, dict[str, Any]] = {
@@ -37,7 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def ranks(path: Path, count: int = 2, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
     """Serve with so many ranks, whose layers are cut; each has a core of two."""
     cores = [(number % 2,) for number in range(count)]
-    with fleet(path, cores, place=place, engine=ENGINE, wrap=WRAP, beat_timeout_s=20.0, **options) as engine:
+    with fleet(path, cores, place=place, engine=ENGINE, shards=SHARDS, beat_timeout_s=20.0, **options) as engine:
         warm_up(engine)
         yield engine
 

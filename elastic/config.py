@@ -232,10 +232,7 @@ class Scale:
         for name in ("delta", "pressure_ticks", "vacancy_ticks", "action_bytes"):
             value = getattr(self, name)
             require(_is_integer(value) and value >= 1, name, value, "a whole number, at least 1")
-        for name in ("cooldown_s", "dwell_s", "patience_s"):
-            value = getattr(self, name)
-            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
-        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        _require_seconds(self, "cooldown_s", "dwell_s", "patience_s")
         require(isinstance(self.group, str), "group", self.group, "a name, or '' for none")
         require(self.margin < self.kv_high, "margin", self.margin, f"below kv_high = {self.kv_high}")
 
@@ -293,10 +290,7 @@ class Overload:
         for name, least in (("pressure_ticks", 1), ("recovery_ticks", 1), ("most_stages", 2), ("scale_out", 0), *steps):
             whole = _is_integer(value := getattr(self, name)) and value >= least
             require(whole, name, value, f"a whole number, at least {least}")
-        for name in ("queue_high_s", "cooldown_s", "dwell_s", "idle_s"):
-            valid = _is_number(value := getattr(self, name)) and value >= 0
-            require(valid, name, value, "a number of seconds, at least 0")
-        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        _require_seconds(self, "queue_high_s", "cooldown_s", "dwell_s", "idle_s")
         require(self.exchange in ("live", "stall"), "exchange", self.exchange, "'live' or 'stall'")
         for name in ("partial", "best_effort", "lookahead", "coordinated"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
@@ -336,12 +330,8 @@ class Lengths:
             value = getattr(self, name)
             require(_is_degree(value) and value >= 2, name, value, "a power of two, at least 2")
         require(self.step <= self.most_ranks, "step", self.step, f"at most most_ranks = {self.most_ranks}")
-        free = self.free_to_shrink
-        require(_is_share(free), "free_to_shrink", free, "a share from 0 to 1")
-        for name in ("patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s"):
-            value = getattr(self, name)
-            require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
-        require(_is_number(self.tick_s) and self.tick_s > 0, "tick_s", self.tick_s, "a number of seconds above 0")
+        require(_is_share(self.free_to_shrink), "free_to_shrink", self.free_to_shrink, "a share from 0 to 1")
+        _require_seconds(self, "patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s")
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -364,6 +354,15 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raises `ConfigError` naming an option, its value and what is allowed, unless that holds."""
     if not holds:
         raise ConfigError(f"{name}={value!r} cannot be; it must be {allowed}")
+
+
+def _require_seconds(policy: Scale | Overload | Lengths, *names: str) -> None:
+    """Raise `ConfigError` unless a policy's tick is a number of seconds above 0, and these are at least 0."""
+    for name in names:
+        value = getattr(policy, name)
+        require(_is_number(value) and value >= 0, name, value, "a number of seconds, at least 0")
+    tick_s = policy.tick_s
+    require(_is_number(tick_s) and tick_s > 0, "tick_s", tick_s, "a number of seconds above 0")
 
 
 def _is_number(value: object) -> bool:

@@ -31,7 +31,7 @@ class Answer:
 
 def main() -> None:
     lengths = elastic.Lengths(most_ranks=2, dwell_s=0.5)
-    options = {"wrap": {"shards": 2}, "engine": {"block_tokens": BLOCK}, "policy": lengths}
+    options = {"shards": 2, "engine": {"block_tokens": BLOCK}, "policy": lengths}
     with elastic.Fleet(str(MODEL_DIR), ranks=2, places=["cpu=16MiB"], **options) as fleet:
         capacity = {degree: BLOCK * min(c[degree] for c in fleet.capacity([1, 2]).values()) for degree in (1, 2)}
         print(f"tokens that fit one process: {capacity[1]:,}; two that share their layers: {capacity[2]:,}")

@@ -105,7 +105,10 @@ def pages_in(source: WeightsSource, layer: int) -> LayerPages:
 
 def _digests_of_parts(unit: WeightUnit, shards: frozenset[int]) -> dict[str, int]:
     """Return the digests of what comes with parts, by name, as it is in the unit's block."""
-    return {of if isinstance(of, str) else of.key: digest(tensor) for tensor, of in _coming(unit, shards)}
+    return {
+        of if isinstance(of, str) else of.key: digest(tensor) if isinstance(of, str) else of.digest(tensor)
+        for tensor, of in _coming(unit, shards)
+    }
 
 
 def _sources_of_parts(unit: WeightUnit, shards: frozenset[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:

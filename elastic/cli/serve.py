@@ -112,7 +112,9 @@ def add_memory(command: ArgumentParser) -> None:
         "of a fleet also drop: ranks compute each other's layers when KV runs out; or lengths: they share them when a "
         "request is too long for each",
     )
-    command.add_argument("--shards", type=int, metavar="N", help="parts of each layer that ranks can share (1)")
+    command.add_argument(
+        "--shards", type=int, metavar="N", help="parts of each layer that ranks can share (1; 4 with lengths)"
+    )
     command.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
     command.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
     command.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")

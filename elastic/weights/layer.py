@@ -363,7 +363,7 @@ class WeightUnit:
     def _digest_of(self, piece: Piece) -> int:
         """Return the digest of a piece that is resident, or in the host store."""
         parameter = self._at_place(piece.name)
-        return digest(piece.of(self.host_copies[piece.name].tensor if parameter is None else parameter))
+        return piece.digest(piece.of(self.host_copies[piece.name].tensor if parameter is None else parameter))
 
     def _digest(self, name: str) -> int:
         """Return the digest of a full parameter that is resident, or in the host store."""

@@ -31,8 +31,6 @@ FLEET_POLICIES = {
     "lengths": "instances that share their layers when requests need it",
 }
 """Policies that a fleet has, not its ranks, and what they are for."""
-SHARDS = 4
-"""Into which layers are cut for `--policy lengths`, unless something else is said."""
 
 
 def add_fleet(command: ArgumentParser) -> None:
@@ -111,19 +109,14 @@ def make_fleet(
         cores=_cores(options),
         launch=launcher,
         engine=engine,
-        wrap=_of_ranks(options, wrap),
+        shards=options.shards,
+        wrap={name: value for name, value in wrap.items() if name not in ("places", "shards")},
         policy=_policies(options),
         routing=options.routing or "prefix",
         max_queue=options.max_queue,
         grammars=grammars,
         bulk=options.bulk or "sockets",
     )
-
-
-def _of_ranks(options: Namespace, wrap: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `elastic.wrap` in each rank."""
-    cut = {"shards": SHARDS} if options.policy == "lengths" else {}
-    return {**cut, **{name: value for name, value in wrap.items() if name != "places"}}
 
 
 def _policies(options: Namespace) -> list[FleetPolicy]:
@@ -143,9 +136,8 @@ def _lengths(options: Namespace) -> Lengths:
     least, dots, most = options.tp.partition("..")
     if least != "1" or not dots or not most.isdigit():
         raise ConfigError(f"--tp {options.tp!r} is no range of ranks; write 1..2 or 1..4: all begin by themselves")
-    cut = SHARDS if options.shards is None else options.shards
-    if int(most) > cut:
-        raise ConfigError(f"--tp {options.tp}: layers are cut in {cut}; give --shards {most}")
+    if options.shards is not None and int(most) > options.shards:
+        raise ConfigError(f"--tp {options.tp}: layers are cut in {options.shards}; give --shards {most}")
     return read_numbers(Lengths, numbers, "--lengths", most_ranks=int(most))
 
 

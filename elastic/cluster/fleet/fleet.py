@@ -58,7 +58,8 @@ class Fleet(PricedVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
-    for each its own list of places; `cores` the CPU cores of each. `launch` starts them: "local" processes of this
+    for each its own list of places; `cores` the CPU cores of each. `shards` is in how many parts each layer is cut,
+    that ranks can share (None: 4 with the policy "lengths", else 1). `launch` starts them: "local" processes of this
     host, "in-process" threads, "ray" actors, or a `Launcher`, such as a `JoinLauncher` for ranks that come by
     themselves. `wrap` and `engine` are further options of `elastic.wrap` and `ContinuousEngine` in each.
 
@@ -82,6 +83,7 @@ class Fleet(PricedVerbs):
         ranks: int | Sequence[Sequence[str]] = 1,
         places: Sequence[str] = (),
         cores: Sequence[Sequence[int]] = (),
+        shards: int | None = None,
         launch: str | Launcher = "local",
         wrap: Mapping[str, Any] | None = None,
         engine: Mapping[str, Any] | None = None,
@@ -107,7 +109,8 @@ class Fleet(PricedVerbs):
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        options = {"wrap": dict(wrap or {}), "engine": dict(engine or {}), "environment": dict(environment or {})}
+        wrap = policies.wrap_options(wrap or {}, shards)
+        options = {"wrap": wrap, "engine": dict(engine or {}), "environment": dict(environment or {})}
         self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
         self._specs = self._starter.specs(ranks, places, cores)
         self._supervisor = Supervisor(
@@ -125,8 +128,7 @@ class Fleet(PricedVerbs):
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
         self._lock = threading.Lock()  # of the state
-        self._state = "new"
-        self._process = os.getpid()
+        self._state, self._process = "new", os.getpid()
 
     @classmethod
     def of(cls, *models: Any, **options: Any) -> Self:

@@ -50,6 +50,7 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         if not isinstance(getattr(model, "elastic", None), Runtime):
             wrap(model, places=places or None, **{**_checkpoint(spec), **spec.wrap})
             stack.callback(_unwrap, model, spec.name)
+        _note_weights(model.elastic)
         options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):
             options["grammars"] = _grammars(options["grammars"], spec, model)
@@ -57,6 +58,12 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         stack.callback(engine.stop, drain=False)
         cost = _measured_cost(engine, spec, options) if spec.lookahead else None
         yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"], cost=cost)
+
+
+def _note_weights(runtime: Runtime) -> None:
+    """Know what the weights of layers are that can be shared: they come back by that, and leave without being read."""
+    if runtime.shards > 1:
+        runtime.digests(range(len(runtime.shards_here)))
 
 
 def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[str, Any]) -> ModelCost | None:

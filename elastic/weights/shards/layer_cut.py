@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 import torch
 
+from elastic.memory.checksum import digest
 from elastic.memory.weight_layout import LayerLayout, ParameterLayout, pages_under
 from elastic.planning.sharding.cut_plan import CutPlan
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -35,6 +36,10 @@ class Piece:
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """View these rows of the parameter, any shape, or of what has its shape."""
         return parameter.narrow(self.dim, self.rows.start, len(self.rows))
+
+    def digest(self, rows: torch.Tensor) -> int:
+        """Compute the checksum of these rows of the parameter, any shape, in the order in which pages have them."""
+        return digest(rows.movedim(self.dim, 0))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,15 @@ from transformers import AutoModelForCausalLM
 
 import elastic
 from elastic import ConfigError
+from elastic.actions import fetch
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from elastic.engines.executor.model_runner import ModelRunner
+from elastic.memory.copy_engine import ThreadCopyEngine
+from elastic.memory.weight_buffer import WeightBuffer
+from elastic.weights import layer
+from elastic.weights.shards import layer_cut
 from support import architectures
 from support.serving.generations import Collector, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
@@ -129,6 +134,35 @@ def test_two_instances_share_every_layer_and_part_under_running_requests(
     assert served.weights() == weights
 
 
+def test_weights_that_leave_are_neither_read_nor_hashed_nor_copied(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, touched = serve("qwen3"), list[str]()
+
+    def note(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def noted(*given: Any, **options: Any) -> Any:
+            touched.append(name)
+            return real(*given, **options)
+
+        monkeypatch.setattr(where, name, noted)
+
+    for module in (layer, layer_cut, fetch):
+        note(module, "digest")
+    for kind, name in ((WeightBuffer, "read"), (WeightBuffer, "extend"), (ThreadCopyEngine, "copy")):
+        note(kind, name)
+    served.submit([5, 40], tokens=60)
+    served.begin(5)
+    done = served.fleet.reshard(["r0", "r1"], tp=2)
+    assert (done.status, done.fetched_bytes) == ("applied", 0), done.why
+    assert done.freed_bytes > 0
+    assert touched == []
+    assert served.fleet.reshard("r0", tp=1).status == "applied"
+    assert set(touched) == {"digest", "read", "extend"}
+    served.finish()
+
+
 def test_two_become_four_and_two_again(serve: Callable[..., Served]) -> None:
     served = serve("qwen3", ranks=4, shards=4)
     fleet = served.fleet
@@ -215,7 +249,7 @@ def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> Non
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_shares_layers_dies_or_hangs(how: int) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
-    options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "wrap": {"shards": 2}}
+    options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "shards": 2}
     with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], replace=False, **options) as fleet:
         pids = {rank.name: rank.pid for rank in fleet.status().ranks}
         heard, asked = Collector(), {}

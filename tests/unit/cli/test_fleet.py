@@ -54,7 +54,6 @@ def options(*arguments: str) -> Any:
         ([*LENGTHS, "--tp", "2"], "--tp '2' is no range of ranks; write 1..2 or 1..4"),
         ([*LENGTHS, "--tp", "2..4"], "--tp '2..4' is no range of ranks"),
         ([*LENGTHS, "--tp", "1..3"], "most_ranks=3 cannot be; it must be a power of two"),
-        ([*LENGTHS, "--tp", "1..8"], "--tp 1..8: layers are cut in 4; give --shards 8"),
         ([*LENGTHS, "--tp", "1..4", "--shards", "2"], "--tp 1..4: layers are cut in 2; give --shards 4"),
         (["--exchange", "stall"], "--exchange is for a fleet"),
         (
@@ -130,7 +129,8 @@ def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
     assert chosen() == (Lengths(), [4] * 4)
     assert chosen("--tp", "1..2") == (Lengths(most_ranks=2), [4] * 4)
     assert chosen("--tp", "1..2", "--shards", "2") == (Lengths(most_ranks=2), [2] * 4)
-    assert chosen("--tp", "1..8", "--shards", "8") == (Lengths(most_ranks=8), [8] * 4)
+    assert chosen("--tp", "1..8") == (Lengths(most_ranks=8), [8] * 4)
+    assert chosen("--tp", "1..2", "--shards", "8") == (Lengths(most_ranks=2), [8] * 4)
     numbers = ("--lengths", "patience_s=3", "--lengths", "step=4")
     assert chosen(*numbers) == (Lengths(patience_s=3.0, step=4), [4] * 4)
     assert chosen("--tp", "1..4", *numbers) == (Lengths(patience_s=3.0, step=4, most_ranks=4), [4] * 4)

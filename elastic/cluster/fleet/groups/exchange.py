@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -39,8 +39,7 @@ from elastic.cluster.fleet.groups.transition import (
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
-from elastic.planning.sharding.numbers import layers_of
-from elastic.types import Drop, Fetch, Restore
+from elastic.types import Action, Change, Drop, Fetch, Restore
 
 logger = logging.getLogger(__name__)
 LIVE = ExchangeForm()
@@ -169,23 +168,22 @@ class Exchange:
             self.counts.stalled_ms = max(self.counts.stalled_ms, (self._deadline.seconds - began_s) * 1e3)
 
     def _change(self, transition: Transition) -> None:
-        for rank in self.group.members:
-            self._drop_unneeded(rank)
+        self._drop_unneeded(self.group.members)
         while transition.rounds:
             self._take_round(transition.rounds[0])
             transition = self._rest(replace(transition, rounds=transition.rounds[1:]))
-        for rank, wanted in self._target.weights.items():
-            self._fetch(rank, wanted)
+        self._fetch(self._target.weights)
 
     def _take_round(self, flips: FlipRound) -> None:
+        wanted: dict[str, set[int]] = {}
         for flip in flips:
-            self._fetch(flip.target, flip.shards)
+            wanted.setdefault(flip.target, set()).update(flip.shards)
+        self._fetch(wanted)
         failed = self._flip(flips)
         self._did(f"{self.counts.flips} layers flipped")
         if lost := next((error for error in failed if isinstance(error, RankLost)), None):
             raise lost
-        for source in dict.fromkeys(flip.source for flip in flips):
-            self._drop_unneeded(source)
+        self._drop_unneeded(dict.fromkeys(flip.source for flip in flips))
         if failed:
             raise failed[0]
 
@@ -231,41 +229,71 @@ class Exchange:
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 
-    def _drop_unneeded(self, rank: str) -> None:
-        """Drop the weights at a rank that no instance needs there, and that are not to stay."""
+    def _drop_unneeded(self, ranks: Iterable[str]) -> None:
+        """Drop the weights at ranks that no instance needs there, and that are not to stay, side by side."""
         shape = self.group.shape
-        kept = shape.kept(rank, self._target.weights)
-        shards = tuple(sorted(shape.weights[rank] - kept))
-        if shards:
-            (change,) = self._ranks.ask(rank, Apply((Drop(shards=shards),), "by the fleet"))
-            self.group.shape = replace(shape, weights={**shape.weights, rank: kept})
+        kept = {rank: shape.kept(rank, self._target.weights) for rank in ranks}
+        gone = {rank: sorted(shape.weights[rank] - kept[rank]) for rank in kept if shape.weights[rank] - kept[rank]}
+        asked = {rank: (Drop(shards=tuple(shards)),) for rank, shards in gone.items()}
+        for rank, change in self._apply(asked):
+            self._now_has(rank, kept[rank])
             self.counts.freed_bytes += change.released_bytes
 
-    def _fetch(self, rank: str, shards: Iterable[int]) -> None:
-        """Have the weights of shards at a rank, from other ranks that have them, or else from the checkpoint."""
-        weights = self.group.shape.weights
-        for parts in layers_of(set(shards) - weights[rank], self.group.shape.shards):
-            while missing := parts - self.group.shape.weights[rank]:
-                self._fetch_shards(rank, missing)
+    def _fetch(self, wanted: Mapping[str, Iterable[int]]) -> None:
+        """Have the weights of shards at ranks, side by side, from other ranks that have them, or from the checkpoint.
 
-    def _fetch_shards(self, rank: str, missing: frozenset[int]) -> None:
-        """Have as many shards of a layer at a rank as another one has of them."""
-        shape = self.group.shape
-        other = max(shape.weights, key=lambda other: len(shape.weights[other] & missing))
-        shards = tuple(sorted(missing & shape.weights[other] or missing))
-        action: Fetch | Restore = Restore(shards=shards)
-        if shape.weights[other].issuperset(shards):
-            source = self._ranks.ask(other, WeightsOf(shards))
-            action = Fetch((), source, self._form.coordinated, shards)
-        (change,) = self._ranks.ask(rank, Apply((action,), "by the fleet"))
-        if change.deferred and not self._caps.until(lambda: self._has(rank, shards)):
-            layer = shards[0] // shape.shards
+        Each asks one rank after another, for all that is to be had from it.
+        """
+        while missing := {
+            rank: lacks for rank, shards in wanted.items() if (lacks := set(shards) - self.group.shape.weights[rank])
+        }:
+            self._fetch_some(missing)
+
+    def _fetch_some(self, missing: Mapping[str, set[int]]) -> None:
+        """Have those of the missing shards at each rank that another one has; nobody: all, from the checkpoint."""
+        have = self.group.shape.weights
+        others = {rank: _has_most(have, shards) for rank, shards in missing.items()}
+        chosen = {rank: tuple(sorted(missing[rank] & have[other] or missing[rank])) for rank, other in others.items()}
+        fetched = [rank for rank in chosen if have[others[rank]].issuperset(chosen[rank])]
+        sources = self._ranks.ask_each([(others[rank], WeightsOf(chosen[rank])) for rank in fetched])
+        actions: dict[str, tuple[Action, ...]] = {rank: (Restore(shards=shards),) for rank, shards in chosen.items()}
+        for rank, source in zip(fetched, sources, strict=True):
+            actions[rank] = (Fetch((), source, self._form.coordinated, chosen[rank]),)
+        for rank, change in self._apply(actions):
+            if change.deferred:
+                self._await(rank, chosen[rank])
+            self.counts.fetched_bytes += int(change.moved_bytes)
+            self._now_has(rank, have[rank].union(chosen[rank]))
+
+    def _apply(self, actions: Mapping[str, tuple[Action, ...]]) -> Iterator[tuple[str, Change]]:
+        """Have ranks do an action each, side by side; yield what each did. Raises the first error then."""
+        errors = []
+        answers = self._ranks.answers([(rank, Apply(each, "by the fleet")) for rank, each in actions.items()])
+        for rank, answer in zip(actions, answers, strict=True):
+            if isinstance(answer, ElasticError):
+                errors.append(answer)
+            else:
+                yield rank, answer[0]
+        for error in sorted(errors, key=lambda error: not isinstance(error, RankLost)):
+            raise error
+
+    def _await(self, rank: str, shards: Sequence[int]) -> None:
+        """Wait for weights that come when requests have given up pages. Raises `StateError` where it takes too long."""
+        if not self._caps.until(lambda: self._has(rank, shards)):
+            layer = shards[0] // self.group.shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
-        self.counts.fetched_bytes += int(change.moved_bytes)
-        self.group.shape = replace(shape, weights={**shape.weights, rank: shape.weights[rank].union(shards)})
+
+    def _now_has(self, rank: str, shards: frozenset[int]) -> None:
+        shape = self.group.shape
+        self.group.shape = replace(shape, weights={**shape.weights, rank: shards})
 
     def _has(self, rank: str, shards: Iterable[int]) -> bool:
         return bool(self._ranks.ask(rank, MeasureRoom(rank)).resident.issuperset(shards))
+
+
+def _has_most(have: Mapping[str, frozenset[int]], shards: set[int]) -> str:
+    """Return the rank that has most of these shards, the first of several."""
+    return max(have, key=lambda rank: len(have[rank] & shards))
 
 
 def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:

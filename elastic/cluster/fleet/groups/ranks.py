@@ -72,15 +72,21 @@ class Ranks:
 
     def ask_each(self, questions: Iterable[tuple[str, Question]]) -> list[Any]:
         """Ask ranks at the same time, one also several questions. Raises the first error when all have answered."""
+        answers = self.answers(questions)
+        for answer in answers:
+            if isinstance(answer, ElasticError):
+                raise answer
+        return answers
+
+    def answers(self, questions: Iterable[tuple[str, Question]]) -> list[Any]:
+        """Ask as `ask_each`; return what each answered, or raised. Raises `RankLost` for one that is not there."""
         asked = [(instance := self.instance(rank), instance.client.ask(question)) for rank, question in questions]
-        answers, errors = [], []
+        answers: list[Any] = []
         for instance, answer in asked:
             try:
                 answers.append(result(instance, answer))
             except ElasticError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                answers.append(error)
         return answers
 
     def set_caps(self, caps: Mapping[str, int | None]) -> None:

@@ -133,5 +133,5 @@ def _require_shards(rooms: Mapping[str, Room], tp: int) -> None:
         if room.path.shards % tp:
             cut = f"in {room.path.shards} shards" if room.path.shards > 1 else "not cut"
             raise ConfigError(
-                f"tp={tp}: each layer of rank {name!r} is {cut}; start the fleet with wrap={{'shards': {tp}}}, or more"
+                f"tp={tp}: each layer of rank {name!r} is {cut}; start the fleet with shards={tp}, or more"
             )

@@ -142,7 +142,7 @@ class GroupVerbs:
         ranks. Requests go on meanwhile, and nothing is computed again; what does not change its rank is not copied. The
         other options are as of `drop`. (AMOEBA, section 3)
 
-        Raises `ConfigError` where layers were not cut for it (`wrap={"shards": 4}`), or the ranks are no multiple of
+        Raises `ConfigError` where layers were not cut for it (`Fleet(shards=4)`), or the ranks are no multiple of
         `tp`; `CapacityError` if they have no memory for it, `RankLost`.
         """
         _require_no_listener()

@@ -69,7 +69,7 @@ class LengthController:
         """Begin: requests go where the policy says from now on. Raises `ConfigError` if no layer can be shared."""
         self._measure()
         if self._capacity and not any(degree > 1 for known in self._capacity.values() for degree in known):
-            raise ConfigError("policy='lengths': layers are not cut; start the fleet with wrap={'shards': 4}")
+            raise ConfigError("policy='lengths': layers are not cut; start the fleet with shards=4")
         self._dispatcher.on_waiting = self._wake.set
         for thread in self._threads:
             thread.start()

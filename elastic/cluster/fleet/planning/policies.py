@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError
+from elastic.runtime.options import check_shards
 
 FleetPolicy = Literal["balance", "drop", "lengths"] | Overload | Lengths
 """`balance`: requests move to where there is room. `drop`, or the numbers of it: layers leave when KV runs out.
 `lengths`, or the numbers of it: instances share their layers for requests that none of them could hold."""
+SHARDS = 4
+"""In how many parts each layer is cut for the policy of lengths, unless something else is said."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,19 @@ class FleetPolicies:
     def lookahead(self) -> bool:
         """Whether ranks measure what their steps cost before they serve."""
         return self.overload is not None and self.overload.lookahead
+
+    def wrap_options(self, wrap: Mapping[str, Any], shards: int | None) -> dict[str, Any]:
+        """Return the options of `elastic.wrap` in each rank, with layers cut as was said, or as a policy needs.
+
+        Raises `ConfigError` for `shards` that layers cannot be cut in, and for those said among the options.
+        """
+        if "shards" in wrap:
+            raise ConfigError(
+                f"wrap={{'shards': {wrap['shards']!r}}}: say shards={wrap['shards']!r} of the fleet itself"
+            )
+        if shards is None:
+            shards = 1 if self.lengths is None else max(SHARDS, self.lengths.most_ranks)
+        return {**wrap, "shards": check_shards(shards)}
 
 
 def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:

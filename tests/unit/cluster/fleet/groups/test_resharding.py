@@ -106,10 +106,55 @@ def test_pairs_become_four_and_keep_what_they_have(fleets: Any) -> None:
         rank.asked.clear()
     done = fleet.reshard(["r0", "r2"], tp=4)
     assert (done.status, done.members, done.fetched_bytes) == ("applied", ("r0", "r1", "r2", "r3"), 0)
-    assert not any(
-        isinstance(a, Fetch) for rank in ranks for q in rank.asked if isinstance(q, Apply) for a in q.actions
-    )
+    assert not any(map(fetches, ranks))
     check(ranks)
+
+
+def fetches(rank: GroupRank) -> list[Fetch]:
+    """What a rank was told to fetch."""
+    applied = [action for each in rank.asked if isinstance(each, Apply) for action in each.actions]
+    return [action for action in applied if isinstance(action, Fetch)]
+
+
+def test_weights_come_back_at_once_from_each_rank_that_has_them(fleets: Any) -> None:
+    fleet, ranks = fleets(4)
+    for rank in ranks:
+        rank.budget *= 4
+    fleet.reshard(["r0", "r1", "r2", "r3"], tp=4)
+    for rank in ranks:
+        rank.asked.clear()
+    done = fleet.reshard("r0", tp=1)
+    assert done.status == "applied"
+    for rank in ranks:
+        flips = sum(isinstance(each, FlipLayers) for each in rank.asked)
+        told = fetches(rank)
+        assert len(told) == flips == 3 < LAYERS  # not one for each layer
+        assert all(each.source[0] != rank.name for each in told)
+        assert sorted(shard for each in told for shard in each.shards) == sorted(
+            set(range(4 * LAYERS)) - {4 * layer + ranks.index(rank) for layer in range(LAYERS)}
+        )
+    check(ranks)
+
+
+def test_weights_that_came_are_known_though_another_rank_could_not_fetch(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    for rank in (a, b):
+        rank.budget *= 4
+    fleet.reshard(["r0", "r1"], tp=2)
+
+    def no_fetch(question: Any) -> Exception | None:
+        fetch = isinstance(question, Apply) and isinstance(question.actions[0], Fetch)
+        return StateError("cannot be read") if fetch else None
+
+    b.fails = no_fetch
+    done = fleet.reshard("r0", tp=1)
+    assert (done.status, done.why) in {("partial", "cannot be read"), ("deferred", "cannot be read")}
+    b.fails = lambda question: None
+    a.asked.clear()
+    assert fleet.reshard("r0", tp=1).status == "applied"
+    assert fetches(a) == []  # it had them all
+    assert fleet.groups() == ()
+    check([a, b])
 
 
 def test_degrees_are_changed_by_several_layers_at_a_pause(fleets: Any) -> None:

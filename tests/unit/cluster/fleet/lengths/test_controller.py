@@ -252,7 +252,7 @@ def test_when_it_stops_requests_go_in_order_again(world: Callable[..., World]) -
 
 def test_layers_that_are_not_cut_are_refused_in_words(world: Callable[..., World]) -> None:
     w = world(capacity={1: 10})
-    with pytest.raises(ConfigError, match=r"wrap=\{'shards': 4\}"):
+    with pytest.raises(ConfigError, match="start the fleet with shards=4"):
         w.controller.start()
 
 
