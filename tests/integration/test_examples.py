@@ -38,7 +38,7 @@ PROMISES = {
     ),
     "own_policy": (
         r"Swap\(layers=\(6, 7, 8, 9, 10, 11\), variant='int8', parts=\(\)\): applied, because the KV cache is in use",
-        r"Restore\(layers=\(6, 7, 8, 9, 10, 11\), parts=\(\)\): applied, because the KV cache is empty",
+        r"Restore\(layers=\(6, 7, 8, 9, 10, 11\), parts=\(\), shards=\(\)\): applied, because the KV cache is empty",
         r"Health\(running=True, ticks=[1-9].*actions=2, faults=\(\)",
     ),
     "pipeline": (r"in full  '.+'\n  in int8  '.+'", r"[1-9]\.\d\d MiB of layers in int8; restored: True"),

@@ -357,7 +357,7 @@ def test_layers_become_smaller_where_that_costs_less_than_a_drop_and_return_afte
     ((verb, why),) = w.verbs.asked
     assert verb == "swap"
     assert why.startswith("r0 (1,); "), "it is short, and one layer frees enough"
-    assert "drop 60 s for 8,192 bytes, swap 2.5 s for 4,000 bytes with a loss of quality; swap: the cheapest" in why
+    assert "drop 60 s for 16,384 bytes, swap 2.5 s for 4,000 bytes with a loss of quality; swap: the cheapest" in why
     seen.capacity_bytes, seen.waiting_bytes = 14_096, 0
     for _ in range(4):
         w.tick()
@@ -382,7 +382,7 @@ def test_of_equal_prices_it_is_the_lossless_one(world: Any) -> None:
         w.tick()
     ((verb, why),) = w.verbs.asked
     assert verb == "drop"
-    assert "drop 2.5 s for 8,192 bytes, swap 2.5 s for 4,000 bytes with a loss of quality; drop:" in why
+    assert "drop 2.5 s for 16,384 bytes, swap 2.5 s for 4,000 bytes with a loss of quality; drop:" in why
 
 
 def test_a_rank_with_swapped_layers_drops_none_but_can_swap_more(world: Any) -> None:
