@@ -60,7 +60,7 @@ SHEETS: Mapping[str, DeviceKind] = {
         _cuda("h200", "sm90", 141, 989.4, 4800, 450, f"NVIDIA H200 data sheet, {_HOPPER}"),
     )
 }
-"""By name. Each figure was compared with a second publication of it."""
+"""By name. The figures are as other publications quote these data sheets."""
 
 
 @dataclass(frozen=True)

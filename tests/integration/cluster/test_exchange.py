@@ -139,7 +139,7 @@ def test_instances_go_on_or_stop_while_layers_change_their_rank(
     served.submit()
     for change in (partial(served.fleet.drop, layers=PARTS), served.fleet.restore):
         steps.clear()
-        done = change(exchange=exchange)
+        done = change(exchange=exchange, layers_per_step=1)
         assert (done.status, done.flips) == ("applied", 3)
         assert len(steps) == 2
         assert (max(map(len, steps.values())) == 1) is (exchange == "stall")
