@@ -54,10 +54,10 @@ def wrap(
 
     From then on the weights of its decoder layers and its KV cache live in pages of the same budget, under
     `model.elastic`, the `Runtime`; `generate`, `pipeline` and plain calls go on as before. `places` says what memory
-    may be used, at least one place for each device that holds decoder layers (by default one each, with most of what is
-    free); a place's budget covers everything of the model there. Layers that it is too small for are kept in host
-    memory and streamed when they are called. With `placement="as_loaded"` layers begin at the first place of their
-    device; "auto" fills the places in their order, as far as leaves room for a KV cache.
+    may be used, one place at least for each device with decoder layers (by default one each, with most of what is
+    free); a place's budget covers all of the model there. Layers that it is too small for are in host memory, and
+    streamed when called. With `placement="as_loaded"` layers begin at the first place of their device; "auto" fills
+    the places in their order, as far as leaves room for a KV cache.
 
     `policy` says who calls actions. "manual": you do. "accuracy", "balanced", "performance", a `Policy` or its file: a
     controller swaps layers under pressure and restores them after it, in an `order` that is a `Profile`, its file,
@@ -71,11 +71,10 @@ def wrap(
 
     `variants` are what layers can be swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
-    processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes; None: no bound.
-    `shards`, a power of two: in as many parts the feed-forward network of each layer can be dropped and fetched.
+    processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes. Into `shards`
+    parts, a power of two, each layer's feed-forward network and KV heads are cut, for ranks that share the layer.
 
-    Raises `ConfigError` for a model or option that cannot work, `StateError` for a wrapped model, `CapacityError` for
-    a budget too small; in each case the model is as it was.
+    Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a small budget); the model is as it was.
     """
     decoder = _check(model)
     packed, opened = parse_variants(variants), choose_places(decoder, places)
