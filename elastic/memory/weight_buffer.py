@@ -42,6 +42,7 @@ class WeightBuffer:
         self._storages: dict[str, tuple[int, MappedStorage]] = {}  # parameter -> offset, its memory
         self._shown: dict[str, torch.Tensor] = {}
         self._given_up: list[tuple[int, MappedStorage]] = []  # tensors outside show them, or did a moment ago
+        self._leaving: set[int] = set()  # slots that a `shrink` frees when queued work is over, and nobody else
         self._orphaned = False
         self._closed = False
         self._on_freed: Callable[[int], object] = lambda pages: None
@@ -203,9 +204,11 @@ class WeightBuffer:
             self._slots = self._slots_under(self._storages.values()) if keep is None else set(keep)
             retained = self._slots_under(self._given_up) - self._slots
             self.pool.reassign((self._range.slots[slot] for slot in retained), RETAINED)
+            self._leaving = self._range.slots.keys() - self._slots - retained
         finish_queued_work(self.pool.device)
         with self.pool.mapping_lock:
-            freed = self._free(self._range.slots.keys() - self._slots - retained)
+            leaving, self._leaving = self._leaving, set()
+            freed = self._free(leaving)
         janitor.submit(self._free_dead)  # for what died in between
         return freed
 
@@ -277,7 +280,8 @@ class WeightBuffer:
             if self._closed:
                 return
             self._given_up = [given_up for given_up in self._given_up if given_up not in dead]
-            freed = self._free(self._range.slots.keys() - self._slots - self._slots_under(self._given_up))
+            needed = self._slots | self._slots_under(self._given_up) | self._leaving
+            freed = self._free(self._range.slots.keys() - needed)
             if self._orphaned and not self._range.slots:
                 self._closed = True
                 self._range.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.errors import CapacityError, ConfigError
+from elastic.memory import weight_buffer
 from elastic.memory.backends.memfd import MemfdBackend
 from elastic.memory.background import janitor
 from elastic.memory.page_pool import PagePool
@@ -243,6 +244,25 @@ def test_pages_go_and_come_beside_those_that_stay() -> None:
     del last, rows
     block.close()
     pool.check()
+
+
+def test_pages_are_counted_once_where_tensors_die_while_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, freed = new_pool(), list[int]()
+    block, shown = filled(pool)
+    outside = shown["matrix"]
+    shown.clear()
+    kept = LAYOUT.without(["matrix", "last"]).pages(PAGE)
+    retained = LAYOUT.without(["norm", "last"]).pages(PAGE) - kept
+    monkeypatch.setattr(weight_buffer, "finish_queued_work", lambda device: wait_for_the_janitor())
+    gone = LAYOUT.page_count(PAGE) - len(kept | retained)
+    assert block.shrink(["matrix", "last"], freed.append, keep=kept) == gone > 0
+    assert freed == []
+    assert pool.pages_of("retained") == len(retained)
+    pool.check()
+    del outside
+    wait_for_the_janitor()
+    assert freed == [len(retained)]
+    block.close()
 
 
 def test_pages_that_a_tensor_outside_shows_are_taken_back_with_what_they_hold() -> None:
