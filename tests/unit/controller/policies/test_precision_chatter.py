@@ -8,6 +8,7 @@ a swap; from the beginning of an episode to the beginning of the next there may 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from dataclasses import dataclass
@@ -25,8 +26,18 @@ from support.planning.simulated_server import BASE, KINDS, LAYERS, SIZES, TICK_S
 N = 20
 TRACES = 200
 EPISODE_S = 3.0
-TRACE = {seed: trace(KINDS[seed % 4], seed) for seed in range(TRACES)}
-DEMAND = {seed: demand(arrivals) for seed, arrivals in TRACE.items()}
+
+
+@functools.cache
+def arrivals_of(seed: int) -> Any:
+    """A trace: made when a test asks, not by every process that collects tests."""
+    return trace(KINDS[seed % 4], seed)
+
+
+@functools.cache
+def demand_of(seed: int) -> list[int]:
+    """The bytes that it needs at each tick."""
+    return demand(arrivals_of(seed))
 
 
 def episodes(needed: list[int], threshold: float) -> list[tuple[int, int]]:
@@ -53,8 +64,8 @@ class Run:
 
 
 def drive(policy: ControllerPolicy, seed: int, settings: Policy) -> Run:
-    plant, state, run = Plant(TRACE[seed], random.Random(seed)), None, Run([], [])
-    for _ in DEMAND[seed]:
+    plant, state, run = Plant(arrivals_of(seed), random.Random(seed)), None, Run([], [])
+    for _ in demand_of(seed):
         snapshot = plant.step()
         plan = policy.decide(snapshot, state)
         state = plan.state
@@ -79,7 +90,8 @@ class Score:
 
 def score(make: Any, settings: Policy) -> Score:
     total = Score()
-    for seed, needed in DEMAND.items():
+    for seed in range(TRACES):
+        needed = demand_of(seed)
         found = episodes(needed, settings.kv_high)
         run = drive(make(settings), seed, settings)
         for (start, _), following in zip(found, [*found, (len(needed), 0)][1:], strict=True):
