@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
+from support.cluster.shared_launcher import SharedLauncher
 from support.serving.generations import Collector, prompts, same_unless_close, serve
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    made = Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], engine=ENGINE)
+def fleet(launcher: SharedLauncher) -> Iterator[Fleet]:
+    made = Fleet(str(MODEL_DIR), ranks=2, launch=launcher, places=["cpu=48MiB"], engine=ENGINE)
     shm = set(os.listdir("/dev/shm"))
     with made:
         yield made

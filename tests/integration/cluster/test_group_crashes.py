@@ -21,6 +21,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from elastic.errors import ElasticError
+from support.cluster.shared_launcher import SharedLauncher
 from support.serving.generations import Collector, prompts, same_unless_close
 
 pytestmark = pytest.mark.slow
@@ -67,21 +68,21 @@ def held() -> Counter[str]:
     return Counter({what: n for what, n in found.items() if re.match(r"/memfd|socket|anon_inode:\[pidfd|pipe", what)})
 
 
-def survive(seed: int, how: signal.Signals) -> None:
+def survive(seed: int, how: signal.Signals, launch: str | SharedLauncher = "local") -> None:
     """Have a rank be lost at a random point; nothing of the fleet is left when it has ended."""
     shm, before = set(os.listdir("/dev/shm")), held()
-    pids = serve_through(seed, how)
+    pids = serve_through(seed, how, launch)
     until(lambda: not any(map(alive, pids)))
     assert set(os.listdir("/dev/shm")) <= shm
     until(lambda: not held() - before - FORKSERVER)
 
 
-def serve_through(seed: int, how: signal.Signals) -> list[int]:
+def serve_through(seed: int, how: signal.Signals, launch: str | SharedLauncher) -> list[int]:
     """Lose a rank under load, and see that every request ends well; return the ranks' processes."""
     chosen = random.Random(seed)
     victim, after_s = chosen.choice(["r0", "r1"]), chosen.uniform(0, 3)
     options: dict[str, Any] = {"places": ["cpu=48MiB"], "engine": ENGINE, "replace": False, "beat_timeout_s": 3}
-    with Fleet(str(MODEL_DIR), ranks=2, **options) as fleet:
+    with Fleet(str(MODEL_DIR), ranks=2, launch=launch, **options) as fleet:
         pids = [rank.pid for rank in fleet.status().ranks]
         pid = next(rank.pid for rank in fleet.status().ranks if rank.name == victim)
         heard, requests = Collector(), [Request(prompt, 120, ignore_eos=True) for prompt in PROMPTS]
@@ -102,8 +103,8 @@ def serve_through(seed: int, how: signal.Signals) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_member_that_is_killed_at_any_point_costs_no_request(seed: int) -> None:
-    survive(seed, signal.SIGKILL)
+def test_a_member_that_is_killed_at_any_point_costs_no_request(launcher: SharedLauncher, seed: int) -> None:
+    survive(seed, signal.SIGKILL, launcher)
 
 
 def test_a_member_that_stands_still_costs_no_request() -> None:

@@ -24,6 +24,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support import architectures
+from support.cluster.shared_launcher import SharedLauncher
 from support.serving.generations import Collector, continuation, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
 
@@ -258,10 +259,11 @@ def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> Non
         time.sleep(0.02)
 
 
-def test_processes_drop_take_back_and_survive_the_death_of_one() -> None:
+def test_processes_drop_take_back_and_survive_the_death_of_one(launcher: SharedLauncher) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
     engine = {"block_tokens": 16, "max_batch_tokens": 128}
-    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], engine=engine, replace=False) as fleet:
+    options: dict[str, Any] = {"launch": launcher, "engine": engine, "replace": False}
+    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], **options) as fleet:
         layers = len(fleet.layer_bytes())
         halves = {"r0": range(layers // 2, layers), "r1": range(layers // 2)}
         pids = {rank.name: rank.pid for rank in fleet.status().ranks}

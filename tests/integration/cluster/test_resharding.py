@@ -28,6 +28,7 @@ from elastic.memory.weight_buffer import WeightBuffer
 from elastic.weights import layer
 from elastic.weights.shards import layer_cut
 from support import architectures
+from support.cluster.shared_launcher import SharedLauncher
 from support.serving.generations import Collector, prompts, same_unless_close
 from support.wrapped_model import PAGE, small
 
@@ -247,10 +248,11 @@ def wait_until(true: Callable[[], bool], why: str, timeout_s: float = 60) -> Non
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_shares_layers_dies_or_hangs(how: int) -> None:
+def test_a_process_that_shares_layers_dies_or_hangs(launcher: SharedLauncher, how: int) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
     options: dict[str, Any] = {"engine": {"block_tokens": 16, "max_batch_tokens": 128}, "shards": 2}
-    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], replace=False, **options) as fleet:
+    options |= {"launch": launcher, "replace": False}
+    with Fleet(str(MODEL_DIR), ranks=2, places=["cpu=48MiB"], **options) as fleet:
         pids = {rank.name: rank.pid for rank in fleet.status().ranks}
         heard, asked = Collector(), {}
         for prompt in prompts([5, 40, 90, 33], 1000):
