@@ -52,8 +52,18 @@ def in_child(code: str, timeout: float = 240) -> str:
     return child.stdout
 
 
-def in_fork(code: str, timeout: float = 240) -> str:
-    """As `in_child`, in a process that has torch and the Llama model already: for code that needs no other start."""
+def in_fork(code: str, timeout: float = 240, **environment: str) -> str:
+    """As `in_child`, in a process that has torch and the Llama model already: for code that needs no other start.
+
+    `environment` may hold what ATen and oneDNN read when they first compute: importing them computes nothing.
+    """
+    status, said, errors = end_of_fork(f"import os\nos.environ.update({environment})\n{textwrap.dedent(code)}", timeout)
+    assert status == 0, f"ended with {status}: {errors}"
+    return said
+
+
+def end_of_fork(code: str, timeout: float = 240) -> tuple[int, str, str]:
+    """Run code as `in_fork` does; return its exit code, and what it wrote to its output and its errors."""
     server = _fork_server()
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         server.settimeout(timeout)
@@ -61,8 +71,7 @@ def in_fork(code: str, timeout: float = 240) -> str:
         status = int(server.recv(16))
         for file in (said, errors):
             file.seek(0)
-        assert status == 0, f"ended with {status}: {errors.read()}"
-        return said.read()
+        return status, said.read(), errors.read()
 
 
 def _told_of_a_hang(code: str, timeout: float) -> str:

@@ -28,6 +28,7 @@ from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.local import LocalLauncher
 from elastic.cluster.rank import process
 from elastic.errors import ConfigError, ElasticError, StateError
+from support.child_process import end_of_fork
 from support.processes import children, open_files, wait_for_end, wait_until
 from support.serving.fleet_side import FleetSide
 from support.serving.generations import continuation
@@ -320,6 +321,6 @@ process.serve(SocketConnection(socket_pair()[1]), RankSpec("hanging", "model"))
 
 
 def test_a_rank_whose_engine_hangs_ends_with_its_fleet_all_the_same() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    assert "rank hanging had not ended" in ended.stderr
+    status, _, errors = end_of_fork(HANGING)
+    assert status == 1
+    assert "rank hanging had not ended" in errors

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import pytest
@@ -16,7 +13,7 @@ from elastic import ConfigError
 from elastic.quant.formats.base import Kernel, KernelTarget, MatrixShape, PackedTensors, format_of
 from elastic.quant.formats.integer import Integers, QuantizedMatrix, round_to_nearest
 from elastic.quant.kernels.integer_format import pack, unpack
-from support.child_process import in_child
+from support.child_process import in_fork
 from support.integer_matrices import codes, configs_and_matrices
 
 CPU = torch.device("cpu")
@@ -148,8 +145,6 @@ def test_groups_that_the_kernel_does_not_know_are_expanded() -> None:
 @pytest.mark.slow
 def test_integer_products_are_exact_on_cpus_with_and_without_vnni(instructions: str) -> None:
     code = """
-        import os
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "INSTRUCTIONS"
         import torch
         from elastic.quant.kernels.cpu import int_product
         numbers = torch.arange(-128, 128).to(torch.int8)
@@ -157,7 +152,7 @@ def test_integer_products_are_exact_on_cpus_with_and_without_vnni(instructions: 
         for x, weights in ((x, weights), (x, weights.t().contiguous().t()), (x * 0 + 127, weights * 0 - 128)):
             assert torch.equal(int_product(x, weights).long(), x.long() @ weights.long())
     """
-    in_child(code.replace("INSTRUCTIONS", instructions))
+    in_fork(code, ONEDNN_MAX_CPU_ISA=instructions)
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
@@ -180,5 +175,4 @@ for config in (Integers(8, -1, symmetric=True), Integers(8, 64), Integers(4, 64)
         assert (paths[name](x, parts) - exact).norm() <= 2 * (plain - exact).norm(), (config, name)
     assert (paths["dynamic"](x, parts) - exact).norm() <= 0.03 * exact.norm()
 """
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    in_fork(code, ATEN_CPU_CAPABILITY=capability)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from elastic.quant.variants.host_block import in_one_block
 from elastic.quant.variants.pack_model import packer
 from elastic.weights.proxy.tensor import WeightProxy
 from support.architectures import build, prompt
+from support.child_process import in_fork
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = sorted(path.name for path in GOLDEN.iterdir() if (path / "logits.safetensors").exists())
@@ -256,8 +255,7 @@ def test_files_are_packed_again_for_another_instruction_set(tmp_path: Path) -> N
     for capability in ("default", "avx2"):
         out = tmp_path / capability
         code = CHILD.format(model=str(tmp_path / "model"), cache=str(tmp_path / "cache"), out=str(out))
-        environment = {"ATEN_CPU_CAPABILITY": capability, "PATH": "", "HF_HUB_OFFLINE": "1"}
-        subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+        in_fork(code, ATEN_CPU_CAPABILITY=capability)
         found.append(torch.load(out))
     (first, one), (second, other) = found
     assert (one, other) == ("DEFAULT", "AVX2")
