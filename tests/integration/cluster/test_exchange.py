@@ -26,7 +26,7 @@ from elastic.errors import StateError
 from elastic.memory.backends import rank_memory
 from elastic.memory.rate_limit import YieldingPace
 from support import architectures
-from support.serving.generations import Collector, continuation, prompts, same_unless_close
+from support.serving.generations import Collector, is_continuation, prompts, same_unless_close
 from support.wrapped_model import small
 
 pytestmark = pytest.mark.slow
@@ -36,28 +36,30 @@ PARTS = {"r0": range(1, 3), "r1": range(1)}
 
 
 class Served:
-    """Two ranks of this process that serve, and what the plain model answers."""
+    """Two ranks of this process that serve, and the plain model."""
 
     def __init__(self, bulk: Literal["sockets", "nixl"]) -> None:
+        self.plain = architectures.build(ARCHITECTURE)
         self.models = [architectures.build(ARCHITECTURE) for _ in range(2)]
         for number, model in enumerate(self.models):
             elastic.wrap(model, places=small(4 << 20, f"cpu#{number}"))
         self.fleet = Fleet.of(*self.models, engine=ENGINE, beat_timeout_s=60, bulk=bulk)
         self.heard = Collector()
-        self.expected: dict[str, list[int]] = {}
+        self.asked: dict[str, tuple[int, ...]] = {}
 
     def submit(self) -> None:
-        plain = architectures.build(ARCHITECTURE)
-        for prompt in prompts([5, 40, 70, 12], architectures.VOCAB, seed=len(self.expected)):
+        for prompt in prompts([5, 40, 70, 12], architectures.VOCAB, seed=len(self.asked)):
             request = Request(prompt, TOKENS)
-            self.expected[request.id] = continuation(plain, prompt, TOKENS)
+            self.asked[request.id] = prompt
             self.fleet.submit(request, self.heard)
-        for name in self.expected:
+        for name in self.asked:
             self.heard.wait_for_tokens(name, 5)
 
     def finish(self) -> None:
-        self.heard.wait(list(self.expected))
-        assert self.heard.tokens == self.expected
+        self.heard.wait(list(self.asked))
+        assert self.heard.tokens.keys() == self.asked.keys()
+        for name, prompt in self.asked.items():
+            assert is_continuation(self.plain, prompt, TOKENS, self.heard.tokens[name]), name
         self.fleet.check()
         assert self.fleet.status().totals.recomputed_tokens == 0
 

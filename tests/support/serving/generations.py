@@ -64,6 +64,20 @@ def continuation(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 @torch.no_grad()
+def is_continuation(model: Any, prompt: Sequence[int], tokens: int, got: Sequence[int]) -> bool:
+    """Whether these are the `tokens` that `generate` goes on with.
+
+    One pass tells in the time of two steps whether each is the likeliest after those before it. It rounds otherwise
+    than `generate` does, so that where it says no, that is asked.
+    """
+    if len(got) != tokens:
+        return False
+    logits = model(torch.tensor([[*prompt, *got]], device=model.device), use_cache=False).logits
+    likeliest = logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+    return likeliest == list(got) or continuation(model, prompt, tokens) == list(got)
+
+
+@torch.no_grad()
 def same_unless_close(model: Any, prompt: Sequence[int], got: Sequence[int], close: float = 1e-3) -> bool:
     """Whether each token is the likeliest after those before it, or nearly: batches round otherwise than one alone."""
     ids = torch.tensor([[*prompt, *got]], device=model.device)

@@ -14,7 +14,7 @@ from elastic.engines.base import Request
 from elastic.types import Swap
 from support import architectures
 from support.lossless_variant import HALF, exact
-from support.serving.generations import Collector, continuation, prompts, serve
+from support.serving.generations import Collector, continuation, is_continuation, prompts, serve
 from support.wrapped_model import assert_same_bits, bits, small
 
 ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
@@ -49,7 +49,6 @@ def test_a_fleet_of_two_models_serves_as_one_engine(models: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_a_request_moves_between_two_models_and_computes_nothing_again(models: list[Any]) -> None:
-    expected = continuation(exact(architectures.build("qwen3")), PROMPTS[2], 200)
     with Fleet.of(*models, engine=ENGINE, beat_timeout_s=60) as fleet:
         heard, request = Collector(), Request(PROMPTS[2], 200)
         fleet.submit(request, heard)
@@ -59,7 +58,7 @@ def test_a_request_moves_between_two_models_and_computes_nothing_again(models: l
             (target,) = {"r0", "r1"} - {fleet.instance_of(request.id)}
             moved.append(fleet.move(request.id, target))
         heard.wait([request.id])
-        assert heard.tokens[request.id] == expected
+        assert is_continuation(exact(architectures.build("qwen3")), PROMPTS[2], 200, heard.tokens[request.id])
         assert [move.recomputed_tokens for move in moved] == [0, 0, 0]
         assert all(move.moved_bytes > 0 and move.rounds > 0 for move in moved)
 
