@@ -22,7 +22,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support.cluster.shared_launcher import SharedLauncher
-from support.serving.generations import Collector, prompts, same_unless_close, serve
+from support.serving.generations import Collector, prompts, same_unless_close
 
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.slow
@@ -58,33 +58,25 @@ def fleet(launcher: SharedLauncher) -> Iterator[Fleet]:
     assert set(os.listdir("/dev/shm")) <= shm
 
 
-@pytest.fixture(scope="module")
-def expected(fleet: Fleet) -> list[list[int]]:
-    """What the prompts go on with while nothing happens."""
-    requests = [Request(prompt, TOKENS, ignore_eos=True) for prompt in PROMPTS]
-    heard = serve(fleet, requests)
-    return [heard.tokens[request.id] for request in requests]
-
-
 @cache
 def plain() -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
 
 
-def assert_right(heard: Collector, asked: dict[str, int], expected: list[list[int]]) -> None:
+def assert_right(heard: Collector, asked: dict[str, int]) -> None:
     """Every request has all of its tokens, each once."""
     for name, which in asked.items():
         assert heard.ends[name].finish == "length", heard.ends[name]
         got = heard.tokens[name]
         assert len(got) == TOKENS
-        assert got == expected[which] or same_unless_close(plain(), PROMPTS[which], got)
+        assert same_unless_close(plain(), PROMPTS[which], got)
 
 
 def serving(fleet: Fleet) -> list[Any]:
     return [rank for rank in fleet.status().ranks if rank.state == "serving"]
 
 
-def test_a_killed_rank_loses_no_token_and_nothing_is_computed_again(fleet: Fleet, expected: list[list[int]]) -> None:
+def test_a_killed_rank_loses_no_token_and_nothing_is_computed_again(fleet: Fleet) -> None:
     heard, asked = Collector(), {}
     for which, prompt in enumerate(PROMPTS):
         request = Request(prompt, TOKENS, ignore_eos=True)
@@ -96,14 +88,14 @@ def test_a_killed_rank_loses_no_token_and_nothing_is_computed_again(fleet: Fleet
     victim = next(rank for rank in serving(fleet) if rank.name == fleet.instance_of(least))
     os.kill(victim.pid, signal.SIGKILL)
     heard.wait(list(asked))
-    assert_right(heard, asked, expected)
+    assert_right(heard, asked)
     lost, resumed = (next(e for e in fleet.events() if e.kind == k) for k in ("lost", "requests resumed"))
     assert lost.requests == resumed.requests > 0
     assert resumed.recomputed_tokens == 0
     wait_until(lambda: len(serving(fleet)) == 2, "it was not replaced")
 
 
-def test_a_request_moves_with_its_keys_and_values(fleet: Fleet, expected: list[list[int]]) -> None:
+def test_a_request_moves_with_its_keys_and_values(fleet: Fleet) -> None:
     wait_until(lambda: len(serving(fleet)) == 2, "a rank is missing")
     heard, request = Collector(), Request(PROMPTS[3], TOKENS, ignore_eos=True)
     fleet.submit(request, heard)
@@ -112,13 +104,13 @@ def test_a_request_moves_with_its_keys_and_values(fleet: Fleet, expected: list[l
     target = next(rank.name for rank in serving(fleet) if rank.name != here)
     moved = fleet.move(request.id, target)
     heard.wait([request.id])
-    assert_right(heard, {request.id: 3}, expected)
+    assert_right(heard, {request.id: 3})
     assert (moved.source, moved.target, moved.recomputed_tokens) == (here, target, 0)
     assert moved.moved_bytes > 0
     fleet.check()
 
 
-def chaos(fleet: Fleet, expected: list[list[int]], faults: int, seed: int) -> None:
+def chaos(fleet: Fleet, faults: int, seed: int) -> None:
     """Kill and stop ranks while requests come; another serves meanwhile, or all wait for the next."""
     chance = random.Random(seed)
     heard, asked = Collector(), dict[str, int]()
@@ -146,18 +138,18 @@ def chaos(fleet: Fleet, expected: list[list[int]], faults: int, seed: int) -> No
         lost = before + fault + 1
         wait_until(lambda lost=lost: fleet.status().totals.ranks_lost >= lost, f"{kill} was not noticed")  # type: ignore[misc]
     heard.wait(list(asked), timeout_s=300)
-    assert_right(heard, asked, expected)
+    assert_right(heard, asked)
     fleet.check()
 
 
-def test_ranks_that_are_killed_and_stopped_at_random_points_cost_a_gap(fleet: Fleet, expected: list[list[int]]) -> None:
-    chaos(fleet, expected, 10, seed=1)
+def test_ranks_that_are_killed_and_stopped_at_random_points_cost_a_gap(fleet: Fleet) -> None:
+    chaos(fleet, 10, seed=1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10))
-def test_a_hundred_ranks_are_killed_and_stopped(fleet: Fleet, expected: list[list[int]], seed: int) -> None:
-    chaos(fleet, expected, 10, seed=100 + seed)
+def test_a_hundred_ranks_are_killed_and_stopped(fleet: Fleet, seed: int) -> None:
+    chaos(fleet, 10, seed=100 + seed)
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "exit"])
