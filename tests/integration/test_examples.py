@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.child_process import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMISES = {
@@ -58,9 +58,6 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.parametrize("name", PROMISES)
 def test_an_example_prints_what_it_promises(name: str) -> None:
-    child = subprocess.run(
-        [sys.executable, "-P", str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert child.returncode == 0, child.stderr
+    said = run_script(EXAMPLES / f"{name}.py")
     for promise in PROMISES[name]:
-        assert re.search(promise, child.stdout, re.MULTILINE), f"{promise!r} is not in:\n{child.stdout}"
+        assert re.search(promise, said, re.MULTILINE), f"{promise!r} is not in:\n{said}"

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from support.child_process import run_script
+
 
 def run_machine(machine: Path, *arguments: str, timeout: float) -> None:
     """Run a machine's file to its end, and print what it printed."""
-    child = subprocess.run(
-        [sys.executable, str(machine), "--timeout", str(timeout), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout + 60,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert child.returncode == 0, (child.stdout + child.stderr)[-20000:]
-    print(child.stdout)
+    print(run_script(machine, "--timeout", str(timeout), *arguments, timeout=timeout + 60))
 
 
 def machine_parser(examples: int, steps: int, timeout: float) -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from pathlib import Path
 
 from elastic.memory.background import janitor
 
@@ -58,8 +59,19 @@ def in_fork(code: str, timeout: float = 240, **environment: str) -> str:
     `environment` may hold what ATen and oneDNN read when they first compute: importing them computes nothing.
     """
     status, said, errors = end_of_fork(f"import os\nos.environ.update({environment})\n{textwrap.dedent(code)}", timeout)
-    assert status == 0, f"ended with {status}: {errors}"
+    assert status == 0, f"ended with {status}: {(said + errors)[-20000:]}"
     return said
+
+
+def run_script(script: Path, *arguments: str, timeout: float = 240) -> str:
+    """Run a program as the interpreter would, in such a fork; return what it wrote to its output."""
+    code = f"""
+        import runpy, sys
+        sys.setswitchinterval({sys.getswitchinterval()})
+        sys.argv = {[str(script), *arguments]}
+        runpy.run_path({str(script)!r}, run_name="__main__")
+    """
+    return in_fork(code, timeout)
 
 
 def end_of_fork(code: str, timeout: float = 240) -> tuple[int, str, str]:
@@ -68,7 +80,12 @@ def end_of_fork(code: str, timeout: float = 240) -> tuple[int, str, str]:
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         server.settimeout(timeout)
         socket.send_fds(server, [_told_of_a_hang(code, timeout).encode()], [said.fileno(), errors.fileno()])
-        status = int(server.recv(16))
+        try:
+            status = int(server.recv(16))
+        except TimeoutError:
+            server.close()
+            _fork_server.cache_clear()  # the next answer of this one would be about this child
+            raise
         for file in (said, errors):
             file.seek(0)
         return status, said.read(), errors.read()
