@@ -209,23 +209,25 @@ class Exchange:
     def _flip(self, flips: FlipRound) -> list[ElasticError]:
         """Flip layers of several instances side by side; return the errors of those that failed."""
         shape, coordinated = self.group.shape, self._form.coordinated
-        with ThreadPoolExecutor(len(flips), "elastic-flip") as threads:
+        pauses = {home: [flip for flip in flips if flip.home == home] for home in dict.fromkeys(f.home for f in flips)}
+        with ThreadPoolExecutor(len(pauses), "elastic-flip") as threads:
             begun = [
-                threads.submit(flip_layers, self._ranks, shape.paths[flip.home], flip, coordinated=coordinated)
-                for flip in flips
+                threads.submit(flip_layers, self._ranks, shape.paths[home], each, coordinated=coordinated)
+                for home, each in pauses.items()
             ]
         failed = []
-        for flip, answer in zip(flips, begun, strict=True):
+        for each, answer in zip(pauses.values(), begun, strict=True):
             try:
-                self._note(flip, answer.result())
+                self._note(each, answer.result())
             except ElasticError as error:
                 failed.append(error)
         return failed
 
-    def _note(self, flip: LayerFlip, done: FlipDone) -> None:
+    def _note(self, flips: Sequence[LayerFlip], done: FlipDone) -> None:
+        """Note what has flipped at one pause of an instance."""
         shape, counts = self.group.shape, self.counts
-        self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
-        counts.flips += len({shard // shape.shards for shard in flip.shards})
+        self.group.shape = replace(shape, paths={**shape.paths, done.path.home: done.path})
+        counts.flips += sum(len({shard // shape.shards for shard in flip.shards}) for flip in flips)
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 

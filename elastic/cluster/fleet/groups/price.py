@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -38,14 +37,16 @@ def predict(
     """
     leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
     coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
-    flips = sum(_pauses(flips_between(now, target), layers_per_step) for now, target in changes)
+    flips = sum(_pauses(flips_between(now, target), now.shards, layers_per_step) for now, target in changes)
     return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
 
 
-def _pauses(flips: Sequence[LayerFlip], layers_per_step: int | None) -> int:
-    """Count the pauses for these flips of single layers."""
-    ways = Counter((flip.home, flip.source, flip.target) for flip in flips)
-    return sum(-(-count // (layers_per_step or count)) for count in ways.values())
+def _pauses(flips: Sequence[LayerFlip], shards: int, layers_per_step: int | None) -> int:
+    """Count the pauses for these flips of single layers: at one no rank both gives and gets some."""
+    layers: dict[tuple[str, bool], set[int]] = {}
+    for flip in flips:
+        layers.setdefault((flip.home, flip.source == flip.home), set()).add(flip.shards[0] // shards)
+    return sum(-(-len(each) // (layers_per_step or len(each))) for each in layers.values())
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:
