@@ -21,7 +21,7 @@ from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, keeps_staging, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import (
@@ -242,7 +242,9 @@ class Groups:
         slower = slowdown(changes, model, running) if model is not None else 0.0
         cost = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
         flips, moved_bytes = sum(len(flips_between(*change)) for change in changes), kv_bytes(changes, rooms)
-        return Dropped("planned", flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+        first = restored_first({name: rooms[name] for each in plan.groups for name in each.members})
+        freed = plan.freed_bytes
+        return Dropped("planned", flips, moved_bytes, restored=first, groups=plan.groups, freed_bytes=freed, price=cost)
 
     def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
         """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""

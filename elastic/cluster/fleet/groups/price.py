@@ -37,8 +37,21 @@ def predict(
     """
     leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
     coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
+    coming += sum(restored_bytes(rooms[rank]) for _, target in changes if not target.apart for rank in target.members)
     flips = sum(_pauses(flips_between(now, target), now.shards, layers_per_step) for now, target in changes)
     return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
+
+
+def restored_first(rooms: Mapping[str, Room]) -> dict[str, tuple[int, ...]]:
+    """Return the layers of ranks that are in a variant: they return to their full weights before any change."""
+    return {rank: tuple(sorted(room.in_variant)) for rank, room in rooms.items() if room.in_variant}
+
+
+def restored_bytes(room: Room) -> int:
+    """Return the bytes by which a rank's weights grow that are restored first."""
+    every = range(room.path.shards)
+    grown = (room.weight_pages[layer].pages(every) - pages for layer, pages in room.in_variant.items())
+    return sum(grown) * room.page_bytes
 
 
 def _pauses(flips: Sequence[LayerFlip], shards: int, layers_per_step: int | None) -> int:

@@ -12,7 +12,7 @@ from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown, weight_bytes
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown, weight_bytes
 from elastic.cluster.fleet.groups.results import Resharded, Restored, all_restored
 from elastic.cluster.fleet.groups.transition import flips_between
 from elastic.errors import ConfigError
@@ -130,6 +130,7 @@ class ReshardingGroups(Groups):
             tp=len(units[0]),
             freed_bytes=weight_bytes(rooms, *changes[0]),
             price=price,
+            restored={} if changes[0][1].apart else restored_first(rooms),
         )
 
 
