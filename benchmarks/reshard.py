@@ -3,18 +3,22 @@
     python benchmarks/reshard.py [--only NAME …] [--rounds 5]
 
 On two pinned cores; ranks serve the Llama of 40M parameters of `serving.py` in 246 MiB each, its layers cut in four.
-All rows together are meant to take eight minutes on cores that do nothing else. Targets were fixed before figures were
+All rows together are meant to take ten minutes on cores that do nothing else. Targets were fixed before figures were
 taken; rows:
 
-- `kv`: of a cache of 90 % use, what leaves and what stays: local part over the paper's base form at most .4
+- `kv`: of a cache of 90 % use, what leaves and what stays: local part over the paper's base form at most .4; all of it
+  over the way through host memory, there and back
 - `weights`: shards that leave and return, per layer: up at most .2 of the paper's base (partial swap), both at most .3
   of the way through host memory (here memcpy against memcpy)
+- `pages`: what ranks own besides while layers change, over what the paper's base form needs: at one layer a pause at
+  most .09
 - `context`: the longest request at degree 1, 2 and 4, which is served: at 2 more than twice that at 1, and .99 of what
   budgets leave room for
 - `steps`: running answers while so many layers change their rank at each pause, and while instances stop for all of
-  them: gaps over those at rest, at 1 layer the share of the copies' core beside it
+  them: gaps over those at rest, and the cores that the ranks use beside it
 - `schedulers`: eight simulated ranks and the paper's arrivals: tokens a second over round robin and least load first at
   least 1.25
+- `order`: the same schedulers on two real ranks: the order is to be that of the simulated ones
 - `hybrid`: short requests, and long ones that fit no rank: by the policy of lengths, by layers dropped in time, and
   with ranks that always are a pipeline, by themselves, or share layers: tokens a second in time at least 1.5 of `drop`,
   and all long ones served
@@ -31,10 +35,12 @@ from typing import Any
 from common import arguments, finish, table
 from reshard_fleets import context, hybrid, steps
 from reshard_local import kv, weights
+from reshard_pages import pages
+from reshard_real import order
 from reshard_schedulers import schedulers
 from serving import flat, save_model
 
-ROWS = {row.__name__: row for row in (kv, weights, context, steps, schedulers, hybrid)}
+ROWS = {row.__name__: row for row in (kv, weights, pages, context, steps, schedulers, order, hybrid)}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
@@ -113,6 +114,8 @@ def steps(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
             "longest_gap_ms": summary([1e3 * value for value in figure["longest_gap_s"]]),
             "tpot_over_rest": ratio(figure["tpot_during_s"], figure["tpot_s"]),
             "tpot_shared_over_rest": ratio(figure["tpot_shared_s"], figure["tpot_s"]),
+            "cores_at_rest": summary(figure["cores_at_rest"]),
+            "cores_during": summary(figure["cores_during"]),
         }
         for name, figure in figures.items()
     }
@@ -125,10 +128,13 @@ def transformed(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dic
     answers = [load.submit(request) for request in asked]
     while min(len(answer.tokens) for answer in answers) < 4:
         time.sleep(0.005)
+    used = [cpu_s(engine)]
     rest = timed(lambda: time.sleep(0.3 if quick else 1.0))
+    used.append(cpu_s(engine))
     begin = time.perf_counter()
     up = reshard(engine, 2, **form)
     during = (begin, time.perf_counter())
+    used.append(cpu_s(engine))
     kv_bytes = TOKEN_BYTES * sum(len(r.prompt) + len(a.tokens) for r, a in zip(asked, answers, strict=True))
     shared = timed(lambda: time.sleep(0.3 if quick else 1.0))
     down = reshard(engine, 1, **form)
@@ -144,7 +150,18 @@ def transformed(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dic
         "tpot_during_s": statistics.mean(gaps(answers, during)),
         "tpot_shared_s": statistics.mean(gaps(answers, shared)),
         "tpot_s": statistics.mean(gaps(answers, rest)),
+        "cores_at_rest": (used[1] - used[0]) / (rest[1] - rest[0]),
+        "cores_during": (used[2] - used[1]) / (during[1] - during[0]),
     }
+
+
+def cpu_s(engine: elastic.Fleet) -> float:
+    """Return the processor time that the ranks have used, in seconds."""
+    ticks = 0
+    for rank in engine.status().ranks:
+        after_name = Path(f"/proc/{rank.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(after_name[11]) + int(after_name[12])  # utime, stime: fields 14 and 15
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def timed(act: Any) -> tuple[float, float]:

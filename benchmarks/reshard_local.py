@@ -64,7 +64,17 @@ def kv(_: Path, rounds: int, quick: bool) -> dict[str, Any]:
     def send_part() -> None:
         wire.copy_(parts[1].floats[: wire.numel()])
 
-    works = {"base, local": keep_by_tokens, "base, wire": send_by_tokens, "parts, wire": send_part}
+    def through_host() -> None:
+        host.copy_(whole.floats[: host.numel()])
+        whole.floats[: host.numel()].copy_(host)
+
+    host = torch.empty(nbytes // 4)
+    works = {
+        "base, local": keep_by_tokens,
+        "base, wire": send_by_tokens,
+        "parts, wire": send_part,
+        "through host and back": through_host,
+    }
     times = timed({**works, "parts, local": parts[1].give_back}, (whole, kept, *parts), rounds)
     base = [a + b for a, b in zip(times["base, local"], times["base, wire"], strict=True)]
     ours = [a + b for a, b in zip(times["parts, local"], times["parts, wire"], strict=True)]
@@ -73,6 +83,7 @@ def kv(_: Path, rounds: int, quick: bool) -> dict[str, Any]:
         "ms": {name: summary([1e3 * value for value in values]) for name, values in times.items()},
         "local, parts over base": ratio(times["parts, local"], times["base, local"]),
         "all, parts over base": ratio(ours, base),
+        "all, parts over through host": ratio(ours, times["through host and back"]),
         "bytes_copied_locally_by_base": nbytes // DEGREE,
     }
 

@@ -169,6 +169,10 @@ def _reshard(url: str, token: str, options: Namespace) -> int:
 
 def _planned(done: Mapping[str, Any]) -> int:
     """Say what would be done; return the exit code."""
+    from elastic.cli.views.layer_grid import ranges
+
+    for rank, layers in (done.get("restored") or {}).items():
+        print(f"{rank} has layers {ranges(layers)} in a variant; they are restored first")
     print(
         f"planned: {done.get('freed_bytes', 0):,} bytes of weights would leave, {done.get('flips', 0)} layers change "
         f"their rank, {done.get('moved_bytes', 0):,} bytes of keys and values be copied; price: "

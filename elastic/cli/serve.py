@@ -11,9 +11,9 @@ from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
 from elastic.cli.inputs.fleet_options import (
-    FLEET_POLICIES,
     add_fleet,
     check_fleet,
+    fleet_policies,
     make_fleet,
     make_launcher,
     read_configs,
@@ -110,7 +110,7 @@ def add_memory(command: ArgumentParser) -> None:
         metavar="NAME",
         help="accuracy, balanced, performance or manual (balanced where there are variants); "
         "of a fleet also drop: ranks compute each other's layers when KV runs out; or lengths: they share them when a "
-        "request is too long for each",
+        "request is too long for each; or both: drop,lengths",
     )
     command.add_argument(
         "--shards", type=int, metavar="N", help="parts of each layer that ranks can share (1; 4 with lengths)"
@@ -230,9 +230,10 @@ def sampling_defaults(model: Any, source: str) -> dict[str, float]:
 
 def wrap_options(options: Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `elastic.wrap`."""
-    policy = None if options.policy in FLEET_POLICIES else options.policy
+    of_fleet = fleet_policies(options)
+    policy = None if of_fleet else options.policy
     if policy is None:
-        policy = "balanced" if options.variants and options.policy != "drop" else "manual"
+        policy = "balanced" if options.variants and "drop" not in of_fleet else "manual"
     chosen: dict[str, Any] = {"places": options.place, "variants": tuple(options.variants), "policy": policy}
     if options.shards is not None:
         chosen["shards"] = options.shards

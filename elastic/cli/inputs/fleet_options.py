@@ -67,7 +67,7 @@ def check_fleet(options: Namespace) -> None:
         given = next((name for name in _ALONE if _is_given(options, name)), None)
         if given is not None:
             raise ConfigError(f"--{given.replace('_', '-')} is for a fleet; say how many processes: --ranks N")
-        if options.policy in FLEET_POLICIES:
+        if fleet_policies(options):
             raise ConfigError(
                 f"--policy {options.policy} is for a fleet of two ranks at least; say how many: --ranks N"
             )
@@ -80,13 +80,19 @@ def check_fleet(options: Namespace) -> None:
         if getattr(options, name) and not joined:
             raise ConfigError(f"--{name.replace('_', '-')} is for ranks that come by themselves: --launch join")
     for name, policy in _OF_POLICIES.items():
-        if _is_given(options, name) and options.policy != policy:
+        if _is_given(options, name) and policy not in fleet_policies(options):
             raise ConfigError(f"--{name.replace('_', '-')} is for {FLEET_POLICIES[policy]}: --policy {policy}")
     _policies(options)
     _by_rank(options.place or [], options.ranks)
     _cores(options)
     for place in options.place or []:
         Place.parse(place)
+
+
+def fleet_policies(options: Namespace) -> tuple[str, ...]:
+    """Return what `--policy` says of a fleet: one of `FLEET_POLICIES`, or both; (): it is for each rank."""
+    named = tuple((options.policy or "").split(","))
+    return named if set(named) <= FLEET_POLICIES.keys() else ()
 
 
 def _is_given(options: Namespace, name: str) -> bool:
@@ -121,10 +127,11 @@ def make_fleet(
 
 def _policies(options: Namespace) -> list[FleetPolicy]:
     chosen: list[FleetPolicy] = ["balance"] if options.balance else []
-    if options.policy == "lengths":
-        return [*chosen, _lengths(options)]
-    if options.policy == "drop":
-        return [*chosen, read_numbers(Overload, options.overload or [], "--overload", **exchange_form(options))]
+    named = fleet_policies(options)
+    if "drop" in named:
+        chosen.append(read_numbers(Overload, options.overload or [], "--overload", **exchange_form(options)))
+    if "lengths" in named:
+        chosen.append(_lengths(options))
     return chosen
 
 

@@ -103,6 +103,8 @@ class Room:
     """Of each decoder layer, the pages that its weights have when some of its shards are there."""
     resident: frozenset[int]
     """Shards whose weights are there."""
+    in_variant: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """Layers that are not in their full weights -> the pages that they have; of these `pages` knows nothing."""
 
     def weights_of(self, shards: Iterable[int]) -> int:
         """Count the pages of weights when these shards are there, and no others."""

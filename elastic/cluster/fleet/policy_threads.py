@@ -37,20 +37,24 @@ class PolicyThreads:
         add: Callable[[int], Sequence[str]] | None,
     ) -> None:
         self._threads: list[Balancer | OverloadController | LengthController | CapFollower] = [CapFollower(groups)]
-        self._changing: OverloadController | LengthController | None = None  # who has layers change their rank
+        self._changing: list[OverloadController | LengthController] = []  # who has layers change their rank
         if chosen.balance:
             self._threads.append(Balancer(dispatcher, mover))
         if chosen.overload is not None:
-            self._changing = OverloadController(dispatcher, verbs, log, chosen.overload, moves=chosen.balance, add=add)
-            self._threads.append(self._changing)
+            most_shared = 1 if chosen.lengths is None else chosen.lengths.most_ranks
+            self._changing.append(
+                OverloadController(
+                    dispatcher, verbs, log, chosen.overload, moves=chosen.balance, most_shared=most_shared, add=add
+                )
+            )
         if chosen.lengths is not None:
-            self._changing = LengthController(dispatcher, verbs, chosen.lengths)
-            self._threads.append(self._changing)
+            self._changing.append(LengthController(dispatcher, verbs, chosen.lengths))
+        self._threads += self._changing
 
     @property
     def reason(self) -> str:
-        """What the policy of overloads or lengths said last; empty: there is none, or no tick yet."""
-        return self._changing.reason if self._changing is not None else ""
+        """What the policies of overloads and of lengths said last; empty: there is none, or no tick yet."""
+        return "; ".join(policy.reason for policy in self._changing if policy.reason)
 
     def start(self) -> None:
         """Begin."""

@@ -18,4 +18,9 @@ def measure_room(engine: ContinuousEngine) -> Room:
         committed_sectors=room.committed,
         weight_pages=runtime.shard_pages,
         resident=frozenset(range(len(engine.path.ranks))) - frozenset(runtime.dropped_shards),
+        in_variant={
+            layer.index: layer.held_pages
+            for layer in runtime.weights.layers
+            if not layer.absent and layer.precision is not layer.full
+        },
     )

@@ -16,7 +16,7 @@ from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.items import Exchange, SectorRef
-from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.path import LayerPath, ShardMove
 from elastic.engines.pipeline.stage import require_known_sectors
 from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
 from elastic.errors import ConfigError, RankLost, StateError
@@ -79,15 +79,15 @@ class LayerExchange(HostedStages):
         """
         return self._exchange().take()
 
-    def flip(self, path: LayerPath, source: LayersKV | None = None, timeout_s: float = ANSWER_S) -> Flipped:
-        """Have steps go by another path, in which shards of one rank are another one's, which has prepared them.
+    def flip(self, path: LayerPath, timeout_s: float = ANSWER_S) -> Flipped:
+        """Have steps go by another path, in which shards are other ranks', which have prepared them: no rank both gives
+        and gets some.
 
-        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
-        `source` is where the keys and values of the shards lie; None: their rank is asked. Raises `StateError` where
-        they cannot be copied, `RankLost` where a rank has gone: nothing has changed then, and what would have been
-        copied is told again.
+        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it. Raises
+        `StateError` where it cannot be copied, by one of the ranks or by several, `RankLost` where a rank has gone:
+        nothing has changed then, and what would have been copied is told again.
         """
-        return self._between_steps(lambda: self._flip(path, source, timeout_s))
+        return self._between_steps(lambda: self._flip(path, timeout_s))
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
@@ -163,51 +163,56 @@ class LayerExchange(HostedStages):
 
     # -- inside, on the loop's thread
 
-    def _flip(self, path: LayerPath, source: LayersKV | None, timeout_s: float) -> Flipped:
-        written, home = self._exchange(), self._home
-        shards, frm, to = self._change(path)
+    def _flip(self, path: LayerPath, timeout_s: float) -> Flipped:
+        written, home, moves = self._exchange(), self._home, self._moves(path)
         self._require_whole_group()
-        if source is None and frm != self.rank:
-            home.ask_pages(frm, shards)  # it answers while the last steps end
+        for move in moves:
+            if move.source != self.rank:
+                home.ask_pages(move.source, move.shards)  # it answers while the last steps end
         self._settle()
         start = time.perf_counter()
         blocks = written.take()
         try:
-            if source is None:
-                source = self.layers_kv(shards) if frm == self.rank else home.pages_of(frm, shards, timeout_s)
-            if to == self.rank:
-                copied = self._copy_home(source, blocks, coordinated=False)
-            else:
-                copied = home.copy(to, shards, source, blocks, timeout_s)
-            home.flip(path, to)
+            copied = self._copy_last(moves, blocks, timeout_s)
+            home.flip(path)
         except BaseException:
             written.put_back(blocks)
             raise
         self._end_exchange()
-        if frm == self.rank:
-            self._drop_kv(self._kv_parts(shards) - self._own_parts)
+        leaving = [shard for move in moves if move.source == self.rank for shard in move.shards]
+        if leaving:
+            self._drop_kv(self._kv_parts(leaving) - self._own_parts)
         self._follow_journal()
         return Flipped((time.perf_counter() - start) * 1e3, copied)
 
-    def _change(self, path: LayerPath) -> tuple[tuple[int, ...], str, str]:
-        """Return the shards that another path moves, whose they are, and whose they will be."""
+    def _copy_last(self, moves: Sequence[ShardMove], blocks: Blocks, timeout_s: float) -> int:
+        """Have all ranks that shards go to copy these blocks, from sources that were asked; return bytes."""
+        there = [move for move in moves if move.source != self.rank]
+        pages = dict(zip(there, self._home.pages_of(there, timeout_s), strict=True))
+        pages |= {move: self.layers_kv(move.shards) for move in moves if move.source == self.rank}
+        copied = sum(
+            self._copy_home(pages[move], blocks, coordinated=False) for move in moves if move.target == self.rank
+        )
+        away = [move for move in moves if move.target != self.rank]
+        return copied + self._home.copy(away, [pages[move] for move in away], blocks, timeout_s)
+
+    def _moves(self, path: LayerPath) -> tuple[ShardMove, ...]:
+        """Return what another path moves. Raises `ConfigError`, `StateError` where it cannot be done."""
         before = self.path
         same = (path.home, path.shards, len(path.ranks)) == (before.home, before.shards, len(before.ranks))
         if not same or path.epoch != before.epoch + 1:
             raise ConfigError(f"{path} does not follow {before}")
-        pairs = list(zip(before.ranks, path.ranks, strict=True))
-        shards = tuple(shard for shard, (old, new) in enumerate(pairs) if old != new)
-        ranks = {pair for pair in pairs if pair[0] != pair[1]}
-        if len(ranks) != 1:
-            raise ConfigError(
-                f"{path} changes shards of {len(ranks)} pairs of ranks; flip those of one after the other"
-            )
-        ((frm, to),) = ranks
-        if to == self.rank and not self._kv_parts(shards) <= frozenset(self._memory.layers):
-            raise StateError(f"shards {shards} were not prepared at {to!r}")
-        if to != self.rank and to not in self._home.links:
-            raise StateError(f"rank {to!r} is not attached to the engine of {self.rank!r}")
-        return shards, frm, to
+        moves = before.moves_to(path)
+        if not moves:
+            raise ConfigError(f"{path} changes no shard of {before}")
+        if both := {move.source for move in moves} & {move.target for move in moves}:
+            raise ConfigError(f"{path}: {min(both)!r} would give shards and get some; flip these one after the other")
+        for shards, _, target in moves:
+            if target == self.rank and not self._kv_parts(shards) <= frozenset(self._memory.layers):
+                raise StateError(f"shards {shards} were not prepared at {target!r}")
+            if target != self.rank and target not in self._home.links:
+                raise StateError(f"rank {target!r} is not attached to the engine of {self.rank!r}")
+        return moves
 
     def _settle(self) -> None:
         """Finish the steps in flight. Raises `RankLost` if one was lost, or had been."""

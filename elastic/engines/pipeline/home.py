@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import starmap
+from typing import TypeVar
 
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.core.step import Step, StepResult
 from elastic.engines.executor.model_runner import BegunStep, ModelRunner
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.items import AskItem, CopyItem, FlipItem, LogConnection, SectorRef, StepItem
-from elastic.engines.pipeline.path import LayerPath, StagePlan
+from elastic.engines.pipeline.path import LayerPath, ShardMove, StagePlan
 from elastic.engines.pipeline.stage_link import StageLink, copied_bytes
 from elastic.engines.pipeline.step_threads import StepThreads
 from elastic.engines.pipeline.transport import StepFailure, Transport
@@ -22,6 +23,8 @@ from elastic.engines.pipeline.turn import Turn
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockMemory
+
+T = TypeVar("T")
 
 
 class HomeExecutor:
@@ -131,19 +134,18 @@ class HomeExecutor:
 
     # -- shards that change their rank
 
-    def pages_of(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV:
-        """Ask a rank where the keys and values of shards lie, as of now. Raises `RankLost`, `StateError`."""
-        link = self.links[rank]
-        answer = link.answer(timeout_s)
-        if not isinstance(answer, LayersKV):
-            raise StateError(f"rank {rank!r} cannot say where shards {shards} are: {getattr(answer, 'error', answer)}")
-        return answer
+    def pages_of(self, moves: Iterable[ShardMove], timeout_s: float) -> list[LayersKV]:
+        """Return where the keys and values of shards lie at their sources, which were asked; in the order of the moves.
+
+        Raises the first error when all have answered: `RankLost`, `StateError`.
+        """
+        return _all(partial(self._pages, move.source, move.shards, timeout_s) for move in moves)
 
     def still_at(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV | None:
         """Say where a rank has keys and values of shards when it has done all that it was told; None: it has gone."""
         try:
             self.ask_pages(rank, shards)
-            return self.pages_of(rank, shards, timeout_s)
+            return self._pages(rank, shards, timeout_s)
         except StateError:
             return None
 
@@ -154,31 +156,45 @@ class HomeExecutor:
         link.flush()
         link.send(AskItem(shards))
 
-    def copy(self, rank: str, shards: tuple[int, ...], source: LayersKV, blocks: Blocks, timeout_s: float) -> int:
-        """Have a rank copy blocks, and wait for it; return bytes. Raises `RankLost`, `StateError`."""
-        self._note_changes(())
-        link = self.links[rank]
-        link.send(CopyItem(shards, source, blocks, *link.take_sectors()))
-        return copied_bytes(link.answer(timeout_s), rank)
+    def copy(self, moves: Sequence[ShardMove], sources: Sequence[LayersKV], blocks: Blocks, timeout_s: float) -> int:
+        """Have the targets of moves copy blocks side by side, and wait for all; return bytes.
 
-    def flip(self, path: LayerPath, target: str) -> None:
+        Raises the first error when all have answered: `RankLost`, `StateError`.
+        """
+        self._note_changes(())
+        for move, source in zip(moves, sources, strict=True):
+            link = self.links[move.target]
+            link.send(CopyItem(move.shards, source, blocks, *link.take_sectors()))
+        return sum(_all(partial(self._copied, move.target, timeout_s) for move in moves))
+
+    def flip(self, path: LayerPath) -> None:
         """Have all steps from now on go by another path. No step is in flight.
 
-        Raises `RankLost` where the rank that layers go to has gone, and nothing has changed.
+        Raises `RankLost` where a rank that layers go to has gone: none has dropped anything then, and steps go on by
+        the path of before, if the group does.
         """
-        others = [rank for rank in dict.fromkeys((*self.path.guests, *path.guests)) if rank != target]
-        for rank in [target] * (target != path.home) + others:
+        targets = dict.fromkeys(move.target for move in self.path.moves_to(path) if move.target != path.home)
+        for rank in dict.fromkeys((*targets, *self.path.guests, *path.guests)):
             joins = rank not in self.path.guests
             try:
                 self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
                 self.links[rank].send(FlipItem(path, self._runner.sequences() if joins else ()))
             except RankLost:
-                if rank == target:
+                if rank in targets:
                     raise
                 # what it had is here or at the target, or the next step says that it is gone
         self._go_by(path)
 
     # -- inside
+
+    def _pages(self, rank: str, shards: tuple[int, ...], timeout_s: float) -> LayersKV:
+        answer = self.links[rank].answer(timeout_s)
+        if not isinstance(answer, LayersKV):
+            raise StateError(f"rank {rank!r} cannot say where shards {shards} are: {getattr(answer, 'error', answer)}")
+        return answer
+
+    def _copied(self, rank: str, timeout_s: float) -> int:
+        return copied_bytes(self.links[rank].answer(timeout_s), rank)
 
     def _go_by(self, path: LayerPath) -> None:
         self.path = path
@@ -224,3 +240,17 @@ class HomeExecutor:
             if self.transport is not None:
                 with suppress(ElasticError):
                     self.transport.fail(rank, number, StepFailure.of(error))
+
+
+def _all(answers: Iterable[Callable[[], T]]) -> list[T]:
+    """Take every answer, so that none is left for the next question; raise the first error then."""
+    taken: list[T] = []
+    failed: list[ElasticError] = []
+    for answer in answers:
+        try:
+            taken.append(answer())
+        except ElasticError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return taken

@@ -7,12 +7,21 @@ computed by all of them together (tensor parallelism); layers at one rank each a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from elastic.errors import ConfigError
+
+
+class ShardMove(NamedTuple):
+    """Shards that another rank computes from then on."""
+
+    shards: tuple[int, ...]
+    source: str
+    target: str
 
 
 @dataclass(frozen=True)
@@ -86,11 +95,22 @@ class LayerPath:
             parts[layer] = (*parts.get(layer, ()), part)
         return parts
 
-    def moved(self, shards: tuple[int, ...], rank: str) -> LayerPath:
+    def moved(self, shards: Iterable[int], rank: str) -> LayerPath:
         """Return the next path, in which a rank computes these shards."""
-        chosen = frozenset(shards)
-        ranks = tuple(rank if shard in chosen else other for shard, other in enumerate(self.ranks))
-        return LayerPath(self.home, ranks, self.epoch + 1, self.shards)
+        return self.redirected(dict.fromkeys(shards, rank))
+
+    def redirected(self, ranks: Mapping[int, str]) -> LayerPath:
+        """Return the next path, in which these ranks compute these shards: shard -> rank."""
+        redirected = tuple(ranks.get(shard, rank) for shard, rank in enumerate(self.ranks))
+        return LayerPath(self.home, redirected, self.epoch + 1, self.shards)
+
+    def moves_to(self, path: LayerPath) -> tuple[ShardMove, ...]:
+        """Return what changes its rank in another path of the same layers."""
+        ways: dict[tuple[str, str], list[int]] = {}
+        for shard, way in enumerate(zip(self.ranks, path.ranks, strict=True)):
+            if way[0] != way[1]:
+                ways.setdefault(way, []).append(shard)
+        return tuple(ShardMove(tuple(shards), *way) for way, shards in ways.items())
 
     def plan(self, rank: str) -> StagePlan:
         """Return what a rank does in each step. Raises `ConfigError` for one that has no part in it."""

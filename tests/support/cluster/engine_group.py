@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -16,7 +16,9 @@ from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import KVSource
+from elastic.engines.pipeline.path import ShardMove
 from elastic.engines.pipeline.queue_transport import QueueExchange
+from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
@@ -110,25 +112,33 @@ class EngineGroup:
         meanwhile: Callable[[], object] = nothing,
     ) -> Flipped:
         """Have another rank compute layers of a home, with copies in rounds while its steps go on."""
+        return self.move_all(home, dict.fromkeys(layers, rank), rounds, meanwhile)
+
+    def move_all(
+        self, home: str, ranks: Mapping[int, str], rounds: int = 2, meanwhile: Callable[[], object] = nothing
+    ) -> Flipped:
+        """Have other ranks compute layers of a home, at one pause of it."""
         engine = self[home]
-        path = engine.path.moved(tuple(layers), rank)
-        owner = engine.path.ranks[layers[0]]
-        began = engine.begin_exchange(layers)
+        path = engine.path.redirected(ranks)
+        moves, prepared = engine.path.moves_to(path), dict[str, list[int]]()
+        began = engine.begin_exchange(tuple(ranks))
         try:
-            self[rank].prepare_layers(home, layers, began)
             try:
+                for rank in dict.fromkeys(ranks.values()):
+                    coming = [layer for layer, to in ranks.items() if to == rank]
+                    self[rank].prepare_layers(home, coming, began)
+                    prepared[rank] = coming
                 blocks = None
                 for _ in range(rounds):
                     meanwhile()
-                    source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks, coordinated=False)
+                    self._copy(home, moves, blocks)
                     blocks = engine.written_blocks()
                 if blocks is not None and any(blocks):
-                    source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks, coordinated=False)
+                    self._copy(home, moves, blocks)
                 return engine.flip(path)
             except BaseException:
-                self[rank].give_up_layers(home, layers)
+                for rank, coming in prepared.items():
+                    self[rank].give_up_layers(home, coming)
                 raise
         finally:
             engine.end_exchange()
@@ -156,11 +166,16 @@ class EngineGroup:
         monkeypatch.setattr(engine, "_flip", record)
         return pairs
 
+    def _copy(self, home: str, moves: Iterable[ShardMove], blocks: Blocks | None) -> None:
+        for layers, owner, rank in moves:
+            source = self[home].layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
+            self[rank].copy_layers(home, source, blocks, coordinated=False)
+
     def part(self, home: str) -> None:
         """Have all layers of a home come back to it, and other ranks forget it."""
         engine = self[home]
-        for guest in engine.path.guests:
-            self.move(home, engine.path.shards_of(guest), home)
+        if away := [shard for guest in engine.path.guests for shard in engine.path.shards_of(guest)]:
+            self.move_all(home, dict.fromkeys(away, home))
         for known, guest in [*self.logs]:
             if known == home:
                 engine.detach_stage(guest)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from elastic import CapacityError, StateError
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, ModelFacts
-from elastic.engines.core.kv_state import KVFormat, KVSource
+from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
 from elastic.memory.backends.shared_file import SharedFile
@@ -240,9 +240,13 @@ class GroupRank(FakeRank):
     def on_layers_memory(self, question: ask.LayersMemory) -> Any:
         shards = self.shards if question.home == self.name else self.guests[question.home].shards
         assert set(question.shards) <= shards
-        return None
+        parts = kv_parts(question.shards, self.path.shards, self.kv_shards)
+        return LayersKV(None, 4096, KV, {part: {} for part in parts})
 
     def on_copy_layers(self, question: ask.CopyLayers) -> int:
+        coming = self.home_coming if question.home == self.name else self.guests[question.home].coming
+        assert question.source.pages
+        assert question.source.pages.keys() <= set(kv_parts(coming, self.path.shards, self.kv_shards))
         return 100
 
     def on_written_blocks(self, _: ask.WrittenBlocks) -> Any:

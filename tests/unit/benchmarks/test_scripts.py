@@ -20,6 +20,8 @@ WITHOUT_OPTIONS = {
     "evicting",
     "reshard_fleets",
     "reshard_local",
+    "reshard_pages",
+    "reshard_real",
     "reshard_schedulers",
     "serving",
 }

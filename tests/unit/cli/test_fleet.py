@@ -128,6 +128,7 @@ def test_the_policy_of_lengths_has_each_rank_cut_its_layers() -> None:
 
     assert chosen() == (Lengths(), [4] * 4)
     assert chosen("--tp", "1..2") == (Lengths(most_ranks=2), [4] * 4)
+    assert chosen("--tp", "1..2", "--policy", "drop,lengths", "--overload", "margin=0.2") == chosen("--tp", "1..2")
     assert chosen("--tp", "1..2", "--shards", "2") == (Lengths(most_ranks=2), [2] * 4)
     assert chosen("--tp", "1..8") == (Lengths(most_ranks=8), [8] * 4)
     assert chosen("--tp", "1..2", "--shards", "8") == (Lengths(most_ranks=2), [8] * 4)

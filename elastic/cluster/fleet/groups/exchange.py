@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from elastic.cluster.control.messages import Apply, Question
 from elastic.cluster.control.stage_questions import (
@@ -25,6 +26,7 @@ from elastic.cluster.fleet.groups.caps.change import CapChange
 from elastic.cluster.fleet.groups.caps.needs import is_short
 from elastic.cluster.fleet.groups.flip import ExchangeForm, FlipDone, flip_layers
 from elastic.cluster.fleet.groups.group import Deadline, Group
+from elastic.cluster.fleet.groups.price import restored_first
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.results import Exchanged, Status
 from elastic.cluster.fleet.groups.transition import (
@@ -63,16 +65,21 @@ class Exchange:
         self._caps = CapChange(ranks, group, self._deadline)
         self.counts = _Counts()
         self._timeline: list[tuple[str, float]] = []
+        self._restored: Mapping[str, tuple[int, ...]] = {}
 
     def run(self) -> Exchanged:
         """Change the group; it serves on. It stops where a flip fails: all is in order then, with a part of it done.
 
-        Before anything changes caps are lowered, and what lives must fit in them: else it is `deferred`. Raises
+        First of all layers that are in a variant return to their full weights, unless all instances are to part. Before
+        anything changes caps are lowered, and what lives must fit in them: else it is `deferred`. Raises
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
         group = self.group
-        rooms = measure(self._ranks, group.members)
+        try:
+            rooms = self._restore_variants(measure(self._ranks, group.members))
+        except StateError as error:
+            return self._result("deferred", str(error))
         books, most = self._books(rooms), self._form.layers_per_step
         transition = plan_quickly(group.shape, self._target, books, group.caps_in_force(), most)
         try:
@@ -104,6 +111,7 @@ class Exchange:
             self._deadline.seconds,
             why,
             tuple(self._timeline),
+            self._restored,
         )
 
     def _did(self, what: str) -> None:
@@ -135,6 +143,24 @@ class Exchange:
         return [(rank, shard) for rank, have in shape.weights.items() for shard in every if shard not in have]
 
     # -- layers
+
+    def _restore_variants(self, rooms: dict[str, Room]) -> dict[str, Room]:
+        """Have layers that are in a variant in their full weights again; return the rooms then.
+
+        Raises `StateError` where live requests keep the pages for longer than they may.
+        """
+        first = {} if self._target.apart else restored_first(rooms)
+        if not first:
+            return rooms
+        for rank, change in self._apply({rank: (Restore(layers),) for rank, layers in first.items()}):
+            if change.deferred and not self._caps.until(partial(self._has_full, rank)):
+                raise StateError(f"layers {first[rank]} of rank {rank!r} wait for pages to leave their variant")
+            self._restored = {**self._restored, rank: first[rank]}
+        self._did("layers restored from variants")
+        return measure(self._ranks, rooms)
+
+    def _has_full(self, rank: str) -> bool:
+        return not self._ranks.ask(rank, MeasureRoom(rank)).in_variant
 
     def _connect(self, transition: Transition, rooms: Mapping[str, Room]) -> None:
         """Open what flips need, all of it at the same time."""
@@ -209,23 +235,25 @@ class Exchange:
     def _flip(self, flips: FlipRound) -> list[ElasticError]:
         """Flip layers of several instances side by side; return the errors of those that failed."""
         shape, coordinated = self.group.shape, self._form.coordinated
-        with ThreadPoolExecutor(len(flips), "elastic-flip") as threads:
+        pauses = {home: [flip for flip in flips if flip.home == home] for home in dict.fromkeys(f.home for f in flips)}
+        with ThreadPoolExecutor(len(pauses), "elastic-flip") as threads:
             begun = [
-                threads.submit(flip_layers, self._ranks, shape.paths[flip.home], flip, coordinated=coordinated)
-                for flip in flips
+                threads.submit(flip_layers, self._ranks, shape.paths[home], each, coordinated=coordinated)
+                for home, each in pauses.items()
             ]
         failed = []
-        for flip, answer in zip(flips, begun, strict=True):
+        for each, answer in zip(pauses.values(), begun, strict=True):
             try:
-                self._note(flip, answer.result())
+                self._note(each, answer.result())
             except ElasticError as error:
                 failed.append(error)
         return failed
 
-    def _note(self, flip: LayerFlip, done: FlipDone) -> None:
+    def _note(self, flips: Sequence[LayerFlip], done: FlipDone) -> None:
+        """Note what has flipped at one pause of an instance."""
         shape, counts = self.group.shape, self.counts
-        self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
-        counts.flips += len({shard // shape.shards for shard in flip.shards})
+        self.group.shape = replace(shape, paths={**shape.paths, done.path.home: done.path})
+        counts.flips += sum(len({shard // shape.shards for shard in flip.shards}) for flip in flips)
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 

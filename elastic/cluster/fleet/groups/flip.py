@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic.cluster.control.stage_questions import (
@@ -20,6 +21,7 @@ from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import LayerFlip
 from elastic.config import require
 from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError
 
 MOST_ROUNDS = 4
@@ -54,45 +56,78 @@ class FlipDone:
     stalled_ms: float
 
 
-def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: bool = True) -> FlipDone:
-    """Have layers computed by another rank from now on. Whatever it raises, all is as before, unless a rank is lost.
+def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, coordinated: bool = True) -> FlipDone:
+    """Have layers of an instance computed by other ranks from now on, all of them at one pause of it.
 
-    Raises `CapacityError` where there is no room, `StateError` for a copy that failed, `RankLost`.
+    Whatever it raises, also at one of several ranks, all is as before at all of them, unless a rank is lost. Raises
+    `CapacityError` where there is no room, `StateError` for a copy that failed, `RankLost`.
     """
-    shards, goal = flip.shards, path.moved(flip.shards, flip.target)
-    exchange = ranks.ask(flip.home, BeginExchange(shards))
-    prepared = False
+    home, coming = path.home, _by_target(flips)
+    goal = path.redirected({shard: flip.target for flip in flips for shard in flip.shards})
+    exchange = ranks.ask(home, BeginExchange(tuple(shard for flip in flips for shard in flip.shards)))
+    prepared: list[str] = []
     try:
-        ranks.ask(flip.target, PrepareLayers(flip.home, shards, exchange))
-        prepared = True
-        moved_bytes = _copy(ranks, flip, coordinated)
-        flipped = ranks.ask(flip.home, FlipLayers(goal))
+        _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
+        moved_bytes = _copy(ranks, flips, coordinated)
+        flipped = ranks.ask(home, FlipLayers(goal))
     except ElasticError:
-        _undo(ranks, flip, prepared)
+        _undo(ranks, home, {rank: coming[rank] for rank in prepared})
         raise
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 
-def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool) -> int:
+def _by_target(flips: Sequence[LayerFlip]) -> dict[str, tuple[int, ...]]:
+    """Return the shards that come to each rank."""
+    coming: dict[str, tuple[int, ...]] = {}
+    for flip in flips:
+        coming[flip.target] = (*coming.get(flip.target, ()), *flip.shards)
+    return coming
+
+
+def _prepare(ranks: Ranks, questions: Mapping[str, PrepareLayers], prepared: list[str]) -> None:
+    """Have ranks make room side by side; note who has. Raises the first error when all have answered."""
+    answers = ranks.answers(questions.items())
+    errors = {rank: answer for rank, answer in zip(questions, answers, strict=True) if isinstance(answer, ElasticError)}
+    prepared += [rank for rank in questions if rank not in errors]
+    for error in errors.values():
+        raise error
+
+
+def _copy(ranks: Ranks, flips: Sequence[LayerFlip], coordinated: bool) -> int:
     """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
-    source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))
-    moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source, coordinated=coordinated)), None
+    moved_bytes, before = _copy_blocks(ranks, flips, None, coordinated), None
     for _ in range(MOST_ROUNDS):
-        blocks = ranks.ask(flip.home, WrittenBlocks())
+        blocks = ranks.ask(flips[0].home, WrittenBlocks())
         count = sum(map(len, blocks))
         if not count:
             break
-        source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))  # with sectors that are new
-        moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks, coordinated))
+        moved_bytes += _copy_blocks(ranks, flips, blocks, coordinated)
         if before is not None and count >= before:
             break
         before = count
-    return int(moved_bytes)
+    return moved_bytes
 
 
-def _undo(ranks: Ranks, flip: LayerFlip, prepared: bool) -> None:
+def _copy_blocks(ranks: Ranks, flips: Sequence[LayerFlip], blocks: Blocks | None, coordinated: bool) -> int:
+    """Have the ranks that layers go to copy blocks, None: all, side by side; return bytes.
+
+    Sources are asked each time: they may have sectors that are new. A part of the KV cache that several shards need
+    comes from one of its ranks.
+    """
+    sources = ranks.ask_each([(flip.source, LayersMemory(flip.home, flip.shards)) for flip in flips])
+    copies: list[tuple[str, CopyLayers]] = []
+    taken: set[tuple[str, int]] = set()
+    for flip, source in zip(flips, sources, strict=True):
+        pages = {part: there for part, there in source.pages.items() if (flip.target, part) not in taken}
+        taken.update((flip.target, part) for part in pages)
+        if pages:
+            copies.append((flip.target, CopyLayers(flip.home, replace(source, pages=pages), blocks, coordinated)))
+    return sum(ranks.ask_each(copies))
+
+
+def _undo(ranks: Ranks, home: str, prepared: Mapping[str, tuple[int, ...]]) -> None:
     with suppress(ElasticError):  # it was lost, and the exchange with it
-        ranks.ask(flip.home, EndExchange())
-    if prepared:
+        ranks.ask(home, EndExchange())
+    for rank, shards in prepared.items():
         with suppress(ElasticError):
-            ranks.ask(flip.target, GiveUpLayers(flip.home, flip.shards))
+            ranks.ask(rank, GiveUpLayers(home, shards))

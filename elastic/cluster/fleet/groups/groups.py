@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from elastic.cluster.fleet.groups.caps.staging import Staging
 from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, keeps_staging, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Deadline, Group
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
 from elastic.cluster.fleet.groups.results import (
@@ -39,9 +40,7 @@ from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
 from elastic.planning.arrangement.drop import Group as PlannedGroup
-from elastic.planning.arrangement.stages import Held
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
-from elastic.planning.sharding.numbers import whole_layers
 
 logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
@@ -100,7 +99,7 @@ class Groups:
         """Do a plan, or one that frees so many bytes; see `Fleet.drop`."""
         with self._verbs:
             rooms = measure(self._ranks, [instance.name for instance in self._ranks.serving()])
-            planned = plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most)
+            planned = self._of_ranks(plan if isinstance(plan, DropPlan) else self._plan(plan, rooms, whole, most))
             if dry_run:
                 return self._dry_run(planned, rooms, form.layers_per_step)
             done = []
@@ -213,10 +212,13 @@ class Groups:
     # -- inside, one verb at a time
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        groups = [group for group in self._groups if group.shape.tp == 1]
-        known = [PlannedGroup(tuple(_held(group.shape, name) for name in group.members)) for group in groups]
+        known = [PlannedGroup(targets.held(group.shape.paths, group.shape.weights)) for group in self._groups]
         grouped = {name for group in self._groups for name in group.members}
-        alone = [PlannedGroup((_held(self._shape_of([name], rooms), name),)) for name in rooms if name not in grouped]
+        alone = [
+            PlannedGroup(targets.held({name: room.path}, {name: room.resident}))
+            for name, room in rooms.items()
+            if name not in grouped
+        ]
         layer_bytes = self.layer_bytes()
         plan = drop_plan([*known, *alone], layer_bytes, needed, whole=whole, most=most)
         if plan is None:
@@ -229,13 +231,20 @@ class Groups:
             )
         return plan
 
+    def _of_ranks(self, plan: DropPlan) -> DropPlan:
+        """Return a plan with all ranks that share layers with its members."""
+        units = [unit for group in self._groups for unit in targets.sharing(group.shape.paths)]
+        return replace(plan, groups=tuple(targets.of_ranks(each, units) for each in plan.groups))
+
     def _dry_run(self, plan: DropPlan, rooms: Mapping[str, Room], layers_per_step: int | None) -> Dropped:
         changes = [(now := self._shape_of(e.members, rooms), targets.planned_shape(now, e)) for e in plan.groups]
         model, running = self._running()
         slower = slowdown(changes, model, running) if model is not None else 0.0
         cost = predict(changes, rooms, learned_cost(self._log.events()), slower, layers_per_step)
         flips, moved_bytes = sum(len(flips_between(*change)) for change in changes), kv_bytes(changes, rooms)
-        return Dropped("planned", flips, moved_bytes, groups=plan.groups, freed_bytes=plan.freed_bytes, price=cost)
+        first = restored_first({name: rooms[name] for each in plan.groups for name in each.members})
+        freed = plan.freed_bytes
+        return Dropped("planned", flips, moved_bytes, restored=first, groups=plan.groups, freed_bytes=freed, price=cost)
 
     def _running(self) -> tuple[ModelCost | None, dict[str, list[Chunk]]]:
         """Return what steps of the model cost, if a rank has measured it, and what each instance's next step has."""
@@ -380,10 +389,6 @@ def require_like(instances: Sequence[Instance]) -> None:
                 f"ranks {first.name!r} and {hello.name!r} have other forms of KV cache, {first.kv} and {hello.kv}; "
                 "start them with the same options"
             )
-
-
-def _held(shape: Shape, name: str) -> Held:
-    return Held(name, frozenset(whole_layers(shape.weights[name], shape.shards)))
 
 
 def _layer_bytes(rooms: Mapping[str, Room]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -38,14 +37,29 @@ def predict(
     """
     leaving = sum(weight_bytes(rooms, now, target) for now, target in changes)
     coming = sum(weight_bytes(rooms, target, now) for now, target in changes)
-    flips = sum(_pauses(flips_between(now, target), layers_per_step) for now, target in changes)
+    coming += sum(restored_bytes(rooms[rank]) for _, target in changes if not target.apart for rank in target.members)
+    flips = sum(_pauses(flips_between(now, target), now.shards, layers_per_step) for now, target in changes)
     return priced(leaving - coming, coming + kv_bytes(changes, rooms), flips, slower, cost, CostWeights())
 
 
-def _pauses(flips: Sequence[LayerFlip], layers_per_step: int | None) -> int:
-    """Count the pauses for these flips of single layers."""
-    ways = Counter((flip.home, flip.source, flip.target) for flip in flips)
-    return sum(-(-count // (layers_per_step or count)) for count in ways.values())
+def restored_first(rooms: Mapping[str, Room]) -> dict[str, tuple[int, ...]]:
+    """Return the layers of ranks that are in a variant: they return to their full weights before any change."""
+    return {rank: tuple(sorted(room.in_variant)) for rank, room in rooms.items() if room.in_variant}
+
+
+def restored_bytes(room: Room) -> int:
+    """Return the bytes by which a rank's weights grow that are restored first."""
+    every = range(room.path.shards)
+    grown = (room.weight_pages[layer].pages(every) - pages for layer, pages in room.in_variant.items())
+    return sum(grown) * room.page_bytes
+
+
+def _pauses(flips: Sequence[LayerFlip], shards: int, layers_per_step: int | None) -> int:
+    """Count the pauses for these flips of single layers: at one no rank both gives and gets some."""
+    layers: dict[tuple[str, bool], set[int]] = {}
+    for flip in flips:
+        layers.setdefault((flip.home, flip.source == flip.home), set()).add(flip.shards[0] // shards)
+    return sum(-(-len(each) // (layers_per_step or len(each))) for each in layers.values())
 
 
 def kv_bytes(changes: Sequence[Change], rooms: Mapping[str, Room]) -> int:

@@ -12,8 +12,8 @@ from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, close_stages, 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
-from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, slowdown, weight_bytes
-from elastic.cluster.fleet.groups.results import Resharded
+from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown, weight_bytes
+from elastic.cluster.fleet.groups.results import Resharded, Restored, all_restored
 from elastic.cluster.fleet.groups.transition import flips_between
 from elastic.errors import ConfigError
 
@@ -46,6 +46,15 @@ class ReshardingGroups(Groups):
                 return Resharded("applied", members=members)
             return self._reshard(units, timeout_s, why, form)
 
+    def restore_sharing(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
+        """Undo what was dropped; ranks that share layers have all of them again among themselves, the others part."""
+        with self._verbs:
+            found = [group for group in self._groups if rank is None or rank in group.members]
+            if rank is not None and not found:
+                self._ranks.instance(rank)  # it is there
+                return Restored("applied", members=(rank,))
+            return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in found])
+
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
         serving = {instance.name: instance.kv_format for instance in self._ranks.serving()}
@@ -66,6 +75,15 @@ class ReshardingGroups(Groups):
             units = [unit for unit in group.shape.units() if name in unit] if group is not None else [(name,)]
             found |= dict.fromkeys(units[0])
         return tuple(found)
+
+    def _restore_sharing(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
+        if group.shape.tp == 1:
+            return self._restore(group, timeout_s, why, form)
+        target = targets.sharded(group.shape, targets.sharing(group.shape.paths))
+        done = self._exchange(Exchange(self._ranks, group, target, timeout_s, form), "restore failed")
+        self._changed("restored" if done.status == "applied" else "restore failed", group, done, why)
+        self._divide(group)
+        return Restored(**vars(done), members=group.members)
 
     def _reshard(self, units: Units, timeout_s: float, why: str, form: ExchangeForm) -> Resharded:
         members = tuple(name for unit in units for name in unit)
@@ -112,6 +130,7 @@ class ReshardingGroups(Groups):
             tp=len(units[0]),
             freed_bytes=weight_bytes(rooms, *changes[0]),
             price=price,
+            restored={} if changes[0][1].apart else restored_first(rooms),
         )
 
 

@@ -34,6 +34,8 @@ class Exchanged:
     """What stopped it."""
     timeline: tuple[tuple[str, float], ...] = ()
     """What of it was done when: in seconds from its beginning."""
+    restored: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Rank -> layers that were in a variant, and were restored first: only full weights leave, or are shared."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _sums(done: Sequence[Exchanged]) -> dict[str, Any]:
         "stalled_ms": max((each.stalled_ms for each in done), default=0.0),
         "seconds": sum(each.seconds for each in done),
         "why": stopped.why if stopped is not None else "",
+        "restored": {rank: layers for each in done for rank, layers in each.restored.items()},
     }
 
 

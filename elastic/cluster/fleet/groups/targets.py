@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.cluster.fleet.groups.transition import Shape
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ConfigError
 from elastic.planning.arrangement.drop import GroupPlan
-from elastic.planning.sharding.numbers import of_layers
+from elastic.planning.arrangement.stages import Held
+from elastic.planning.sharding.numbers import by_layer, of_layers, whole_layers
 
 
 def planned_shape(now: Shape, plan: GroupPlan) -> Shape:
-    """Return the shape that a plan asks for: each instance computes what its rank keeps, stages the rest."""
+    """Return the shape that a plan asks for: each instance computes what its rank keeps, stages the rest.
+
+    Ranks that share layers each keep their part of them. The plan has all of its ranks, as `of_ranks` returns it.
+    """
+    alone = {unit[0] for unit in sharing(now.paths) if len(unit) == 1}
     kept = zip(plan.members, plan.keeps, strict=True)
-    keeps = {name: frozenset(of_layers(layers, now.shards)) for name, layers in kept}
-    stages = {layer: name for name, run in zip(plan.members, plan.stages, strict=True) for layer in run}
+    keeps = {
+        name: frozenset(of_layers(layers, now.shards) if name in alone else _part_of(now, name, layers))
+        for name, layers in kept
+    }
+    stages: dict[int, list[str]] = {}
+    for name, run in zip(plan.members, plan.stages, strict=True):
+        for layer in run:
+            stages.setdefault(layer, []).append(name)
     return shape_keeping(now, keeps, stages)
+
+
+def sharing(paths: Mapping[str, LayerPath]) -> tuple[tuple[str, ...], ...]:
+    """Return the ranks that share layers with each other, together, in their order; one that shares none by itself."""
+    units = {rank: {rank} for rank in paths}
+    for holders in {path.holders(layer) for path in paths.values() for layer in range(path.layers)}:
+        joined = set[str]().union(*(units[rank] for rank in holders))
+        units.update(dict.fromkeys(joined, joined))
+    return tuple(dict.fromkeys(tuple(rank for rank in paths if rank in unit) for unit in units.values()))
+
+
+def held(paths: Mapping[str, LayerPath], weights: Mapping[str, Collection[int]]) -> tuple[Held, ...]:
+    """Return the whole layers of each rank, and of those that share layers together, in the name of the first.
+
+    `weights`: rank -> the shards that it has.
+    """
+    found = []
+    for unit in sharing(paths):
+        have = frozenset[int]().union(*(weights[rank] for rank in unit))
+        found.append(Held(unit[0], frozenset(whole_layers(have, paths[unit[0]].shards))))
+    return tuple(found)
+
+
+def of_ranks(plan: GroupPlan, units: Iterable[tuple[str, ...]]) -> GroupPlan:
+    """Return a plan in which each member stands for itself alone: all ranks that share layers with one do as it does.
+
+    `units` are those that share layers.
+    """
+    of_rank = {rank: unit for unit in units for rank in unit}
+    does: dict[str, int] = {}  # rank -> the number of its member
+    for number, name in enumerate(plan.members):
+        for rank in of_rank.get(name, (name,)):
+            does.setdefault(rank, number)
+    keeps, stages = tuple(plan.keeps[i] for i in does.values()), tuple(plan.stages[i] for i in does.values())
+    return replace(plan, members=tuple(does), keeps=keeps, stages=stages)
 
 
 def dropped_by_hand(now: Shape, layers: Mapping[str, Collection[int]]) -> Shape:
@@ -29,15 +75,19 @@ def dropped_by_hand(now: Shape, layers: Mapping[str, Collection[int]]) -> Shape:
     return shape_keeping(now, {rank: have - gone.get(rank, frozenset()) for rank, have in now.weights.items()}, {})
 
 
-def shape_keeping(now: Shape, keeps: Mapping[str, frozenset[int]], stages: Mapping[int, str]) -> Shape:
+def shape_keeping(now: Shape, keeps: Mapping[str, frozenset[int]], stages: Mapping[int, Collection[str]]) -> Shape:
     """Return the shape in which ranks keep just these weights.
 
-    What the rank of an instance lacks of a layer is computed where the rest of it is, by the layer's stage, or else by
-    who has fewest so far: by one rank, if one has all of the layer. Raises `ConfigError` if nobody keeps a shard.
+    What the rank of an instance lacks of a layer is computed where the rest of it is, by the ranks of the layer's
+    stage, or else by who has fewest so far: by one rank, if one has all of the layer. Raises `ConfigError` if nobody
+    keeps a shard.
     """
     owners: list[str] = []
     for layer in range(now.layers):
-        owners.extend(_owners(of_layers((layer,), now.shards), keeps, stages.get(layer), owners))
+        shards = of_layers((layer,), now.shards)
+        stage = {rank: keeps[rank] for rank in stages.get(layer, ())}
+        has_all = frozenset[int]().union(*stage.values()).issuperset(shards)
+        owners.extend(_owners(shards, stage if has_all else keeps, owners))
     paths = {}
     for home, path in now.paths.items():
         ranks = []
@@ -89,9 +139,14 @@ def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     return Shape({**now.paths, home: _goes_by(path, ranks)}, {**now.weights, rank: now.weights[rank] | shards})
 
 
-def _owners(
-    shards: Sequence[int], keeps: Mapping[str, frozenset[int]], stage: str | None, before: Sequence[str]
-) -> list[str]:
+def _part_of(now: Shape, rank: str, layers: Iterable[int]) -> Iterator[int]:
+    """Yield a rank's shards of layers: those that it has, and of others the same parts."""
+    have = by_layer(now.weights[rank], now.shards)
+    usual = sorted({part for parts in have.values() for part in parts})
+    return (layer * now.shards + part for layer in layers for part in have.get(layer, usual))
+
+
+def _owners(shards: Sequence[int], keeps: Mapping[str, frozenset[int]], before: Sequence[str]) -> list[str]:
     """Return who computes the shards of a layer for those that have them not. `before` are those of other layers."""
     whole = [rank for rank in keeps if keeps[rank].issuperset(shards)]
     found: list[str] = []
@@ -101,7 +156,7 @@ def _owners(
             layer = shard // len(shards)
             raise ConfigError(f"no rank of {', '.join(keeps)} would keep layer {layer}; one must: name one more rank")
         work = [*before, *found]
-        owner = stage if stage is not None and stage in holders else min(holders, key=work.count)
+        owner = min(holders, key=work.count)
         if whole:
             return [owner] * len(shards)
         found.append(owner)

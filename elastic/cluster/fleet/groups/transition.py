@@ -27,7 +27,7 @@ HEADROOM = 1.25
 
 
 class LayerFlip(NamedTuple):
-    """Shards of one instance that another rank computes from then on: one pause of the instance."""
+    """Shards of one instance that another rank computes from then on."""
 
     home: str
     shards: tuple[int, ...]
@@ -41,7 +41,10 @@ class LayerFlip(NamedTuple):
 
 
 FlipRound = tuple[LayerFlip, ...]
-"""Flips of different instances that go side by side: all of them have room before any of them has made some."""
+"""Flips that go side by side: all of them have room before any of them has made some.
+
+Those of one instance are one pause of it, at which no rank both gives and gets shards.
+"""
 
 
 @dataclass(frozen=True)
@@ -316,37 +319,56 @@ def _single(left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str
 
 
 def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
-    """Choose a layer of each instance in turn, up to `most` of each, as long as all of them have room at once."""
+    """Choose flips of each instance in turn, of up to `most` layers of each, as long as all have room at once."""
     free = {rank: books.free(rank, shape, caps) for rank in books.pages}
-    chosen: dict[str, LayerFlip] = {}
+    pauses = {home: _Pause(most, shape.shards) for home in shape.paths}
     waiting = sorted(left, key=lambda flip: -_left(flip, shape, books, caps))
-    for _ in range(most):
+    before = len(waiting) + 1
+    while len(waiting) < before:
         before = len(waiting)
-        for home in shape.paths:
-            for flip in [flip for flip in waiting if flip.home == home]:
-                if (joined := _joined(chosen.get(home), flip)) is None:
-                    continue
-                needed = books.needed(joined, shape, caps) - _needed(chosen.get(home), shape, books, caps)
+        for home, pause in pauses.items():
+            for flip in [flip for flip in waiting if flip.home == home and pause.takes(flip)]:
+                coming = pause.coming.get(flip.target)
+                joined = flip if coming is None else coming.with_more(flip.shards)
+                needed = books.needed(joined, shape, caps) - (books.needed(coming, shape, caps) if coming else 0)
                 if needed <= free[flip.target]:
-                    chosen[home] = joined
+                    pause.add(flip, joined)
                     free[flip.target] -= needed
                     waiting.remove(flip)
                     break
-        if len(waiting) == before:
-            break
-    return tuple(flip._replace(shards=tuple(sorted(flip.shards))) for flip in chosen.values())
+    return tuple(flip for pause in pauses.values() for flip in pause.flips())
 
 
-def _joined(before: LayerFlip | None, flip: LayerFlip) -> LayerFlip | None:
-    """Return two flips as one; None: they are between other ranks."""
-    if before is None:
-        return flip
-    same = (before.source, before.target) == (flip.source, flip.target)
-    return before.with_more(flip.shards) if same else None
+class _Pause:
+    """What is chosen to flip at one pause of an instance."""
 
+    def __init__(self, most: int, shards: int) -> None:
+        """At most so many layers, of so many shards each."""
+        self.coming: dict[str, LayerFlip] = {}
+        """Rank -> all that it gets, whosever it was."""
+        self._most, self._shards = most, shards
+        self._ways: dict[tuple[str, str], LayerFlip] = {}
+        self._layers: set[int] = set()
 
-def _needed(flip: LayerFlip | None, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
-    return 0 if flip is None else books.needed(flip, shape, caps)
+    def takes(self, flip: LayerFlip) -> bool:
+        """Return whether the flip of a layer can be at the same pause; there may be no room for it."""
+        if any(flip.source == target or flip.target == source for source, target in self._ways):
+            return False
+        return len(self._layers) < self._most or self._layer(flip) in self._layers
+
+    def add(self, flip: LayerFlip, coming: LayerFlip) -> None:
+        """Have it be one more; `coming` is then all that its target gets."""
+        way = (flip.source, flip.target)
+        self._ways[way] = self._ways[way].with_more(flip.shards) if way in self._ways else flip
+        self.coming[flip.target] = coming
+        self._layers.add(self._layer(flip))
+
+    def flips(self) -> Iterable[LayerFlip]:
+        """Return what is chosen, by its way."""
+        return [flip._replace(shards=tuple(sorted(flip.shards))) for flip in self._ways.values()]
+
+    def _layer(self, flip: LayerFlip) -> int:
+        return flip.shards[0] // self._shards
 
 
 def _left(flip: LayerFlip, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:

@@ -86,14 +86,17 @@ class GroupVerbs:
         exchange: Literal["live", "stall"] = "live",
         coordinated: bool = True,
         layers_per_step: int | None = None,
+        sharing: bool = False,
     ) -> Restored:
         """Have instances compute all of their layers themselves again: of a rank's group, or of all; they part then.
 
-        Live requests must fit in the caches that will be left, else it is `deferred`. Weights come from ranks that have
+        With `sharing`, ranks that share layers go on to: only what was dropped besides comes back to them. Live
+        requests must fit in the caches that will be left, else it is `deferred`. Weights come from ranks that have
         them, or from the checkpoint; keys and values come back layer by layer. (KunServe, section 4.4)
         """
         _require_no_listener()
-        return self._groups.restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated, layers_per_step))
+        restore = self._groups.restore_sharing if sharing else self._groups.restore
+        return restore(rank, timeout_s, why, ExchangeForm(exchange, coordinated, layers_per_step))
 
     def merge(self, *ranks: str) -> GroupStatus:
         """Have instances be one group, with nothing dropped: their ranks know each other then."""

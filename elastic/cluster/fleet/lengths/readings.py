@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus
+from elastic.cluster.fleet.groups.targets import sharing
 from elastic.cluster.fleet.instance import AHEAD, Instance, blocks_of, request_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.controller.policies.lengths.snapshot import InstanceReading, LengthSnapshot, LiveTokens, WaitingRequest
@@ -36,9 +37,11 @@ class LengthReadings:
                 return None
             usual, kv = dispatcher.answer_lengths.usual(), next(iter(serving.values())).kv_format
             readings = tuple(
-                _reading([serving[name] for name in members], capacity, usual, not changing_.isdisjoint(members))
+                _reading(
+                    [serving[name] for name in members], partners, capacity, usual, not changing_.isdisjoint(members)
+                )
                 for changing_ in (frozenset(changing),)
-                for members in _units(groups, serving)
+                for members, partners in _units(groups, serving)
             )
             waiting = tuple(
                 WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
@@ -46,19 +49,31 @@ class LengthReadings:
         return LengthSnapshot(time.perf_counter(), readings, waiting)
 
 
-def _units(groups: Sequence[GroupStatus], serving: Mapping[str, Instance]) -> Iterator[tuple[str, ...]]:
-    """Yield the ranks of each instance: those that share layers together, others by themselves."""
-    shared = [group.members for group in groups if group.tp > 1]
-    yield from (members for members in shared if all(name in serving for name in members))
-    grouped = {name for members in shared for name in members}
-    yield from ((name,) for name in serving if name not in grouped)
+def _units(
+    groups: Sequence[GroupStatus], serving: Mapping[str, Instance]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield the ranks of each instance, those that share layers together, and the others that compute layers of it."""
+    for group in groups:
+        if all(name in serving for name in group.members):
+            yield from ((unit, _partners(unit, group)) for unit in sharing(group.paths))
+    kept = [group for group in groups if group.tp > 1 or all(name in serving for name in group.members)]
+    grouped = {name for group in kept for name in group.members}
+    yield from (((name,), ()) for name in serving if name not in grouped)
 
 
-def _reading(instances: Sequence[Instance], capacity: Capacity, usual: int | None, changing: bool) -> InstanceReading:
+def _partners(unit: tuple[str, ...], group: GroupStatus) -> tuple[str, ...]:
+    """Return the ranks that compute layers of some, or of which these compute some."""
+    paths = [path for home, path in group.paths.items() if not {home, *path.guests}.isdisjoint(unit)]
+    return tuple(dict.fromkeys(rank for path in paths for rank in (path.home, *path.guests) if rank not in unit))
+
+
+def _reading(
+    instances: Sequence[Instance], partners: tuple[str, ...], capacity: Capacity, usual: int | None, changing: bool
+) -> InstanceReading:
     first, records = instances[0], [record for instance in instances for record in instance.records.values()]
     known = dict(capacity.get(first.name, {}))
-    if len(instances) == 1:
-        known[1] = first.load.total_blocks
+    if len(instances) == 1 or partners:
+        known[len(instances)] = sum(instance.load.total_blocks for instance in instances)
     slots = sum(max(0, i.hello.max_requests + AHEAD - i.sequences) for i in instances)
     return InstanceReading(
         first.name,
@@ -69,6 +84,7 @@ def _reading(instances: Sequence[Instance], capacity: Capacity, usual: int | Non
         sum(_pending(record, usual) for record in records),
         float(len(instances)),
         changing,
+        partners,
         slots,
     )
 

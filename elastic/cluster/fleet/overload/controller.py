@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
+from elastic.cluster.fleet.groups.results import Dropped, Restored
 from elastic.cluster.fleet.overload.offers import START_S, add_offer, drop_offer, move_offer, needed_bytes
 from elastic.cluster.fleet.overload.readings import FleetReadings
+from elastic.cluster.fleet.overload.shares import SharePlan, Shares, ShareVerbs
 from elastic.cluster.fleet.overload.swaps import SwapPlan, Swaps, SwapVerbs
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
@@ -35,12 +36,11 @@ MOVES_S = 3.0
 """How long moves may take to end an overload; after that they are offered no more until nothing waits."""
 
 
-class Verbs(SwapVerbs, Protocol):
+class Verbs(SwapVerbs, ShareVerbs, Protocol):
     """What is asked of a fleet."""
 
     @property
     def changing(self) -> bool: ...
-    def groups(self) -> tuple[GroupStatus, ...]: ...
     def layer_bytes(self) -> tuple[int, ...]: ...
     def get_ready(self) -> None: ...
     def keep_staging(self) -> None: ...
@@ -59,6 +59,7 @@ class Verbs(SwapVerbs, Protocol):
         self,
         rank: str | None = None,
         *,
+        sharing: bool = ...,
         timeout_s: float = ...,
         why: str = ...,
         exchange: Literal["live", "stall"] = ...,
@@ -70,10 +71,10 @@ class Verbs(SwapVerbs, Protocol):
 class OverloadController:
     """Asks the policy at each tick, from `start` to `stop`, and does what it says: one thing at a time.
 
-    What a drop costs is compared with that of requests that move (`moves`: somebody has them moved), of layers that are
-    swapped where ranks have variants of them, and of one more instance, and the cheapest that suffices is done. `add`
-    starts so many more ranks (None: none can come);
-    `settings.scale_out` says how many may be added in all.
+    What a drop costs is compared with that of requests that move (`moves`: somebody has them moved), of layers that
+    ranks share, up to `most_shared` of them (somebody has them part again), of layers that are swapped where ranks have
+    variants of them, and of one more instance, and the cheapest that suffices is done. `add` starts so many more ranks
+    (None: none can come); `settings.scale_out` says how many may be added in all.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class OverloadController:
         settings: Overload,
         *,
         moves: bool = False,
+        most_shared: int = 1,
         add: Callable[[int], Sequence[str]] | None = None,
     ) -> None:
         self.reason = ""
@@ -93,6 +95,8 @@ class OverloadController:
         self._readings, self._moves = FleetReadings(dispatcher, moves=False), moves
         self._swaps = Swaps(verbs, settings)
         self._swap: SwapPlan | None = None  # what the offer to swap was
+        self._shares = Shares(verbs, most_shared)
+        self._share: SharePlan | None = None  # what the offer to share layers was
         self._add, self._addable = add, settings.scale_out
         self._adding: threading.Thread | None = None
         self._short = False  # whether it was told that no drop suffices, and requests still wait
@@ -131,7 +135,7 @@ class OverloadController:
         snapshot = self._readings.read(self._verbs.groups(), self._verbs.layer_bytes(), busy=self._verbs.changing)
         if snapshot is None:
             return None
-        if self._swaps.settling(snapshot.at_s):
+        if self._swaps.settling(snapshot.at_s) or self._shares.settling(snapshot.at_s):
             snapshot = _busy(snapshot)
         plan = self._policy.decide(snapshot, self._state)
         choice = self._choose(snapshot, plan) if plan.drops else None
@@ -151,7 +155,7 @@ class OverloadController:
             dropped = self._verbs.drop(plan=_drop_plan(plan), timeout_s=ACT_S, why=self.reason, **self._form)
             logger.info("layers were dropped (%s): %s; %s", dropped.status, self.reason, dropped.why)
         for members in plan.restores:
-            restored = self._verbs.restore(members[0], timeout_s=ACT_S, why=self.reason, **self._form)
+            restored = self._verbs.restore(members[0], sharing=True, timeout_s=ACT_S, why=self.reason, **self._form)
             logger.info("layers were restored (%s): %s; %s", restored.status, self.reason, restored.why)
         return plan
 
@@ -175,6 +179,9 @@ class OverloadController:
             cost = learned_cost(self._log.events(), MOVED)
             offers.append(move_offer(snapshot, self._settings.kv_high, cost))
         offers += drops
+        self._share = None if self._barred(plan) else self._shares.plan(plan)
+        if self._share is not None:
+            offers.append(self._share.offer)
         self._swap = self._swaps.plan(snapshot)
         if self._swap is not None:
             offers.append(self._swap.offer)
@@ -205,6 +212,10 @@ class OverloadController:
             assert self._swap is not None
             for rank in self._swaps.do(self._swap, now, self.reason):
                 self._log.add("swapped", rank=rank, instance=rank, why=self.reason)
+        elif choice.offer.kind == "reshard":
+            assert self._share is not None
+            shared = self._shares.do(self._share, now, ACT_S, self.reason)
+            logger.info("layers are shared (%s): %s; %s", shared.status, self.reason, shared.why)
         elif choice.offer.kind == "add":
             if choice is not self._added:
                 self._added = choice

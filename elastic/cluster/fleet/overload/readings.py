@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.requests import RequestRecord
@@ -20,7 +21,7 @@ class FleetReadings:
 
     def __init__(self, dispatcher: Dispatcher, *, moves: bool) -> None:
         self._dispatcher, self._moves = dispatcher, moves
-        self._base: dict[str, int] = {}  # instance -> its blocks with all layers
+        self._base: dict[tuple[str, ...], int] = {}  # ranks that share layers -> their blocks with all of them
 
     def read(
         self, groups: Sequence[GroupStatus], layer_bytes: tuple[int, ...], *, busy: bool = False
@@ -28,27 +29,27 @@ class FleetReadings:
         """Return the fleet as it is now; None: no rank serves. Instances that serve in no group are one each.
 
         `busy`: somebody has layers change their rank just now. A group that has lost a member is left out: it is
-        about to part; and one whose ranks share layers: that is for who had them share.
+        about to part. Ranks that share layers are one instance, in the name of the first.
         """
         dispatcher, now = self._dispatcher, time.perf_counter()
         with dispatcher.lock:
             serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
             usual = dispatcher.answer_lengths.usual()
-            self._base = {name: blocks for name, blocks in self._base.items() if name in serving}
+            self._base = {names: blocks for names, blocks in self._base.items() if serving.keys() >= {*names}}
             readings = [
-                self._group([serving[name] for name in group.members], group, usual, now)
+                self._group(serving, group, usual, now)
                 for group in groups
-                if group.tp == 1 and all(name in serving for name in group.members)
+                if all(name in serving for name in group.members)
             ]
             grouped = {name for group in groups for name in group.members}
             for name, instance in serving.items():
                 if name not in grouped:
-                    self._base[name] = instance.load.total_blocks
-                    readings.append(self._alone(instance, len(layer_bytes), usual, now))
+                    member = self._member((name,), serving, frozenset(range(len(layer_bytes))), whole=True)
+                    readings.append(_reading([instance], (member,), usual, now))
             if not readings:
                 return None
             kv = next(iter(serving.values())).kv_format
-            queue = list(dispatcher.queue)
+            queue = [record for record in dispatcher.queue if _is_overload(record, serving.values())]
             return FleetSnapshot(
                 time.monotonic(),
                 tuple(replace(reading, busy=busy) for reading in readings),
@@ -60,18 +61,24 @@ class FleetReadings:
 
     # -- inside, under the dispatcher's lock
 
-    def _alone(self, instance: Instance, layers: int, usual: int | None, now: float) -> GroupReading:
-        member = self._member(instance, frozenset(range(layers)))
-        return _reading([instance], (member,), usual, now)
+    def _group(
+        self, serving: Mapping[str, Instance], group: GroupStatus, usual: int | None, now: float
+    ) -> GroupReading:
+        units = targets.sharing(group.paths)
+        pairs = zip(units, targets.held(group.paths, group.shards), strict=True)
+        members = tuple(self._member(unit, serving, held.layers, whole=len(units) == 1) for unit, held in pairs)
+        return _reading([serving[name] for name in group.members], members, usual, now)
 
-    def _group(self, instances: Sequence[Instance], group: GroupStatus, usual: int | None, now: float) -> GroupReading:
-        members = tuple(self._member(each, frozenset(group.keeps[each.name])) for each in instances)
-        return _reading(instances, members, usual, now)
-
-    def _member(self, instance: Instance, layers: frozenset[int]) -> InstanceReading:
-        size, load = block_bytes(instance.kv_format), instance.load
-        base = self._base.get(instance.name, load.total_blocks)
-        return InstanceReading(Held(instance.name, layers), base * size, _committed(instance) * size)
+    def _member(
+        self, names: tuple[str, ...], serving: Mapping[str, Instance], layers: frozenset[int], *, whole: bool
+    ) -> InstanceReading:
+        """Return the reading of one rank, or of those that share layers; `whole`: they compute all that is theirs."""
+        instances = [serving[name] for name in names]
+        size, blocks = block_bytes(instances[0].kv_format), sum(each.load.total_blocks for each in instances)
+        if whole:
+            self._base[names] = blocks
+        base = self._base.get(names, blocks)
+        return InstanceReading(Held(names[0], layers), base * size, sum(map(_committed, instances)) * size)
 
 
 def _reading(
@@ -87,6 +94,12 @@ def _reading(
         queue_s=max((now - since_s for each in instances for since_s in _given_s(each)), default=0.0),
         running=sum(instance.sequences for instance in instances),
     )
+
+
+def _is_overload(record: RequestRecord, instances: Iterable[Instance]) -> bool:
+    """Return whether a request lacks room, and not an instance that is large enough: a policy sees to that."""
+    there = list(instances)
+    return not any(i.policy_blocks for i in there) or any(i.fits_alone(record.request) for i in there)
 
 
 def _committed(instance: Instance) -> int:

@@ -45,8 +45,7 @@ class FleetPolicies:
 
 
 def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
-    """Return one policy or several as a record. Raises `ConfigError` for what is none, is given twice, or cannot be
-    together."""
+    """Return one policy or several as a record. Raises `ConfigError` for what is none, or is given twice."""
     given = () if policy is None else (policy,) if isinstance(policy, str | Overload | Lengths) else tuple(policy)
     named = {"balance": None, "drop": Overload(), "lengths": Lengths()}
     unknown = [one for one in given if not isinstance(one, Overload | Lengths) and one not in named]
@@ -61,9 +60,5 @@ def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
     if any(len(same) > 1 for same in (overload, lengths, [one for one in meant if one is None])):
         raise ConfigError(
             f"policy={given!r} says one of them twice; 'drop' is Overload() with its defaults, 'lengths' is Lengths()"
-        )
-    if overload and lengths:
-        raise ConfigError(
-            "policy: 'drop' and 'lengths' would change the same layers for different reasons; choose one of them"
         )
     return FleetPolicies(None in meant, next(iter(overload), None), next(iter(lengths), None))

@@ -110,7 +110,7 @@ def best_merger(candidates: Sequence[Candidate], kv: LiveTokens, step: int, most
         own = [candidate for candidate in free if candidate.reading.host == host]
         degree = step
         while degree <= most_ranks:
-            for members in _sets(own, degree, step):
+            for members in filter(_complete, _sets(own, degree, step)):
                 room = min(member.reading.capacity.get(degree, 0) for member in members)
                 if sum(kv) <= room:
                     ready = holds_together(members, kv, room)
@@ -129,6 +129,12 @@ def _sets(candidates: Sequence[Candidate], degree: int, step: int) -> Iterator[t
     """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones."""
     small = [candidate for candidate in candidates if candidate.reading.degree * step <= degree]
     small.sort(key=lambda candidate: (candidate.load_s, candidate.reading.name))
+    pipelined = [one.reading for one in small if one.reading.partners]
+    pipelines = dict.fromkeys(frozenset((*reading.ranks, *reading.partners)) for reading in pipelined)
+    for ranks in pipelines:
+        yield tuple(one for one in small if len(ranks) == degree and ranks.issuperset(one.reading.ranks))
+    if pipelines:
+        yield from _sets([one for one in small if not one.reading.partners], degree, step)
     degrees = {candidate.reading.degree for candidate in small}
     for own in sorted(degrees):
         equal = [candidate for candidate in small if candidate.reading.degree == own]
@@ -145,11 +151,20 @@ def _sets(candidates: Sequence[Candidate], degree: int, step: int) -> Iterator[t
             yield tuple(mixed)
 
 
+def _complete(members: Sequence[Candidate]) -> bool:
+    """Tell whether there are some, and all that compute layers of one of them are ranks of them."""
+    ranks = {rank for member in members for rank in member.reading.ranks}
+    return bool(members) and all(ranks.issuperset(member.reading.partners) for member in members)
+
+
 def lower_degree(reading: InstanceReading) -> int | None:
     """Return the least degree of instances into which one can part, each with some of its requests; None: none.
 
-    There must be room for all that the requests may come to need together: while the instance parts, they go on.
+    There must be room for all that the requests may come to need together: while the instance parts, they go on. One
+    of whose layers others compute parts when they do so no more.
     """
+    if reading.partners:
+        return None
     degree = 1
     while degree < reading.degree:
         room = reading.capacity.get(degree, 0)

@@ -304,7 +304,7 @@ class _Decision:
         for candidate in self.candidates:
             ranks = frozenset(candidate.reading.ranks)
             one = self.large.get(ranks)
-            if one is None or candidate.reading.busy or candidate.taken:
+            if one is None or candidate.reading.busy or candidate.taken or candidate.reading.partners:
                 continue
             if any(ranks == target for target in self.targets.values()) or self.now - one.needed_s < self._dwell_s:
                 self.large[ranks] = replace(one, closed_s=None)

@@ -34,6 +34,9 @@ class InstanceReading:
     """and how many it computes in a second."""
     busy: bool = False
     """True while it becomes another."""
+    partners: tuple[str, ...] = ()
+    """Ranks of other instances that compute layers of it: it becomes another only together with them, and parts only
+    when they do so no more."""
     slots: int | None = None
     """Requests that it takes besides those that it has, however small; None: any number."""
 

@@ -233,8 +233,8 @@ def test_a_path_that_does_not_follow_is_refused(group: Callable[..., EngineGroup
     engine.begin_exchange((1,))
     for path, words in (
         (replace(engine.path, ranks=("a", "b", "b"), epoch=5), "does not follow"),
-        (replace(engine.path, ranks=("a", "b", "c"), epoch=1), "2 pairs"),
-        (replace(engine.path, ranks=("a", "a", "a"), epoch=1), "0 pairs"),
+        (replace(engine.path, ranks=("a", "a", "a"), epoch=1), "changes no shard"),
+        (replace(engine.path, ranks=("a", "b", "c"), epoch=1), "not prepared"),
         (replace(engine.path, ranks=("a", "x", "a"), epoch=1), "not attached"),
         (replace(engine.path, ranks=("a", "b", "a"), epoch=1), "not prepared"),
     ):

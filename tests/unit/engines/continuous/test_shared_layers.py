@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastic import ConfigError
+from elastic import ConfigError, StateError
+from elastic.engines.pipeline.items import Copied
+from elastic.engines.pipeline.stage import GuestStage
 from elastic.memory.backends.shared_file import open_shared
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
@@ -90,6 +92,59 @@ def test_four_ranks_share_some_layers_and_others_go_elsewhere(group: Callable[..
     ranks.move("a", shards_of(range(1, 2), 4, range(2)), "d")  # from a guest to another one
     ranks.check()
     finish(ranks, heard, "llama-gqa")
+    ranks.part("a")
+
+
+def test_shards_go_to_all_ranks_at_one_pause_and_come_back_at_one(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("abcd", 4)
+    for guest in "bcd":
+        ranks.join("a", guest)
+    heard = begin(ranks, "a")
+    heard["a"].wait_for_tokens("r2", 3)
+    ranks.move_all("a", {layer * 4 + part: guest for layer in range(LAYERS) for part, guest in enumerate("bcd", 1)})
+    assert (ranks["a"].path.ranks, ranks["a"].path.epoch) == (("a", "b", "c", "d") * LAYERS, 1)
+    ranks.check()
+    heard["a"].wait_for_tokens("r2", 12)
+    ranks.move_all("a", {1: "c", 5: "d", 9: "d"})  # guests to guests
+    ranks.check()
+    ranks.part("a")
+    assert (ranks["a"].path.guests, ranks["a"].path.epoch) == ((), 3)
+    finish(ranks, heard, "llama-gqa")
+
+
+@pytest.mark.parametrize("fails", ["b", "c", "d"])
+def test_nothing_changes_where_one_of_several_ranks_cannot_copy(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    ranks = group("abcd", 4)
+    for guest in "bcd":
+        ranks.join("a", guest)
+    pages = {rank: ranks[rank].runtime.pools[0].free_pages for rank in "bcd"}
+    stage, copied = ranks[fails]._stages["a"], GuestStage._copied
+    monkeypatch.setattr(GuestStage, "_copied", lambda s, item: Copied(0, "no") if s is stage else copied(s, item))
+    heard = begin(ranks, "a")
+    heard["a"].wait_for_tokens("r2", 3)
+    goes = {layer * 4 + part: guest for layer in range(LAYERS) for part, guest in enumerate("bcd", 1)}
+    with pytest.raises(StateError, match=f"rank '{fails}' could not copy"):
+        ranks.move_all("a", goes)
+    assert (ranks["a"].path.guests, ranks["a"].path.epoch) == ((), 0)
+    assert {rank: ranks[rank].runtime.pools[0].free_pages for rank in "bcd"} == pages
+    ranks.check()
+    monkeypatch.undo()
+    ranks.move_all("a", goes)  # no answer of before is taken for one of now
+    finish(ranks, heard, "llama-gqa")
+    ranks.part("a")
+
+
+def test_a_rank_does_not_give_and_get_at_one_pause(group: Callable[..., EngineGroup]) -> None:
+    ranks = group("ab", 2)
+    ranks.join("a", "b")
+    ranks.move("a", (1,), "b")
+    engine = ranks["a"]
+    engine.begin_exchange((1, 3))
+    with pytest.raises(ConfigError, match="'a' would give shards and get some"):
+        engine.flip(engine.path.redirected({1: "a", 3: "b"}))
+    engine.end_exchange()
     ranks.part("a")
 
 

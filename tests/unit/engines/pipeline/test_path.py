@@ -100,6 +100,14 @@ def test_moved_shards_are_another_epoch() -> None:
     assert cut.moved((1, 3), "a").ranks == ("a",) * 4
 
 
+def test_shards_go_to_several_ranks_in_one_epoch() -> None:
+    alone = LayerPath.alone("a", 2, shards=4)
+    path = alone.redirected({1: "b", 2: "c", 3: "d", 5: "b"})
+    assert (path.ranks, path.epoch) == (("a", "b", "c", "d", "a", "b", "a", "a"), 1)
+    assert alone.moves_to(path) == (((1, 5), "a", "b"), ((2,), "a", "c"), ((3,), "a", "d"))
+    assert path.moves_to(path.redirected({2: "c"})) == ()
+
+
 def test_a_layer_has_all_of_its_shards() -> None:
     with pytest.raises(ConfigError, match="not those of whole layers of shards=2"):
         LayerPath("a", ("a", "b", "a"), shards=2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic import CapacityError, ConfigError
 from elastic.cluster.control.messages import Apply
-from elastic.cluster.control.stage_questions import CopyLayers, FlipLayers
+from elastic.cluster.control.stage_questions import CopyLayers, FlipLayers, PrepareLayers
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.transition import Books, Shape, plan_transition
@@ -20,6 +20,7 @@ from elastic.planning.sharding.heads import kv_shards
 from elastic.types import Fetch
 from support.cluster.fake_group import ALONE, LAYERS, SECTOR, WEIGHT, GroupRank, kv_of, pages_of
 from support.cluster.fake_rank import FakeLauncher
+from support.cluster.rounds import layers_of_pauses, needed_at
 
 Made = tuple[Fleet, list[GroupRank]]
 
@@ -128,7 +129,7 @@ def test_weights_come_back_at_once_from_each_rank_that_has_them(fleets: Any) -> 
     for rank in ranks:
         flips = sum(isinstance(each, FlipLayers) for each in rank.asked)
         told = fetches(rank)
-        assert len(told) == flips == 3 < LAYERS  # not one for each layer
+        assert (len(told), flips) == (3, 1)  # not one for each layer
         assert all(each.source[0] != rank.name for each in told)
         assert sorted(shard for each in told for shard in each.shards) == sorted(
             set(range(4 * LAYERS)) - {4 * layer + ranks.index(rank) for layer in range(LAYERS)}
@@ -155,6 +156,51 @@ def test_weights_that_came_are_known_though_another_rank_could_not_fetch(fleets:
     assert fetches(a) == []  # it had them all
     assert fleet.groups() == ()
     check([a, b])
+
+
+def pauses(rank: GroupRank) -> int:
+    """How often an instance stood still for its layers."""
+    return sum(isinstance(each, FlipLayers) for each in rank.asked)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 1), (2, 3), (1, LAYERS)])
+def test_layers_go_to_all_ranks_at_one_pause(fleets: Any, most: int | None, expected: int) -> None:
+    fleet, ranks = fleets(4)
+    names = [rank.name for rank in ranks]
+    for rank in ranks:
+        rank.budget *= 4
+    for tp in (4, 1):
+        planned = fleet.reshard(names, tp=tp, dry_run=True, layers_per_step=most)
+        assert planned.price is not None
+        assert planned.price.flips == 4 * expected
+        assert fleet.reshard(names, tp=tp, layers_per_step=most).status == "applied"
+        assert [pauses(rank) for rank in ranks] == [expected] * 4
+        check(ranks)
+        for rank in ranks:
+            rank.asked.clear()
+
+
+@pytest.mark.parametrize("question", [PrepareLayers, CopyLayers, FlipLayers])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_failure_at_one_of_several_ranks_undoes_it_at_all(fleets: Any, question: type, at: int) -> None:
+    fleet, ranks = fleets(4)
+    names = [rank.name for rank in ranks]
+    for rank in ranks:
+        rank.budget *= 4
+    fails = ranks[0] if question is FlipLayers else ranks[at]
+    fails.fails = lambda asked: (
+        StateError("no") if isinstance(asked, question) and getattr(asked, "home", "r0") == "r0" else None
+    )
+    done = fleet.reshard(names, tp=4)
+    assert (done.status, done.why) == ("partial", "no")  # other instances have changed
+    assert ranks[0].path.guests == ()
+    assert not ranks[0].exchanging
+    assert all(not rank.guests["r0"].coming for rank in ranks[1:])
+    check(ranks)
+    fails.fails = lambda asked: None
+    assert fleet.reshard(names, tp=4).status == "applied"
+    assert layer_ranks(ranks[0]) == {("r0", "r1", "r2", "r3")}
+    check(ranks)
 
 
 def test_degrees_are_changed_by_several_layers_at_a_pause(fleets: Any) -> None:
@@ -295,8 +341,9 @@ def test_no_rank_ever_needs_more_than_it_has(
         target = targets.parallel(now, tp)
         transition = plan_transition(now, target, books, caps, most)
         for flips in transition.rounds:
+            assert all(len(layers) <= (most or LAYERS) for layers in layers_of_pauses(flips, shards).values())
             for rank in rooms:
-                coming = sum(books.needed(flip, now, transition.caps) for flip in flips if flip.target == rank)
+                coming = needed_at(rank, flips, books, now, transition.caps)
                 assert coming <= max(0, books.free(rank, now, transition.caps))
             for flip in flips:
                 left = books.free(flip.target, now, caps) - books.needed(flip, now, caps)

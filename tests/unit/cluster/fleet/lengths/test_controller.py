@@ -41,7 +41,8 @@ class Verbs:
 
     def groups(self) -> tuple[GroupStatus, ...]:
         return tuple(
-            GroupStatus(unit, {r: LayerPath(r, unit, 1) for r in unit}, {}, {}, {}, tp=len(unit)) for unit in self.units
+            GroupStatus(unit, {r: LayerPath(r, unit, 1, len(unit)) for r in unit}, {}, {}, {}, tp=len(unit))
+            for unit in self.units
         )
 
     def get_ready(self) -> None:
@@ -257,8 +258,8 @@ def test_layers_that_are_not_cut_are_refused_in_words(world: Callable[..., World
 
 
 def test_it_is_a_policy_of_a_fleet() -> None:
-    with pytest.raises(ConfigError, match="'drop' and 'lengths'"):
-        Fleet("no model", policy=("drop", "lengths"))
+    both = Fleet("no model", policy=("drop", Lengths(most_ranks=2)))
+    assert [spec.wrap["shards"] for spec in both._specs] == [4]
     with pytest.raises(ConfigError, match="twice"):
         Fleet("no model", policy=("lengths", Lengths()))
     assert Fleet("no model", policy=("balance", Lengths(most_ranks=2))).status().policy == ""

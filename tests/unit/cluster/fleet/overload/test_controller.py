@@ -12,7 +12,8 @@ import pytest
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.fleet.fleet import Fleet
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Restored
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
+from elastic.cluster.fleet.overload import shares
 from elastic.cluster.fleet.overload.controller import OverloadController
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
@@ -21,7 +22,7 @@ from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.policies.overload import OverloadPlan
 from elastic.engines.base import Request
 from elastic.engines.pipeline.path import LayerPath
-from elastic.errors import CapacityError, StateError
+from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.planning.arrangement.drop import DropPlan
 from elastic.planning.arrangement.stages import Held
 from elastic.types import PlaceStatus, PlanStep, Residency, Swap
@@ -44,7 +45,8 @@ class Verbs:
         self.asked: list[tuple[str, str]] = []
         self.forms: list[dict[str, Any]] = []
         self.fault: Exception | None = None
-        self.drop_s = 0.5
+        self.drop_s, self.reshard_s = 0.5, 60.0
+        self.reshard_fault: Exception | None = None
         self.variants: tuple[str, ...] = ()
         self.swap_pages = 1
         self.swapped: dict[str, set[int]] = {"r0": set(), "r1": set()}
@@ -80,7 +82,8 @@ class Verbs:
         assert plan.freed_bytes == group.freed_bytes > 0
         paths = {home: LayerPath(home, group.members, 1) for home in group.members}
         keeps = dict(zip(group.members, group.keeps, strict=True))
-        self.group = GroupStatus(group.members, paths, keeps, dict.fromkeys(paths, 14), dict.fromkeys(paths, 10))
+        caps, alone = dict.fromkeys(paths, 14), dict.fromkeys(paths, 10)
+        self.group = GroupStatus(group.members, paths, keeps, caps, alone, shards=keeps)
         self._blocks(14)
         return Dropped("applied", groups=plan.groups, freed_bytes=plan.freed_bytes)
 
@@ -100,14 +103,30 @@ class Verbs:
         self.swapped[rank] ^= set(action.layers)
         return ()
 
-    def restore(self, rank: str | None = None, *, timeout_s: float = 0, why: str = "", **form: Any) -> Restored:
+    def restore(
+        self, rank: str | None = None, *, sharing: bool = False, timeout_s: float = 0, why: str = "", **form: Any
+    ) -> Restored:
         assert self.group is not None
+        assert sharing
         self.forms.append(form)
         assert rank in self.group.members
         self.asked.append(("restore", why))
         members, self.group = self.group.members, None
         self._blocks(10)
         return Restored("applied", members=members)
+
+    def reshard(
+        self, instances: Any, *, tp: int, timeout_s: float = 0, dry_run: bool = False, why: str = ""
+    ) -> Resharded:
+        if self.reshard_fault is not None:
+            raise self.reshard_fault
+        if dry_run:
+            return Resharded("planned", freed_bytes=6_000, price=GroupPrice(self.reshard_s, 6_000, 0, 2, 0.0))
+        self.asked.append(("reshard", f"{' '.join(instances)} tp={tp}; {why}"))
+        paths = {home: LayerPath(home, tuple(instances) * 2, shards=tp) for home in instances}
+        whole = {home: tuple(range(number, 2 * tp, tp)) for number, home in enumerate(instances)}
+        self.group = GroupStatus(tuple(instances), paths, {}, {}, {}, tp, whole)
+        return Resharded("applied", members=tuple(instances), tp=tp)
 
     def _blocks(self, count: int) -> None:
         for rank in self.launcher.ranks.values():
@@ -420,3 +439,32 @@ def test_what_waits_at_the_fleet_is_relieved_at_any_instance(world: Any) -> None
         assert not w.tick().drops
     ((verb, why),) = w.verbs.asked
     assert (verb, why[:3]) == ("swap", "r0 ")
+
+
+def test_layers_are_shared_where_that_costs_less_than_a_drop(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "SETTLE_S", 3.0)
+    w = world(most_shared=2)
+    w.verbs.reshard_s = 0.1
+    seen = Seen(w)
+    while not w.verbs.asked:
+        assert not w.tick().drops
+    ((verb, why),) = w.verbs.asked
+    assert (verb, why.split(";")[0]) == ("reshard", "r0 r1 tp=2")
+    assert "drop 0.5 s for 16,384 bytes, reshard 0.1 s for 6,000 bytes; reshard: the cheapest that suffices" in why
+    asked_s = seen.at_s
+    while len(w.verbs.asked) < 2:  # still short: they share layers already, so some are dropped
+        w.tick()
+    assert w.verbs.asked[1][0] == "drop"
+    assert seen.at_s >= asked_s + 3.0, "ranks had not said yet what they have"
+
+
+@pytest.mark.parametrize("reason", ["dear", "small", "refused", "nobody has them part again"])
+def test_layers_are_dropped_where_sharing_them_is_no_better(world: Any, reason: str) -> None:
+    w = world(most_shared=1 if reason.startswith("nobody") else 4)
+    w.verbs.reshard_s = 0.6 if reason == "dear" else 0.1
+    w.verbs.reshard_fault = ConfigError("layers are not cut") if reason == "refused" else None
+    Seen(w).waiting_bytes = 7_000 if reason == "small" else 4_000
+    while not w.verbs.asked:
+        w.tick()
+    assert w.verbs.asked[0][0] == "drop"
+    assert ("reshard" in w.verbs.asked[0][1]) is (reason in ("dear", "small"))

@@ -27,6 +27,7 @@ PAIR = GroupStatus(
     {"r0": (0,), "r1": (1,)},
     {"r0": 15, "r1": 15},
     {"r0": 10, "r1": 10},
+    shards={"r0": (0,), "r1": (1,)},
 )
 
 
@@ -112,12 +113,6 @@ def test_a_group_has_the_capacity_of_its_members_and_remembers_what_they_had_alo
     assert (group.capacity_bytes, group.base_bytes) == (30 * EACH, 20 * EACH)
 
 
-def test_a_group_whose_ranks_share_layers_is_left_to_who_had_them_share(fleet: Fleet) -> None:
-    seen = readings(fleet)
-    assert seen.read((PAIR,), WEIGHTS) is not None
-    assert seen.read((replace(PAIR, tp=2),), WEIGHTS) is None
-
-
 def test_a_group_that_has_lost_a_member_is_left_out(fleet: Fleet, launcher: FakeLauncher) -> None:
     launcher.ranks["r1"].die()
     seen = readings(fleet)
@@ -163,3 +158,18 @@ def test_load_beyond_the_limit_commits_no_more_than_all(fleet: Fleet) -> None:
     assert snapshot is not None
     assert snapshot.groups[0].committed_bytes == 13 * EACH
     assert snapshot.groups[0].free_bytes == 0
+
+
+def test_a_request_that_waits_for_ranks_to_share_their_layers_is_no_overload(fleet: Fleet) -> None:
+    with fleet._dispatcher.lock:
+        for instance in fleet._dispatcher.instances.values():
+            instance.policy_blocks = 30
+        fleet._dispatcher.on_waiting = lambda: None
+    fleet.submit(Request((1,) * 8, 4 * 10, id="long"), Collector())  # 12 blocks; an instance has 10
+    snapshot = readings(fleet).read((), WEIGHTS)
+    assert snapshot is not None
+    assert snapshot.queued_bytes == 0
+    fleet.submit(Request((1,) * 8, 32), Collector())
+    snapshot = readings(fleet).read((), WEIGHTS)
+    assert snapshot is not None
+    assert snapshot.queued_bytes == 40 * EACH // BLOCK

@@ -23,6 +23,7 @@ LATE = Overload(kv_high=0.99)
         (LATE, FleetPolicies(overload=LATE)),
         (("drop", "balance"), FleetPolicies(True, Overload())),
         (["balance", LATE], FleetPolicies(True, LATE)),
+        (("drop", "lengths"), FleetPolicies(False, Overload(), Lengths())),
     ],
 )
 def test_policies_by_name_by_their_numbers_and_together(policy: Any, expected: FleetPolicies) -> None:

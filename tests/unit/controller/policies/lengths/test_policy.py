@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.config import Lengths
-from elastic.controller.policies.lengths.candidates import Candidate, lower_degree
+from elastic.controller.policies.lengths.candidates import Candidate, best_merger, lower_degree
 from elastic.controller.policies.lengths.policy import (
     MOST_PASSED,
     LengthPlan,
@@ -200,6 +200,23 @@ def test_an_instance_does_not_part_into_ones_that_could_not_hold_its_requests() 
     assert lower_degree(instance("abcd", 3001)) is None
     assert decide([instance("abcd", 2500)], dwell_s=0.0).downs == (ScaleDown("abcd", 2),)
     assert decide([instance("abcd", 2500)], dwell_s=0.0, free_to_shrink=0.7).downs == (), "less is free"
+
+
+def test_an_instance_of_a_pipeline_becomes_another_only_with_all_of_it() -> None:
+    pipeline = [instance("a", partners=("b",)), instance("b", partners=("a",))]
+    one, two = instance("c", 10), instance("d", 10)
+    kv = LiveTokens(1500, 0)
+
+    def merged(*readings: InstanceReading) -> list[str] | None:
+        found = best_merger([Candidate(reading) for reading in readings], kv, 2, 4)
+        return None if found is None else sorted(found.ranks)
+
+    assert merged(*pipeline, one) == ["a", "b"]
+    assert merged(pipeline[0], one) is None
+    assert merged(pipeline[0], one, two) == ["c", "d"]
+    assert merged(instance("a", 900, partners=("b",)), instance("b", 900, partners=("a",)), one, two) == ["c", "d"]
+    assert lower_degree(instance("ab", 10)) == 1
+    assert lower_degree(instance("ab", 10, partners=("c",))) is None, "what it has dropped returns first"
 
 
 FULL = (900, 900, 900, 900, 900)  # five: one more than four instances hold

@@ -1,0 +1,64 @@
+"""Instances that would drop layers could share all of them instead, in a fleet that has the policy of lengths, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
+from elastic.controller.policies.overload import OverloadPlan
+from elastic.controller.remedies import Offer
+from elastic.errors import CapacityError, ConfigError
+
+SETTLE_S = 1.0
+"""How long ranks may take to say what they have since they share layers."""
+
+
+class ShareVerbs(Protocol):
+    """What is asked of a fleet."""
+
+    def groups(self) -> tuple[GroupStatus, ...]: ...
+    def reshard(
+        self, instances: str | Sequence[str], *, tp: int, timeout_s: float = ..., dry_run: bool = ..., why: str = ...
+    ) -> Resharded: ...
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """Ranks that are to share their layers, and what that would cost."""
+
+    ranks: tuple[str, ...]
+    offer: Offer
+
+
+class Shares:
+    """Prices that, and has it done. Ranks part again by the policy of lengths, when no request needs their degree."""
+
+    def __init__(self, verbs: ShareVerbs, most_ranks: int) -> None:
+        """At most so many ranks share layers; 1: none do."""
+        self._verbs, self._most_ranks = verbs, most_ranks
+        self._done_s = -math.inf
+
+    def plan(self, plan: OverloadPlan) -> SharePlan | None:
+        """Plan it for those that would drop; None: these are no number that can share, or do not serve alone."""
+        ranks = tuple(name for group in plan.drops for name in group.members)
+        grouped = {name for group in self._verbs.groups() for name in group.members}
+        if not 2 <= len(ranks) <= self._most_ranks or len(ranks) & (len(ranks) - 1) or grouped.intersection(ranks):
+            return None
+        try:
+            planned = self._verbs.reshard(ranks, tp=len(ranks), dry_run=True)
+        except (ConfigError, CapacityError):  # of other hosts, or not cut so
+            return None
+        assert planned.price is not None
+        return SharePlan(ranks, Offer("reshard", planned.price.seconds, planned.freed_bytes))
+
+    def do(self, plan: SharePlan, now_s: float, timeout_s: float, why: str) -> Resharded:
+        """Have ranks share their layers. Raises what the fleet's verbs raise."""
+        self._done_s = now_s
+        return self._verbs.reshard(plan.ranks, tp=len(plan.ranks), timeout_s=timeout_s, why=why)
+
+    def settling(self, now_s: float) -> bool:
+        """Return whether ranks may not have said yet what they have since."""
+        return now_s - self._done_s < SETTLE_S
