@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import cast
 
 from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
+from elastic.cli.inputs.intent_options import intent_of, losses_of
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
 from elastic.estimation.profile import Profile, measure_fingerprints
 from elastic.planning.estimate.performance import Load
-from elastic.planning.estimate.ranking import Estimate, Objective
+from elastic.planning.estimate.ranking import Estimate
 
 _REASONS = 12
 """Lines of reasons that are shown."""
@@ -34,15 +34,17 @@ def estimate(options: Namespace) -> int:
         load=load,
         weights=weights,
         kv=_names(options.kv, "--kv"),
-        minimize=cast(Objective, options.intent.replace("-", "_")),
+        intent=intent_of(options),
         kind=options.kind,
         profile=_profile(options, weights, load) if options.profile else None,
         planned=options.planned,
+        losses=losses_of(options),
     )
     fitting = [each for each in found if each.fits]
     console = Console()
     if fitting:
-        console.print(_configurations(fitting[: options.top], options.intent))
+        wanted = intent_of(options).objective.replace("_", " ")
+        console.print(_configurations(fitting[: options.top], wanted))
         console.print(_ranks(fitting[0]))
     console.print(f"{len(fitting)} of {len(found)} configurations fit; seconds: {_basis(found)}", soft_wrap=True)
     for reason, names in _reasons(found)[:_REASONS]:

@@ -104,6 +104,15 @@ class InstanceCost:
         """Return how many requests a second it serves with so many running at a time."""
         return 1 / (load.new * self.round_s(load, running) / running + self.prompt_busy_s(load))
 
+    def busy(self, load: Load, running: int) -> tuple[float, ...]:
+        """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""
+        decode = load.decoding(running)
+        chunks, steps = self.prompt(load), (load.new - 1) / running
+        return tuple(
+            load.rate * (math.fsum(self.stage_s(s, [chunk]) for chunk in chunks) + steps * self.stage_s(s, decode))
+            for s in range(len(self.stages))
+        )
+
     def running(self, load: Load, most: int) -> int | None:
         """Return how many requests run at a time at the load's rate, of `most`; None: more would have to.
 
