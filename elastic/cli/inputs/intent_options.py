@@ -59,14 +59,27 @@ def intent_of(options: Namespace) -> Intent:
 
 def losses_of(options: Namespace) -> dict[str, float]:
     """Return what forms lose, by their names. Raises `ConfigError` for what is no such list."""
-    losses = {}
-    for part in filter(None, options.losses.split(",")):
+    return numbers_of(options.losses, "--losses", "int4=0.03")
+
+
+def numbers_of(text: str, option: str, example: str) -> dict[str, float]:
+    """Return numbers by name, from NAME=X,... Raises `ConfigError` for anything else."""
+    numbers = {}
+    for part in filter(None, text.split(",")):
         name, _, value = part.rpartition("=")
         try:
-            losses[name.strip()] = float(value)
+            numbers[name.strip()] = float(value)
         except ValueError as error:
-            raise ConfigError(f"--losses {part!r} is no NAME=X, such as int4=0.03") from error
-    return losses
+            raise ConfigError(f"{option} {part!r} is no NAME=X, such as {example}") from error
+    return numbers
+
+
+def names_of(text: str, option: str) -> tuple[str, ...]:
+    """Return the names in a list. Raises `ConfigError` for an empty one, and for one that is there twice."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"{option} {text!r} has an empty name, or one twice; separate names by commas")
+    return names
 
 
 def _gib_seconds(text: str) -> float:
