@@ -47,6 +47,13 @@ def add_intent(command: ArgumentParser) -> None:
         "--quality-loss", type=float, default=None, metavar="X", help="nats a token that may be lost to compression"
     )
     command.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share above the least that is as good, for the sake of less memory, such as 0.05 (0)",
+    )
+    command.add_argument(
         "--losses", default="", metavar="NAME=X,...", help="what forms lose, such as int4=0.03,KV int8=0.001"
     )
 
@@ -54,7 +61,7 @@ def add_intent(command: ArgumentParser) -> None:
 def intent_of(options: Namespace) -> Intent:
     """Return the intent that was given. Raises `ConfigError` for bounds that cannot be."""
     word = None if options.intent is None else cast(Objective, options.intent.replace("-", "_"))
-    return Intent(word, options.latency, options.cost, options.quality_loss)
+    return Intent(word, options.latency, options.cost, options.quality_loss, options.tolerance)
 
 
 def losses_of(options: Namespace) -> dict[str, float]:

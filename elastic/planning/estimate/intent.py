@@ -25,6 +25,9 @@ class Intent:
     """The most that one request may cost, in GiB seconds."""
     quality_loss: float | None = None
     """By how much the mean loss of a token may rise over that of full weights, in nats; 0: nothing is compressed."""
+    tolerance: float = 0.0
+    """By which share above the least is as good, for the sake of less memory: what differs by less than estimates err
+    is not told apart by them, and leaves more room for other models."""
 
     def __post_init__(self) -> None:
         if self.minimize is not None and self.minimize not in OBJECTIVES:
@@ -33,6 +36,8 @@ class Intent:
             bound = getattr(self, name)
             if bound is not None and not 0 < bound < math.inf:
                 raise ConfigError(f"{name}={bound!r} cannot be met, or bounds nothing; give a number above 0, or None")
+        if not 0 <= self.tolerance < math.inf:
+            raise ConfigError(f"tolerance={self.tolerance!r} cannot be; give a share of 0 or more, such as 0.05")
         if self.quality_loss is not None and not 0 <= self.quality_loss < math.inf:
             raise ConfigError(f"quality_loss={self.quality_loss!r} cannot be; give 0 or more nats a token, or None")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.planning.estimate.configuration import Configuration
@@ -118,7 +118,8 @@ class Estimate:
 def rank(candidates: Iterable[Candidate], load: Load, intent: Intent | Objective = "cost") -> tuple[Estimate, ...]:
     """Return an estimate of every candidate: those that fit, the best first; then the others, as they came.
 
-    What misses a bound of the intent does not fit. Equals stand in the order of their latency, then of their ranks.
+    What misses a bound of the intent does not fit. Equals stand in the order of their latency, then of their ranks;
+    what is as good by the tolerance of the intent, in that of their memory.
     Raises `ConfigError` for an unknown objective.
     """
     wanted = Intent.of(intent)
@@ -127,7 +128,17 @@ def rank(candidates: Iterable[Candidate], load: Load, intent: Intent | Objective
         (each for each in made if each.fits),
         key=lambda each: (each.value(wanted.objective), each.latency_s, each.configuration.ranks),
     )
-    return (*good, *(each for each in made if not each.fits))
+    return (*_as_good(good, wanted), *(each for each in made if not each.fits))
+
+
+def _as_good(estimates: Sequence[Estimate], intent: Intent) -> list[Estimate]:
+    """Sort what is within the tolerance of the best by memory, then what is within that of the best of the others."""
+    found: list[Estimate] = []
+    while len(found) < len(estimates):
+        most = (1 + intent.tolerance) * estimates[len(found)].value(intent.objective)
+        near = [each for each in estimates[len(found) :] if each.value(intent.objective) <= most]
+        found += sorted(near, key=lambda each: each.memory_bytes) if intent.tolerance else near
+    return found
 
 
 def judge(candidate: Candidate, load: Load, intent: Intent | None = None) -> Estimate:

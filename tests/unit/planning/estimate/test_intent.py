@@ -66,6 +66,15 @@ def test_a_budget_is_spent_on_latency() -> None:
     assert fitting(Intent("memory", cost=50)) == ["TP1 PP1 int4", "TP2 PP1 full"]
 
 
+def test_what_is_as_good_goes_by_its_memory() -> None:
+    """1.0 s of 60 GiB, 1.2 s of 34, 3.0 s of 20, 6.0 s of 8."""
+    every = ["TP4 PP1 full", "TP2 PP1 full", "TP1 PP1 full", "TP1 PP1 int4"]
+    assert fitting(Intent("latency", tolerance=0.19)) == every
+    assert fitting(Intent("latency", tolerance=0.21)) == [every[1], every[0], *every[2:]]
+    assert fitting(Intent("latency", tolerance=1.0)) == [every[1], every[0], every[3], every[2]]
+    assert fitting(Intent("latency", tolerance=9.0)) == every[::-1]
+
+
 def test_quality_that_may_not_be_lost_rules_out_what_loses_it_and_what_was_not_measured() -> None:
     assert "TP1 PP1 int4" in fitting(Intent(quality_loss=0.05))
     assert "TP1 PP1 int4" not in fitting(Intent(quality_loss=0.03))
@@ -87,6 +96,7 @@ def test_an_intent_that_cannot_be_is_refused_in_words() -> None:
         ({"latency_s": math.nan}, "latency_s=nan cannot be met"),
         ({"cost": -1.0}, "cost=-1.0 cannot be met"),
         ({"quality_loss": -0.1}, "quality_loss=-0.1 cannot be"),
+        ({"tolerance": -0.1}, "tolerance=-0.1 cannot be"),
     ):
         with pytest.raises(ConfigError, match=words):
             Intent(**options)  # type: ignore[arg-type]
