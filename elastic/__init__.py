@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from elastic.engines.continuous.engine import ContinuousEngine
     from elastic.estimation.estimate import estimate
     from elastic.kvcache.hf_cache import ElasticCache
+    from elastic.planning.estimate.intent import Intent
     from elastic.planning.estimate.performance import Load
     from elastic.planning.estimate.ranking import Estimate
     from elastic.profiling import profile
@@ -80,6 +81,7 @@ __all__ = [
     "HostStatus",
     "Integers",
     "IntegrityError",
+    "Intent",
     "KVStatus",
     "Lengths",
     "Load",
@@ -128,6 +130,7 @@ _LATER = {
     "ContinuousEngine": "elastic.engines.continuous.engine",
     **dict.fromkeys(("Engine", "Output", "Request", "Sampling"), "elastic.engines.base"),
     "Estimate": "elastic.planning.estimate.ranking",
+    "Intent": "elastic.planning.estimate.intent",
     "Load": "elastic.planning.estimate.performance",
     "estimate": "elastic.estimation.estimate",
     "Fleet": "elastic.cluster.fleet.fleet",

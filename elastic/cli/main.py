@@ -14,11 +14,14 @@ from elastic.assets import MODEL_DIR
 from elastic.cli.fleet import add_options as add_fleet
 from elastic.cli.inputs.bench_options import add_bench
 from elastic.cli.inputs.estimate_options import add_estimate
+from elastic.cli.inputs.place_options import add_place
 from elastic.cli.rank import add_options as add_rank
 from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args
 from elastic.errors import BackendUnavailable, ElasticError
 
+PREDICTIONS = ("estimate", "place", "plan")
+"""Commands in a room of their own."""
 USER_ERROR, CLOSED_PIPE = 2, 128 + signal.SIGPIPE
 DEMO_PROMPT = 'def read_file(path):\n    """Read'
 
@@ -47,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
     _add_plan(commands.add_parser("plan", help="where to put layers and their replicas, and what that gains"))
     add_estimate(commands.add_parser("estimate", help="what a model would need and do on devices, without loading it"))
+    add_place(commands.add_parser("place", help="which model would go to which devices, and in which configuration"))
     return root
 
 
@@ -124,7 +128,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     """Import and return the function behind a command. Raises `BackendUnavailable` where an extra is absent."""
     name = name.replace("-", "_")
     try:
-        module = importlib.import_module(f"elastic.cli.{name}")
+        module = importlib.import_module(f"elastic.cli.{'predictions.' if name in PREDICTIONS else ''}{name}")
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise

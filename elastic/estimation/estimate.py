@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_
 from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, even_stages
 from elastic.planning.estimate.devices import Device, DeviceKind
+from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import InstanceCost, Load
-from elastic.planning.estimate.ranking import Candidate, Estimate, Objective, RankBytes, rank
+from elastic.planning.estimate.ranking import Candidate, Estimate, RankBytes, rank
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
 
@@ -37,7 +39,7 @@ def estimate(
     load: Load | None = None,
     weights: Sequence[str] = WEIGHTS,
     kv: Sequence[str] = (FULL,),
-    minimize: Objective = "cost",
+    intent: Intent | Objective = "cost",
     kind: str | None = None,
     profile: Profile | None = None,
     dtype: torch.dtype | None = None,
@@ -45,6 +47,7 @@ def estimate(
     block_tokens: int | None = None,
     prefetch_buffers: int = 0,
     planned: bool = False,
+    losses: Mapping[str, float] | None = None,
 ) -> tuple[Estimate, ...]:
     """Rank the configurations of a model on devices: those that fit by what is to be small, then the others with why.
 
@@ -55,18 +58,24 @@ def estimate(
     512 tokens that get 128). `profile`: measured fingerprints; None: rates of data sheets, no less than which it takes.
     `dtype`: None is the model's own, on CPUs float32, as it would be loaded. `step_tokens` and `block_tokens` are those
     of the engine, `prefetch_buffers` what `wrap` keeps for released layers (1 without a policy). `planned`: estimate as
-    well what this version cannot run. Raises `ConfigError` for what cannot be estimated.
+    well what this version cannot run. `intent`: what is to be small, or an `Intent` with bounds; what misses one does
+    not fit. `losses`: by how much each form raises the mean loss of a token, as `{"int4": 0.03, "KV int8": 0.001}`.
+    Raises `ConfigError` for what cannot be estimated.
     """
     found = parse_devices(devices, kind)
     layout = layout_of(model, torch.float32 if dtype is None and found[0].kind.type == "cpu" else dtype)
     estimator = Estimator(
-        layout, found, load or Load(512, 128), step_tokens, block_tokens, prefetch_buffers, profile, planned
+        layout,
+        found,
+        load or Load(512, 128),
+        step_tokens,
+        block_tokens,
+        prefetch_buffers,
+        profile,
+        planned,
+        losses or {},
     )
-    for name in weights:
-        if name != FULL:
-            variant_config(name)
-    space = configurations(len(found), len(layout.decoder.layers), weights, kv)
-    return rank(estimator.candidates(space), estimator.load, minimize)
+    return rank(estimator.candidates(estimator.space(weights, kv)), estimator.load, intent)
 
 
 @dataclass
@@ -81,6 +90,7 @@ class Estimator:
     prefetch_buffers: int
     profile: Profile | None = None
     planned: bool = False
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sort the devices, those with the most memory first. Raises `ConfigError` for unlike kinds."""
@@ -97,6 +107,13 @@ class Estimator:
         self.pages = WeightPages(self.layout, kind.page_bytes, kernel_target(kind.type, kind.instructions))
         self.costs: Costs = _costs(self.pages, kind, self.profile)
 
+    def space(self, weights: Sequence[str], kv: Sequence[str]) -> Iterator[Configuration]:
+        """Yield all configurations on the devices. Raises `ConfigError` for an unknown variant."""
+        for name in weights:
+            if name != FULL:
+                variant_config(name)
+        return configurations(len(self.devices), len(self.layout.decoder.layers), weights, kv)
+
     def candidates(self, space: Iterator[Configuration]) -> Iterator[Candidate]:
         """Yield what is known of each configuration; of one that cannot be, the reason."""
         for configuration in space:
@@ -107,36 +124,70 @@ class Estimator:
                 yield Candidate(configuration, stages, (), 0, 0, None, self.costs.basis, str(error))
 
     def candidate(self, configuration: Configuration) -> Candidate:
-        """Return what is known of a configuration. Raises `ConfigError` where the model cannot be cut or packed so."""
-        tp, form = configuration.tp, configuration.kv
-        kv = kv_shape_of(self.layout.config, self.layout.dtype.itemsize, form)
+        """Return what is known of a configuration, in even stages on the devices with the most memory.
+
+        Raises `ConfigError` where the model cannot be cut or packed so.
+        """
         stages = even_stages(len(self.layout.decoder.layers), configuration.pp)
+        return self.candidate_on(configuration, stages, self.devices, MOST_REQUESTS)
+
+    def candidate_on(
+        self, configuration: Configuration, stages: Sequence[range], devices: Sequence[Device], most_requests: int
+    ) -> Candidate:
+        """Return what is known of a configuration in such stages on devices, the ranks that share one side by side."""
+        tp, kv = configuration.tp, self.kv_shape(configuration)
         rooms = [self.room(kv, tp, layers) for layers in stages]
-        ranks, requests = self.ranks(configuration, stages, rooms, 1)
+        ranks, requests = self.ranks(configuration, stages, rooms, devices, 1)
         if requests > 1:  # logits of all that run at a time are more, which leaves room for fewer
-            ranks, requests = self.ranks(configuration, stages, rooms, min(requests, MOST_REQUESTS))
+            ranks, requests = self.ranks(configuration, stages, rooms, devices, min(requests, most_requests))
         return Candidate(
             configuration,
-            stages,
+            tuple(stages),
             ranks,
-            min(requests, MOST_REQUESTS),
+            min(requests, most_requests),
             sum(tp * self.request_bytes(room, configuration, each) for room, each in zip(rooms, stages, strict=True)),
             self.instance_cost(configuration, stages, kv),
             self.costs.basis,
             "" if self.planned else unserved(configuration),
+            self.quality_loss(configuration),
         )
+
+    def need(self, configuration: Configuration, layers: range, requests: int) -> int:
+        """Return the bytes that a rank with some layers must have to run so many requests of the load at a time.
+
+        Raises `ConfigError` where these layers cannot be cut or packed so.
+        """
+        room = self.room(self.kv_shape(configuration), configuration.tp, layers)
+        kept = room.pages(requests, self.load.tokens) * self.pages.page_bytes
+        share = self.copied_share(configuration, layers)
+        held = self.rank(Device("", self.devices[0].kind, 0), layers, configuration, requests)
+        return held.used + math.ceil(kept / (1 - share)) + 1  # a share of a whole number of bytes is rounded down
+
+    def kv_shape(self, configuration: Configuration) -> KVShape:
+        """Return the keys and values of one token in one layer. Raises `ConfigError` for an unknown form."""
+        return kv_shape_of(self.layout.config, self.layout.dtype.itemsize, configuration.kv)
+
+    def quality_loss(self, configuration: Configuration) -> float | None:
+        """Return by how much the mean loss of a token rises; None where it was not said of a form."""
+        known = [self.losses.get(name) for name in configuration.compressed]
+        return math.fsum(loss for loss in known if loss is not None) if None not in known else None
 
     def room(self, kv: KVShape, tp: int, layers: range) -> KVRoom:
         """Return the blocks of a stage at one of its ranks."""
         return KVRoom(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
 
     def ranks(
-        self, configuration: Configuration, stages: Sequence[range], rooms: Sequence[KVRoom], running: int
+        self,
+        configuration: Configuration,
+        stages: Sequence[range],
+        rooms: Sequence[KVRoom],
+        devices: Sequence[Device],
+        running: int,
     ) -> tuple[tuple[RankBytes, ...], int]:
         """Return what each rank holds with so many requests in a batch, and the requests that all have room for."""
         ranks, requests, tp = [], [], configuration.tp
         for number, layers in enumerate(stages):
-            for device in self.devices[number * tp : (number + 1) * tp]:
+            for device in devices[number * tp : (number + 1) * tp]:
                 held = self.rank(device, layers, configuration, running)
                 ranks.append(held)
                 requests.append(rooms[number].requests(held.kv // self.pages.page_bytes, self.load.tokens))

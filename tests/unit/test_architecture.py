@@ -33,7 +33,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
     "memory": (("backends", "pinned"), ("",)),
-    "planning": (("",), ("pipeline", "sharding"), ("arrangement", "estimate")),
+    "planning": (("",), ("pipeline", "sharding"), ("arrangement", "estimate"), ("deployment",)),
     "weights": (("proxy", "shards"), ("",)),
     "hooks": (("",), ("replicas",)),
     "kvcache": (("storage",), ("layers",), ("",)),
@@ -44,7 +44,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
-    "cli": (("inputs", "views"), ("acts",), ("",)),
+    "cli": (("inputs", "views"), ("acts", "predictions"), ("",)),
 }
 
 

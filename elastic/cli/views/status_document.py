@@ -65,6 +65,7 @@ class RankDocument:
     traffic: RequestStats | None = None
     times: StageTimes | None = None
     wires: tuple[WireDocument, ...] | None = None
+    utilization: float | None = None
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,8 @@ class RuntimeView:
     wires: tuple[Wire, ...] = ()
     variants: tuple[str, ...] = ()
     """What layers can be swapped to."""
+    utilization: float | None = None
+    """The mean share of the last two minutes in which its GPU was busy, whoever used it; None where nobody tells."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from elastic.cluster.control.messages import (
     TakeBack,
 )
 from elastic.cluster.control.stage_questions import CopyLayers, PeerQuestion, StageQuestion, WeightDigests, WeightsOf
+from elastic.cluster.rank.gpu_load import GPULoad
 from elastic.cluster.rank.stages import Stages
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.errors import ConfigError, ElasticError, StateError
@@ -61,6 +62,14 @@ class Questions:
         self._engine, self._connection, self._drain = engine, connection, drain
         self._lanes: dict[str, queue.SimpleQueue[Ask | None]] = {}
         self._stages = Stages(engine, connection.local_host or LOOPBACK)
+        pools = engine.runtime.pools
+        self._gpu_load = GPULoad.of(
+            {pool.name: pool.backend.device.index or 0 for pool in pools if pool.backend.device.type == "cuda"}
+        )
+
+    def start(self) -> None:
+        """Begin to look at how busy the GPUs are."""
+        self._gpu_load.start()
 
     def put(self, ask: Ask) -> None:
         """Have a question answered. From one thread."""
@@ -75,6 +84,7 @@ class Questions:
         for lane in list(self._lanes.values()):
             lane.put(None)
         self._stages.close()
+        self._gpu_load.close()
 
     def _serve(self, lane: queue.SimpleQueue[Ask | None]) -> None:
         while (ask := lane.get()) is not None:
@@ -149,6 +159,7 @@ class Questions:
             engine.stage_times,
             self._stages.wires,
             tuple(runtime.weights.layers[0].variants),
+            self._gpu_load.utilization,
         )
 
 

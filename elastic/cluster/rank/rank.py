@@ -69,6 +69,7 @@ class Rank:
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
         self.engine.on_step = self._tell
         self.engine.start()
+        self._questions.start()
         self._connection.send(self._hello())
         beats.start()
         try:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+from elastic.engines.pipeline.busy_window import BusyWindow
 from elastic.errors import StateError
 
 _WEIGHT = 0.05  # of the last time in the mean
@@ -25,6 +26,8 @@ class StageTimes:
     """Nobody did, while steps were in flight here: all of them waited for other ranks."""
     waiting_s: float = 0.0
     """That steps waited for hidden states of other ranks, added up over steps: others may have computed meanwhile."""
+    load: float = 0.0
+    """The share of the last two minutes in which somebody computed."""
 
 
 class Turn:
@@ -42,6 +45,7 @@ class Turn:
         self._awaiting = 0  # steps that have given it up
         self._busy_s = self._bubble_s = self._waiting_s = 0.0
         self._counted_s = time.perf_counter()  # until when these are counted
+        self._window = BusyWindow(self._counted_s)
         self.stage_s = 0.0
         """For how long it is held at a time, in the mean of the last times."""
 
@@ -55,7 +59,8 @@ class Turn:
         """What was done until now."""
         with self._lock:
             self._count(time.perf_counter())
-            return StageTimes(self._busy_s, self._bubble_s, self._waiting_s)
+            load = self._window.share(self._counted_s)
+            return StageTimes(self._busy_s, self._bubble_s, self._waiting_s, load)
 
     def __enter__(self) -> None:
         """Wait for the turn. Raises `StateError` in a thread that has it: it would wait for itself."""
@@ -116,6 +121,7 @@ class Turn:
         self._counted_s = now_s
         if self._holder is not None:
             self._busy_s += past_s
+            self._window.add(now_s - past_s, now_s)
         if self._awaiting:
             self._waiting_s += past_s * self._awaiting
             self._bubble_s += 0.0 if self._holder is not None else past_s

@@ -35,6 +35,12 @@ class Configuration:
         """Devices that it takes."""
         return self.tp * self.pp
 
+    @property
+    def compressed(self) -> tuple[str, ...]:
+        """What is not as the model has it, such as `int4` and `KV int8`."""
+        forms = (self.weights, self.weights), (self.kv, f"KV {self.kv}")
+        return tuple(name for form, name in forms if form != FULL)
+
     def __str__(self) -> str:
         """Return such as `TP2 PP1 int4`; keys and values are named where they have a form of their own."""
         return f"TP{self.tp} PP{self.pp} {self.weights}" + (f" KV {self.kv}" if self.kv != FULL else "")

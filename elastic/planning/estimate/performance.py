@@ -104,6 +104,25 @@ class InstanceCost:
         """Return how many requests a second it serves with so many running at a time."""
         return 1 / (load.new * self.round_s(load, running) / running + self.prompt_busy_s(load))
 
+    def busy(self, load: Load, running: int) -> tuple[float, ...]:
+        """Return for each stage the share of time that it computes at the load's rate, so many running at a time."""
+        decode = load.decoding(running)
+        chunks, steps = self.prompt(load), (load.new - 1) / running
+        return tuple(
+            load.rate * (math.fsum(self.stage_s(s, [chunk]) for chunk in chunks) + steps * self.stage_s(s, decode))
+            for s in range(len(self.stages))
+        )
+
+    def alone_s(self, load: Load) -> tuple[float, ...]:
+        """Return for how long each stage computes one request that is alone, with the hops that follow it."""
+        decode, steps = load.decoding(1), load.new - 1
+        sent = [(self.token_bytes * chunk.tokens, 1) for chunk in self.prompt(load)] + [(self.token_bytes, steps)]
+        hops = math.fsum(count * self.hop(nbytes) for nbytes, count in sent) if len(self.stages) > 1 else 0.0
+        return tuple(
+            math.fsum(self.stage_s(s, [chunk]) for chunk in self.prompt(load)) + steps * self.stage_s(s, decode) + hops
+            for s in range(len(self.stages))
+        )
+
     def running(self, load: Load, most: int) -> int | None:
         """Return how many requests run at a time at the load's rate, of `most`; None: more would have to.
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from elastic.errors import ConfigError
 from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import InstanceCost, Load
-
-Objective = Literal["latency", "cost", "memory", "gpu_hours"]
-"""Cost is memory times latency, as in the paper, where it is the default too."""
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,8 @@ class Candidate:
     """Where the seconds are from: "measured", "data sheet" or "assumed"."""
     unserved: str = ""
     """Why this version cannot run it; "": it can."""
+    quality_loss: float | None = None
+    """By how much the mean loss of a token rises, in nats; None: it is not known."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,8 @@ class Estimate:
     """The most requests served a second."""
     memory_bytes: int = 0
     """Of all ranks, with the keys and values of what runs."""
+    quality_loss: float | None = None
+    """By how much the mean loss of a token rises, in nats; None: it is not known."""
 
     @property
     def fits(self) -> bool:
@@ -116,23 +115,43 @@ class Estimate:
         return float(values.get(minimize, self.gpu_hours))
 
 
-def rank(candidates: Iterable[Candidate], load: Load, minimize: Objective = "cost") -> tuple[Estimate, ...]:
+def rank(candidates: Iterable[Candidate], load: Load, intent: Intent | Objective = "cost") -> tuple[Estimate, ...]:
     """Return an estimate of every candidate: those that fit, the best first; then the others, as they came.
 
-    Equals stand in the order of their latency, then of their ranks. Raises `ConfigError` for an unknown objective.
+    What misses a bound of the intent does not fit. Equals stand in the order of their latency, then of their ranks;
+    what is as good by the tolerance of the intent, in that of their memory.
+    Raises `ConfigError` for an unknown objective.
     """
-    if minimize not in OBJECTIVES:
-        raise ConfigError(f"minimize={minimize!r} is not known; use one of {', '.join(OBJECTIVES)}")
-    made = [judge(candidate, load) for candidate in candidates]
+    wanted = Intent.of(intent)
+    made = [judge(candidate, load, wanted) for candidate in candidates]
     good = sorted(
         (each for each in made if each.fits),
-        key=lambda each: (each.value(minimize), each.latency_s, each.configuration.ranks),
+        key=lambda each: (each.value(wanted.objective), each.latency_s, each.configuration.ranks),
     )
-    return (*good, *(each for each in made if not each.fits))
+    return (*_as_good(good, wanted), *(each for each in made if not each.fits))
 
 
-def judge(candidate: Candidate, load: Load) -> Estimate:
-    """Return the estimate of one candidate."""
+def _as_good(estimates: Sequence[Estimate], intent: Intent) -> list[Estimate]:
+    """Sort what is within the tolerance of the best by memory, then what is within that of the best of the others."""
+    found: list[Estimate] = []
+    while len(found) < len(estimates):
+        most = (1 + intent.tolerance) * estimates[len(found)].value(intent.objective)
+        near = [each for each in estimates[len(found) :] if each.value(intent.objective) <= most]
+        found += sorted(near, key=lambda each: each.memory_bytes) if intent.tolerance else near
+    return found
+
+
+def judge(candidate: Candidate, load: Load, intent: Intent | None = None) -> Estimate:
+    """Return the estimate of one candidate, which does not fit where it misses a bound of the intent."""
+    estimate = replace(_estimate(candidate, load), quality_loss=candidate.quality_loss)
+    if intent is None or not estimate.fits:
+        return estimate
+    lossy = intent.too_lossy(candidate.configuration.compressed, candidate.quality_loss)
+    return replace(estimate, why_not=lossy or intent.missed(estimate.latency_s, estimate.cost))
+
+
+def _estimate(candidate: Candidate, load: Load) -> Estimate:
+    """Return the estimate of one candidate, whatever the intent."""
     own = candidate.configuration, candidate.stages, candidate.ranks, candidate.basis
     why_not = candidate.unserved or _shortage(candidate, load)
     if why_not or candidate.cost is None:

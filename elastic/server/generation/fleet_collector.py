@@ -98,6 +98,12 @@ class FleetCollector:
         for name, (field, help) in _TIMES.items():
             seconds = {labels: getattr(times, field) for labels, times in timed.items()}
             yield self._of_rank.counter(name, help, seconds)
+        loads: dict[Labels, float] = {
+            labels: max(view.times.load, view.utilization or 0.0)
+            for labels, view in views.items()
+            if view.times is not None
+        }
+        yield self._of_rank.gauge("rank_load", "The share of the last two minutes in which a rank was busy.", loads)
         wires = {(*labels, wire.rank): wire for labels, view in views.items() for wire in view.wires}
         for name, (field, help) in _WIRES.items():
             nbytes = {labels: getattr(wire, field) for labels, wire in wires.items()}

@@ -23,7 +23,8 @@ Of a fleet (since version 2), else empty:
 
 - `ranks`: for each process the fields of `elastic.cluster.control.status.RankStatus`, and under `layers`, `status`,
   `events`, `controller` and `traffic` what it last said of itself, as above; null or empty for one that never did;
-  `times`: the fields of `elastic.engines.pipeline.turn.StageTimes`, and `wires`: for each other rank those of `Wire`
+  `times`: the fields of `elastic.engines.pipeline.turn.StageTimes`, `wires`: for each other rank those of `Wire`, and
+  `utilization`: the share of two minutes in which its GPU was busy, null where nobody tells
 - `instances`: the fields of `InstanceStatus`
 - `fleet_events`: the last things that happened to it, oldest first, at most 100: the fields of `FleetEvent`
 - `fleet`: `queued`, `totals` and `policy` of `FleetStatus`, or null
@@ -127,7 +128,7 @@ def _ranks(serving: ServerState) -> list[dict[str, Any]]:
     for rank in serving.fleet.status().ranks:
         view = views.get(rank.name)
         model = _NOTHING if view is None else _of_model(view.status, view.events, view.controller)
-        told = {"traffic": "stats", "times": "times", "wires": "wires"}
+        told = {"traffic": "stats", "times": "times", "wires": "wires", "utilization": "utilization"}
         of_view = {key: None if view is None else plain(getattr(view, name)) for key, name in told.items()}
         ranks.append({**plain(rank), **model, **of_view})
     return ranks

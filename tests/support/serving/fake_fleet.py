@@ -77,7 +77,7 @@ class FakeFleet(FakeEngine):
         self._require(rank)
         wires = (Wire("b", 100, 200, 300),) if rank == "a" else ()
         return RuntimeView(
-            status(), RequestStats(running=2), events(), ControllerHealth(), StageTimes(6.0, 2.0, 3.0), wires
+            status(), RequestStats(running=2), events(), ControllerHealth(), StageTimes(6.0, 2.0, 3.0, 0.25), wires
         )
 
     def apply(self, rank: str, actions: Sequence[Action], *, dry_run: bool = False) -> Any:

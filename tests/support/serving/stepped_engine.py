@@ -100,6 +100,8 @@ class SteppedEngine:
 class SlowRuntime:
     """Its actions last until the test says so."""
 
+    pools = ()
+
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
 

@@ -36,7 +36,7 @@ LLAMA_2_70B = transformers.LlamaConfig(
 def test_a_model_larger_than_this_machine_is_ranked_from_its_config() -> None:
     """Half of 138 GB of weights do not fit 48 GB; int4 fits one device, as full weights in four do."""
     load = elastic.Load(prompt=1024, new=100)
-    found = estimate(LLAMA_2_70B, "4*a6000", load=load, weights=("full", "int4"), minimize="latency")
+    found = estimate(LLAMA_2_70B, "4*a6000", load=load, weights=("full", "int4"), intent="latency")
     by_name = {str(each.configuration): each for each in found}
     assert len(by_name) == 14
     assert by_name["TP1 PP1 int4"].fits

@@ -11,7 +11,7 @@ import pytest
 import elastic
 
 ROOT = Path(elastic.__file__).parent
-ROOMS = ("arrangement", "estimate", "pipeline", "sharding")
+ROOMS = ("arrangement", "deployment", "estimate", "pipeline", "sharding")
 FILES = [path for room in ROOMS for path in sorted((ROOT / "planning" / room).glob("*.py"))]
 
 

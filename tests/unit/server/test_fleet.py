@@ -142,7 +142,8 @@ def test_the_status_of_a_fleet(client: TestClient) -> None:
         "parts": [],
     }
     assert status["ranks"][0]["traffic"]["running"] == 2
-    assert status["ranks"][0]["times"] == {"busy_s": 6.0, "bubble_s": 2.0, "waiting_s": 3.0}
+    assert status["ranks"][0]["times"] == {"busy_s": 6.0, "bubble_s": 2.0, "waiting_s": 3.0, "load": 0.25}
+    assert status["ranks"][0]["utilization"] is None
     wire = {"rank": "b", "sent_bytes": 100, "received_bytes": 200, "read_bytes": 300}
     assert [rank["wires"] for rank in status["ranks"]] == [[wire], []]
     assert status["instances"][0]["load"]["free_blocks"] == 30
@@ -299,6 +300,7 @@ def test_who_computes_what_is_shown(client: TestClient, fleet: FakeFleet) -> Non
     found = scraped(client)
     assert found["elastic_instance_stages", "instance=i-a"] == 1
     assert found["elastic_rank_dropped_layers", "instance=i-a", "rank=a"] == 0
+    assert found["elastic_rank_load", "instance=i-a", "rank=a"] == 0.25
     fleet.paths["a"] = ("a", "a", "b")
     fleet.ranks["a"] = replace(fleet.ranks["a"], dropped=(2,))
     found = scraped(client)

@@ -134,7 +134,7 @@ def test_a_rank_is_busy_or_in_a_bubble_or_has_no_work(monkeypatch: pytest.Monkey
             clock.now_s += 2  # a bubble: the only step waits
         clock.now_s += 4
     clock.now_s += 8
-    assert turn.times == StageTimes(busy_s=5.0, bubble_s=2.0, waiting_s=2.0)
+    assert turn.times == StageTimes(busy_s=5.0, bubble_s=2.0, waiting_s=2.0, load=5 / 22)
 
 
 def test_while_another_step_computes_one_that_waits_is_no_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,9 @@ def test_while_another_step_computes_one_that_waits_is_no_bubble(monkeypatch: py
         other.start()
         other.join(10)
         clock.now_s += 1
-        assert turn.times == StageTimes(busy_s=3.0, bubble_s=2.0, waiting_s=5.0), "as of now, the step still waits"
-    assert turn.times == StageTimes(busy_s=3.0, bubble_s=2.0, waiting_s=5.0)
+        now = StageTimes(busy_s=3.0, bubble_s=2.0, waiting_s=5.0, load=3 / 5)
+        assert turn.times == now, "as of now, the step still waits"
+    assert turn.times == now
 
 
 def test_a_wait_that_failed_is_counted_and_over(monkeypatch: pytest.MonkeyPatch) -> None:

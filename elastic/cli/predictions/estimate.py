@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import cast
 
 from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.inputs.checks import require_at_least
+from elastic.cli.inputs.intent_options import intent_of, losses_of, names_of
 from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
 from elastic.estimation.profile import Profile, measure_fingerprints
 from elastic.planning.estimate.performance import Load
-from elastic.planning.estimate.ranking import Estimate, Objective
+from elastic.planning.estimate.ranking import Estimate
 
 _REASONS = 12
 """Lines of reasons that are shown."""
@@ -27,24 +27,27 @@ def estimate(options: Namespace) -> int:
     """Print the configurations that fit, the ranks of the best one, and why others do not. Exit code 2: none fits."""
     require_at_least(1, options.top, "--top")
     load = Load(options.prompt, options.new_tokens, options.rate)
-    weights = _names(options.weights, "--weights") if options.weights is not None else WEIGHTS
+    weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
     found = estimate_all(
         options.model,
         options.devices,
         load=load,
         weights=weights,
-        kv=_names(options.kv, "--kv"),
-        minimize=cast(Objective, options.intent.replace("-", "_")),
+        kv=names_of(options.kv, "--kv"),
+        intent=intent_of(options),
         kind=options.kind,
         profile=_profile(options, weights, load) if options.profile else None,
         planned=options.planned,
+        losses=losses_of(options),
     )
     fitting = [each for each in found if each.fits]
     console = Console()
     if fitting:
-        console.print(_configurations(fitting[: options.top], options.intent))
+        wanted = intent_of(options).objective.replace("_", " ")
+        console.print(_configurations(fitting[: options.top], wanted))
         console.print(_ranks(fitting[0]))
-    console.print(f"{len(fitting)} of {len(found)} configurations fit; seconds: {_basis(found)}", soft_wrap=True)
+    counted = f"{len(fitting)} of {len(found)} configurations fit"
+    console.print(f"{counted}; seconds: {basis_words(found[0].basis)}", soft_wrap=True)
     for reason, names in _reasons(found)[:_REASONS]:
         console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False, markup=False)
     return 0 if fitting else 2
@@ -59,14 +62,6 @@ def _profile(options: Namespace, weights: Sequence[str], load: Load) -> Profile:
             f"--profile measures on this machine: name its devices, such as cuda:0, not {first.kind.name}"
         )
     return measure_fingerprints(options.model, weights, device=device, context=load.tokens)
-
-
-def _names(text: str, option: str) -> tuple[str, ...]:
-    """Return the names in a list. Raises `ConfigError` for an empty one, and for one that is there twice."""
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f"{option} {text!r} has an empty name, or one twice; separate names by commas")
-    return names
 
 
 def _configurations(estimates: Sequence[Estimate], intent: str) -> Table:
@@ -107,14 +102,13 @@ def _ranks(best: Estimate) -> Table:
     return table
 
 
-def _basis(estimates: Sequence[Estimate]) -> str:
-    """Say where the seconds are from."""
-    basis = estimates[0].basis
+def basis_words(basis: str) -> str:
+    """Say where the seconds of estimates are from."""
     words = {
         "measured": "fitted to fingerprints measured here; links are assumed",
-        "data sheet": "predicted at the peak rates of a data sheet, no less than that; --profile measures",
+        "data sheet": "predicted at the peak rates of a data sheet, no less than that; estimate --profile measures",
     }
-    return words.get(basis, "assumed of one core; --profile measures")
+    return words.get(basis, "assumed of one core; estimate --profile measures")
 
 
 def _reasons(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:

@@ -1,0 +1,93 @@
+"""Options of `elastic estimate` and `elastic place`: devices, load, the space of configurations, and the intent."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import cast
+
+from elastic.errors import ConfigError
+from elastic.planning.estimate.intent import Intent, Objective
+
+OBJECTIVES = ("latency", "cost", "memory", "gpu-hours")
+
+
+def add_space(command: ArgumentParser) -> None:
+    """Add the devices, the load, and the forms of weights, keys and values."""
+    command.add_argument(
+        "--devices",
+        required=True,
+        metavar="DEVICES",
+        help="such as 8*h100, 2*a6000=40GiB, cuda:0=80GiB,cuda:1=80GiB or cpu#a=1GiB",
+    )
+    command.add_argument("--kind", default=None, metavar="NAME", help="the data sheet of cuda:N, such as a100-80gb")
+    command.add_argument(
+        "--rate", type=float, default=0.0, metavar="X", help="requests a second (0: one request at a time)"
+    )
+    command.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of each prompt (512)")
+    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="generated for each (128)")
+    command.add_argument(
+        "--weights",
+        default=None,
+        metavar="NAMES",
+        help="full, or names of variants, pruned ones too (full,int8,int4,2:4)",
+    )
+    command.add_argument("--kv", default="full", metavar="NAMES", help="full, int8 (full)")
+
+
+def add_intent(command: ArgumentParser) -> None:
+    """Add what is to be small, and what may not be exceeded."""
+    command.add_argument(
+        "--intent", choices=OBJECTIVES, default=None, help="what is to be small (cost; with --cost, latency)"
+    )
+    command.add_argument("--latency", type=float, default=None, metavar="S", help="seconds that a request may take")
+    command.add_argument(
+        "--cost", type=_gib_seconds, default=None, metavar="GIBS", help="what a request may cost, such as 40GiBs"
+    )
+    command.add_argument(
+        "--quality-loss", type=float, default=None, metavar="X", help="nats a token that may be lost to compression"
+    )
+    command.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share above the least that is as good, for the sake of less memory, such as 0.05 (0)",
+    )
+    command.add_argument(
+        "--losses", default="", metavar="NAME=X,...", help="what forms lose, such as int4=0.03,KV int8=0.001"
+    )
+
+
+def intent_of(options: Namespace) -> Intent:
+    """Return the intent that was given. Raises `ConfigError` for bounds that cannot be."""
+    word = None if options.intent is None else cast(Objective, options.intent.replace("-", "_"))
+    return Intent(word, options.latency, options.cost, options.quality_loss, options.tolerance)
+
+
+def losses_of(options: Namespace) -> dict[str, float]:
+    """Return what forms lose, by their names. Raises `ConfigError` for what is no such list."""
+    return numbers_of(options.losses, "--losses", "int4=0.03")
+
+
+def numbers_of(text: str, option: str, example: str) -> dict[str, float]:
+    """Return numbers by name, from NAME=X,... Raises `ConfigError` for anything else."""
+    numbers = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.rpartition("=")
+        try:
+            numbers[name.strip()] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{option} {part!r} is no NAME=X, such as {example}") from error
+    return numbers
+
+
+def names_of(text: str, option: str) -> tuple[str, ...]:
+    """Return the names in a list. Raises `ConfigError` for an empty one, and for one that is there twice."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"{option} {text!r} has an empty name, or one twice; separate names by commas")
+    return names
+
+
+def _gib_seconds(text: str) -> float:
+    return float(text.removesuffix("GiBs"))

@@ -1,0 +1,1 @@
+"""Commands that say what would be, and start nothing."""

@@ -1,0 +1,152 @@
+"""`elastic place`: which model would go to which devices, in which configuration, and why not in a better one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic.cli.inputs.intent_options import intent_of, losses_of, names_of, numbers_of
+from elastic.cli.predictions.estimate import basis_words
+from elastic.estimation.estimate import WEIGHTS
+from elastic.estimation.placement import ModelSpace, PlacedModels, place_models
+from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.estimate.performance import Load
+
+_REASONS = 3
+"""Better configurations whose reasons are shown for each model."""
+
+
+def place(options: Namespace) -> int:
+    """Print what goes where, what is left of the devices, and why not otherwise. Exit code 2: a model has no place."""
+    space = ModelSpace(
+        Load(options.prompt, options.new_tokens, options.rate),
+        intent_of(options),
+        names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS,
+        names_of(options.kv, "--kv"),
+        options.planned,
+        losses_of(options),
+    )
+    placed = place_models(
+        _named(options.models),
+        options.devices,
+        space,
+        policy=options.policy,
+        theta=options.theta,
+        loads=numbers_of(options.loads, "--loads", "cuda:0=0.4"),
+        kind=options.kind,
+    )
+    if options.json:
+        json.dump(_document(placed), sys.stdout)
+        print()
+    else:
+        _print(placed)
+    return 2 if any(isinstance(outcome, Refusal) for _, outcome in placed.models) else 0
+
+
+def _named(paths: Sequence[str]) -> dict[str, str]:
+    """Name models by their directories; those of one name are numbered."""
+    named: dict[str, str] = {}
+    for path in paths:
+        own = Path(path).resolve().name
+        count = sum(name == own or name.startswith(f"{own}#") for name in named)
+        named[f"{own}#{count + 1}" if count else own] = path
+    return named
+
+
+def _print(placed: PlacedModels) -> None:
+    console = Console()
+    console.print(_models(placed))
+    console.print(_devices(placed))
+    console.print(f"seconds: {basis_words(placed.basis)}; of each model alone on its devices", soft_wrap=True)
+    for name, outcome in placed.models:
+        reasons = outcome.passed_over if isinstance(outcome, Deployment) else outcome.reasons
+        what = "preferred" if isinstance(outcome, Deployment) else "no place"
+        for configuration, why in reasons[:_REASONS]:
+            console.print(f"  {name}, {what}: {configuration}: {why}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _models(placed: PlacedModels) -> Table:
+    table = Table(title="placements")
+    for column in ("model", "configuration"):
+        table.add_column(column, no_wrap=True)
+    for column in ("memory", "at a time", "TTFT, s", "TPOT, ms", "all, s"):
+        table.add_column(column, justify="right")
+    for name, outcome in placed.models:
+        if isinstance(outcome, Refusal):
+            table.add_row(name, "no place")
+            continue
+        each = outcome.estimate
+        table.add_row(
+            name,
+            str(outcome.configuration),
+            _size(outcome.nbytes),
+            str(outcome.requests),
+            f"{each.ttft_s:.3g}",
+            f"{1e3 * each.tpot_s:.3g}",
+            f"{each.latency_s:.3g}",
+        )
+    return table
+
+
+def _devices(placed: PlacedModels) -> Table:
+    """Tabulate what each device has: layers of models, bytes, and the share of time that it will be busy."""
+    table = Table("device", title="devices, afterwards")
+    table.add_column("free", justify="right")
+    table.add_column("load", justify="right")
+    table.add_column("model, layers, memory")
+    for state in placed.states:
+        held = (
+            f"{name} {stage.layers[0]}-{stage.layers[-1]} {_size(stage.nbytes)}"
+            for name, outcome in placed.models
+            if isinstance(outcome, Deployment)
+            for stage in outcome.stages
+            if state.name in stage.devices
+        )
+        table.add_row(state.name, _size(state.free_bytes), f"{state.load:.0%}", "\n".join(held))
+    return table
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _document(placed: PlacedModels) -> dict[str, Any]:
+    """Return the same for programs: bytes, seconds, shares of time."""
+    return {
+        "basis": placed.basis,
+        "models": [{"name": name, **_outcome(outcome)} for name, outcome in placed.models],
+        "devices": [asdict(state) for state in placed.states],
+    }
+
+
+def _outcome(outcome: Deployment | Refusal) -> dict[str, Any]:
+    if isinstance(outcome, Refusal):
+        return {"placed": False, "why_not": _reasons(outcome.reasons)}
+    each = outcome.estimate
+    return {
+        "placed": True,
+        "configuration": asdict(outcome.configuration),
+        "stages": [
+            {"layers": [s.layers.start, s.layers.stop], "devices": s.devices, "bytes": s.nbytes, "busy": busy}
+            for s, busy in zip(outcome.stages, outcome.busy, strict=True)
+        ],
+        "requests": outcome.requests,
+        "ttft_s": each.ttft_s,
+        "tpot_s": each.tpot_s,
+        "latency_s": each.latency_s,
+        "cost_gib_s": each.cost,
+        "gpu_hours": each.gpu_hours,
+        "passed_over": _reasons(outcome.passed_over),
+    }
+
+
+def _reasons(reasons: Sequence[tuple[Any, str]]) -> list[dict[str, str]]:
+    return [{"configuration": str(configuration), "why": why} for configuration, why in reasons]

@@ -1,0 +1,61 @@
+"""What is free on devices, and how busy they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from elastic.errors import ConfigError
+
+WINDOW_S = 120
+"""Seconds over which a device's load is taken. (iServe, section 6)"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some adjacent layers, and the devices whose ranks share them."""
+
+    layers: range
+    devices: tuple[str, ...]
+    """As many as the tensor parallel degree."""
+    nbytes: int
+    """What each of them must have for its rank, room for keys and values counted."""
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A device as a planner sees it."""
+
+    name: str
+    free_bytes: int
+    load: float = 0.0
+    """The share of the last `WINDOW_S` in which it computed."""
+    models: tuple[str, ...] = ()
+    """That are on it already."""
+
+    def __post_init__(self) -> None:
+        if self.free_bytes < 0 or not 0 <= self.load < math.inf:
+            raise ConfigError(f"{self} cannot be; its free bytes and its load are 0 or more")
+
+
+def load_of(busy: Iterable[float], utilization: Iterable[float | None] = ()) -> float:
+    """Return the load of a device: of what its ranks say, or of what was seen of the device itself, what is more.
+
+    `busy`: for each rank on it, the share of `WINDOW_S` in which it computed; `utilization`: the device's, by whoever
+    used it, None where it was not seen. Ranks that compute side by side on one device make at most one device busy.
+    """
+    return max([min(1.0, math.fsum(busy)), *(each for each in utilization if each is not None)])
+
+
+def after(
+    states: Iterable[DeviceState], stages: Sequence[Stage], busy: Sequence[float], model: str = ""
+) -> tuple[DeviceState, ...]:
+    """Return the devices with a model on them whose stages take their bytes, and that share of their time."""
+    taken = {name: (stage.nbytes, share) for stage, share in zip(stages, busy, strict=True) for name in stage.devices}
+    return tuple(_with(state, *taken[state.name], model) if state.name in taken else state for state in states)
+
+
+def _with(state: DeviceState, nbytes: int, share: float, model: str) -> DeviceState:
+    models = (*state.models, model) if model else state.models
+    return replace(state, free_bytes=state.free_bytes - nbytes, load=state.load + share, models=models)

@@ -1,0 +1,112 @@
+"""The first configuration of a ranking that devices have room for, and where it goes. (iServe, section 6)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic.planning.deployment.assign import Demand, assign
+from elastic.planning.deployment.devices import DeviceState, Stage
+from elastic.planning.deployment.policies import THETA, PolicyName, preferred
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.ranking import Estimate
+
+MOST_REQUESTS = 256
+"""That an instance runs at a time, at the most."""
+
+
+class Option(Demand, Protocol):
+    """One configuration of a model, with what is expected of it."""
+
+    @property
+    def estimate(self) -> Estimate:
+        """With even stages on devices that have nothing else; it says why the configuration cannot be used at all."""
+
+    def judge(self, stages: Sequence[Stage], requests: int) -> Estimate:
+        """Return what is expected of stages with room for so many requests."""
+
+    def busy(self, stages: Sequence[Stage], requests: int) -> tuple[float, ...]:
+        """Return for each stage the share of time that it would compute."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on devices."""
+
+    configuration: Configuration
+    stages: tuple[Stage, ...]
+    requests: int
+    """That there is room for at a time."""
+    estimate: Estimate
+    """Of these stages. Seconds are those of the model alone: what shares its devices comes on top."""
+    busy: tuple[float, ...]
+    """For each stage, the share of time that its devices compute for this model at the expected rate."""
+    passed_over: tuple[tuple[Configuration, str], ...] = ()
+    """What the intent prefers, and why it could not be."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices that it is on."""
+        return tuple(name for stage in self.stages for name in stage.devices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes of all devices together."""
+        return sum(stage.nbytes * len(stage.devices) for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A model that has no place."""
+
+    reasons: tuple[tuple[Configuration, str], ...]
+    """Of each configuration, the best first."""
+
+    def __str__(self) -> str:
+        """Return the reason of what the intent would have liked best."""
+        if not self.reasons:
+            return "there is no configuration to try"
+        configuration, why = self.reasons[0]
+        return f"none of {len(self.reasons)} configurations fits; {configuration}: {why}"
+
+
+def place(
+    options: Iterable[Option], states: Sequence[DeviceState], policy: PolicyName = "hybrid", theta: float = THETA
+) -> Deployment | Refusal:
+    """Put a model onto devices, in the first of its options that they have room for; `options` are the best first.
+
+    The devices themselves are chosen by the policy. Raises `ConfigError` for an unknown policy.
+    """
+    lists = preferred(states, policy, theta)
+    reasons: list[tuple[Configuration, str]] = []
+    for option in options:
+        why = option.estimate.why_not
+        for devices in [] if why else lists:
+            placed = _put(option, devices, reasons)
+            if isinstance(placed, Deployment):
+                return placed
+            why = placed
+        reasons.append((option.configuration, why or "there is no device"))
+    return Refusal(tuple(reasons))
+
+
+def _put(
+    option: Option, states: Sequence[DeviceState], passed_over: Sequence[tuple[Configuration, str]]
+) -> Deployment | str:
+    """Put one option onto the first of these devices, with room for as many requests as its rate needs.
+
+    Uneven stages take longer from token to token, so that more may have to run than with even ones.
+    """
+    requests = max(1, option.estimate.running)
+    while True:
+        stages = assign(option, states, requests)
+        if isinstance(stages, str):
+            return stages
+        estimate = option.judge(stages, requests)
+        if estimate.fits:
+            busy = option.busy(stages, requests)
+            return Deployment(option.configuration, stages, requests, estimate, busy, tuple(passed_over))
+        if estimate.running or requests >= MOST_REQUESTS:
+            return estimate.why_not
+        requests = min(MOST_REQUESTS, 2 * requests)

@@ -1,0 +1,105 @@
+"""Options for planners have the bytes of estimates: what is placed has room for the requests that it says."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from elastic.estimation.estimate import Estimator
+from elastic.estimation.model_layout import layout_of
+from elastic.estimation.options import options
+from elastic.estimation.placement import ModelSpace, place_models
+from elastic.planning.deployment.devices import DeviceState
+from elastic.planning.deployment.placing import Deployment, place
+from elastic.planning.estimate.devices import SHEETS, several
+from elastic.planning.estimate.intent import OBJECTIVES
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import judge, rank
+from support import architectures
+
+LLAMA_2_70B = transformers.LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+)
+LOAD = Load(prompt=100, new=28, rate=50.0)
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    layout = layout_of(architectures.build("qwen2-sliding"))
+    return Estimator(layout, several(SHEETS["l40s"], 4, 64 << 20), LOAD, 128, None, 0)
+
+
+def test_a_budget_of_what_is_needed_has_room_for_the_requests_and_hardly_more(estimator: Estimator) -> None:
+    for option in options(estimator, "memory", ("full", "int8"), ("full", "int8")):
+        if not option.estimate.fits:
+            continue
+        states = [DeviceState(device.name, device.memory_bytes) for device in estimator.devices]
+        placed = place([option], states)
+        assert isinstance(placed, Deployment)
+        for requests in (1, 5, 40):
+            need = option.need(placed.stages[0].layers, requests)
+            kind = estimator.devices[0].kind
+            ranks = [several(kind, 1, option.need(stage.layers, requests))[0] for stage in placed.stages]
+            room = estimator.candidate_on(
+                option.configuration,
+                [stage.layers for stage in placed.stages],
+                [rank for rank in ranks for _ in range(option.configuration.tp)],
+                requests,
+            )
+            assert room.requests == requests
+            tight = [several(kind, 1, need - 2 * kind.page_bytes * len(placed.stages[0].layers) - 4096)[0]]
+            less = estimator.candidate_on(
+                option.configuration,
+                [stage.layers for stage in placed.stages],
+                [rank for rank in [*tight, *ranks[1:]] for _ in range(option.configuration.tp)],
+                requests,
+            )
+            assert less.requests < requests
+
+
+def test_what_is_placed_serves_the_rate_that_it_was_placed_for(estimator: Estimator) -> None:
+    """The room for keys and values bounds how many run at a time, and so the rate: a plan without it would not."""
+    best = next(each for each in options(estimator, "cost", ("full",)) if each.estimate.fits)
+    placed = place([best], [DeviceState(device.name, device.memory_bytes) for device in estimator.devices])
+    assert isinstance(placed, Deployment)
+    assert placed.estimate.rate >= LOAD.rate
+    assert placed.estimate.running == placed.requests >= 1
+    assert all(0 < share < 1 for share in placed.busy)
+    starved = estimator.candidate_on(
+        best.configuration, [s.layers for s in placed.stages], estimator.devices, placed.requests
+    )
+    assert judge(starved, LOAD).requests == placed.requests
+
+
+def test_intents_choose_configurations_of_their_own() -> None:
+    """Of the model of the paper's figure 1 on its eight devices: many ranks are fast, fewer cheap, one is small."""
+    load = Load(prompt=1024, new=100)
+    estimator = Estimator(layout_of(LLAMA_2_70B), several(SHEETS["a6000"], 8), load, 512, None, 0, planned=True)
+    candidates = list(estimator.candidates(estimator.space(("full", "int4"), ("full",))))
+    chosen = {}
+    for intent in OBJECTIVES:
+        found = rank(candidates, load, intent)
+        chosen[intent] = str(found[0].configuration)
+        assert found[0].value(intent) == min(each.value(intent) for each in found if each.fits)
+    assert chosen == {
+        "latency": "TP8 PP1 int4",
+        "cost": "TP4 PP1 int4",
+        "memory": "TP1 PP1 int4",
+        "gpu_hours": "TP1 PP1 int4",
+    }
+
+
+def test_models_share_what_is_worked_out_of_the_same_directory_and_fill_devices() -> None:
+    model = architectures.build("llama-gqa")
+    found = place_models(
+        dict.fromkeys("abcd", model), several(SHEETS["l40s"], 2, 32 << 20), ModelSpace(LOAD, "memory", ("full",))
+    )
+    assert [name for name, _ in found.models] == list("abcd")
+    taken = sum(outcome.nbytes for _, outcome in found.models if isinstance(outcome, Deployment))
+    assert sum(state.free_bytes for state in found.states) == 2 * (32 << 20) - taken
+    assert found.basis == "data sheet"
