@@ -162,7 +162,7 @@ class Shape:
         for mix in MIXES:
             pages = room.pages(len(mix), max(start + count for start, count in mix))
             found.append(share * bound_bytes(self.layout, mix, "full") + pages * CPU_PAGE_BYTES)
-        return int(max(found))
+        return int(max(found)) + self.profile.scratch_bytes[form]
 
     def cost_row(self, measured: Mapping[tuple[str, int, int], Measured]) -> Row:
         """Return processor seconds of measuring fingerprints, and the same batches in the whole model for each form.

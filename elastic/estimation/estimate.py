@@ -148,11 +148,17 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
-        batch = int(bound * (self.profile.activations.get(configuration.weights, 1.0) if self.profile else 1.0))
+        batch = self.batch_bytes(configuration.weights, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
+
+    def batch_bytes(self, weights: str, running: int) -> int:
+        """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
+        bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        if self.profile is None or weights not in self.profile.activations:
+            return bound
+        return int(self.profile.activations[weights] * bound) + self.profile.scratch_bytes.get(weights, 0)
 
     def request_bytes(self, room: KVRoom, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""

@@ -25,6 +25,7 @@ from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.quant.kernels.workspace import kept_bytes
 from elastic.wrap import unwrap, wrap
 
 CACHED_BYTES = 64 << 20
@@ -48,6 +49,8 @@ class Profile:
     """Seconds for so many bytes from one rank to another; None: as the data sheet has it."""
     activations: Mapping[str, float] = field(default_factory=dict)
     """Weights -> the share of the bound on a batch's bytes that batches were seen to take."""
+    scratch_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Weights -> what kernels keep from batch to batch."""
     r_squared: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(kind of layer, weights) -> the share of the variance of what was measured that its cost explains."""
 
@@ -74,6 +77,7 @@ def measure_fingerprints(
     around: dict[str, LayerCost] = {}
     explained: dict[tuple[str, str], float] = {}
     taken: dict[str, float] = {}
+    kept: dict[str, int] = {}
     for kind in layout.kinds:
         chosen = fingerprint_layers(kind, target.type)
         for name in weights:
@@ -88,8 +92,8 @@ def measure_fingerprints(
             cost = LayerCost.fit(measured.layer, window_of(layout.config, kind), block)
             layers[kind.name, name], explained[kind.name, name] = cost, r_squared(cost, measured.layer)
             around.setdefault(name, LayerCost.fit(measured.rest, attention=False))
-            taken[name] = max(share, taken.get(name, 0.0))
-    return Profile(target.type, layers, around, activations=taken, r_squared=explained)
+            taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
+    return Profile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
 
 
 def fingerprint_layers(kind: LayerKind, device: str = "cpu") -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,11 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
     assert full.ttft_s == pytest.approx(13 * (100 * (1e-8 * 101 + 1e-5) + 1e-4))
     assert full.latency_s == pytest.approx(full.ttft_s + 49 * full.tpot_s)
     assert "measure it" in int8.why_not
+    bound = full.ranks[0].activations
+    profile = replace(profile, activations={"full": 0.5}, scratch_bytes={"full": 1000})
+    measured, _ = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int8"), profile=profile)
+    assert measured.ranks[0].activations == pytest.approx(bound / 2 + 1000, abs=1)
+    assert measured.ranks[0].kv > full.ranks[0].kv, "what batches do not take is room for keys and values"
     with pytest.raises(ConfigError, match="it was measured on cpu, the devices are h100"):
         estimate(MODEL_DIR, "h100", profile=profile)
 
