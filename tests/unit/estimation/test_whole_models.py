@@ -20,9 +20,11 @@ from elastic.engines.continuous import chunk_profile
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.estimation import profile as profiles
 from elastic.estimation.activations import bound_bytes, peak_bytes
+from elastic.estimation.fingerprint import paper_fingerprints, take_layers
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import Profile, engine_for, measure_fingerprints
 from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.paper import PerLayer
 from elastic.planning.estimate.performance import InstanceCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 
@@ -144,3 +146,21 @@ def test_a_fingerprint_is_measured_for_each_kind_and_explains_what_was_measured(
     _, layout, profile = measured
     assert profile.layers.keys() == {(kind.name, FULL) for kind in layout.kinds}
     assert min(profile.r_squared.values()) > 0.99
+
+
+def test_seconds_are_linear_in_the_layers_of_each_kind(measured: tuple[Any, ModelLayout, Profile]) -> None:
+    """Of K kinds K + 1 fingerprints tell what a batch takes in the whole model. (Figure 7)"""
+    model, layout, _ = measured
+    fingerprints = paper_fingerprints(layout.kinds)
+    assert len(fingerprints) == len(layout.kinds) + 1
+    counts = {kind.name: len(kind.layers) for kind in layout.kinds}
+    for mix in HELD_OUT[::3]:
+        one, *more = (seconds(take_layers(model, layers), mix) for layers in fingerprints)
+        guess = PerLayer.solve(one, dict(zip(counts, more, strict=True))).of(counts)
+        assert guess == pytest.approx(seconds(model, mix), rel=0.01)
+
+
+def seconds(model: Any, mix: Mix) -> float:
+    """What a batch takes by the clock that counts."""
+    with counted(), engine_for(model, FULL, torch.device("cpu"), 320, 64) as engine:
+        return profile_chunks(engine, [mix], 1).whole[0].seconds
