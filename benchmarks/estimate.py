@@ -1,6 +1,6 @@
 """How well estimates from fingerprints predict latency and memory, beside the paper's methods, and what they cost.
 
-    python benchmarks/estimate.py [--only SHAPE ...] [--rounds 3]
+    python benchmarks/estimate.py [--only SHAPE ...] [--quick]
 
 Six random models of three kinds (llama; qwen3_moe; gemma3, of sliding and full layers). Fingerprints of a few layers of
 each are measured first, in one process. Then two ranks, processes pinned to a core each, serve the whole model: in full
@@ -45,7 +45,6 @@ from elastic.estimation.profile import (
     engine_for,
     fingerprint_layers,
     measure_fingerprints,
-    telling_mixes,
 )
 from elastic.planning.estimate.configuration import Configuration, even_stages
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
@@ -62,13 +61,11 @@ Row = dict[str, Any]
 class Shape:
     """One model, what its fingerprints tell of it, and the errors of that."""
 
-    def __init__(self, name: str, path: Path, rounds: int, most_s: float, link: Any) -> None:
-        self.name, self.path, self.rounds, self.most_s = name, path, rounds, most_s
+    def __init__(self, name: str, path: Path, forms: Sequence[str], most_s: float, link: Any) -> None:
+        self.name, self.path, self.forms, self.most_s = name, path, forms, most_s
         self.layout: ModelLayout = layout_of(str(path), torch.float32)
-        began = time.process_time()
-        found = measure_fingerprints(path, FORMS, context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
+        found = measure_fingerprints(path, forms, context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
         self.profile = replace(found, link=link)
-        self.ours_core_s = time.process_time() - began
 
     @property
     def layers(self) -> int:
@@ -87,7 +84,7 @@ class Shape:
 
     def latency(self, measured: Mapping[tuple[str, int, int], Measured]) -> list[Row]:
         """Return the relative errors of each configuration, ours and the paper's."""
-        rows, paper = [], {form: self.paper_latency(form) for form in FORMS}
+        rows, paper = [], {form: self.paper_latency(form) for form in self.forms}
         for (form, tp, pp), taken in measured.items():
             cost = self.cost(form, tp, pp)
             ours, papers = {}, {}
@@ -120,17 +117,16 @@ class Shape:
     def counts(self) -> dict[str, int]:
         return {kind.name: len(kind.layers) for kind in self.layout.kinds}
 
-    def batches(self, layers: Sequence[int], form: str, mixes: Sequence[Mix] | None = None) -> Sequence[Any]:
-        """Measure batches in some layers of the model; without any named, those of which fingerprints are measured."""
+    def batches(self, layers: Sequence[int], form: str, mixes: Sequence[Mix], rounds: int = ROUNDS) -> Sequence[Any]:
+        """Measure batches in some layers of the model."""
         small = fingerprint(self.path, layers, torch.float32)
         with engine_for(small, form, torch.device("cpu"), CONTEXT + STEP_TOKENS, STEP_TOKENS) as engine:
-            chosen = mixes or telling_mixes(engine, CONTEXT, STEP_TOKENS, self.most_s)
-            return profile_chunks(engine, chosen, ROUNDS, most_s=self.most_s).whole
+            return profile_chunks(engine, mixes, rounds, most_s=self.most_s).whole
 
     def memory(self, measured: Mapping[tuple[str, int, int], Measured]) -> list[Row]:
         """Return the bytes of the fullest rank, with keys and values of a load where it is alone, ours and measured."""
         rows = []
-        alone = peaks(self.path, FORMS)
+        alone = peaks(self.path, self.forms)
         for (form, tp, pp), taken in measured.items():
             rank = self.rank(form, tp, pp)
             ours, real = rank.fixed + rank.layers, max(taken.rank_bytes)
@@ -165,25 +161,26 @@ class Shape:
         return int(max(found)) + self.profile.scratch_bytes[form]
 
     def cost_row(self, measured: Mapping[tuple[str, int, int], Measured]) -> Row:
-        """Return processor seconds of measuring fingerprints, and the same batches in the whole model for each form.
+        """Return processor seconds of the same batches in fingerprints and in the whole model, loading included.
 
-        A configuration of several ranks keeps as many processors.
+        They are measured once each, in full precision. Every configuration keeps as many processors as it has ranks.
         """
-        whole = {}
-        for form in FORMS:
-            began = time.process_time()
-            self.batches(range(self.layers), form)
-            whole[form] = time.process_time() - began
-        every = sum(tp * pp * whole[form] for form, tp, pp in measured)
-        share = {kind.name: [len(fingerprint_layers(kind)), len(kind.layers)] for kind in self.layout.kinds}
+        mixes = [*MIXES, ((0, STEP_TOKENS // 2),), ((205, 1),), ((205, 1),) * 2]
+        ours = sum(self.core_s(fingerprint_layers(kind), mixes) for kind in self.layout.kinds)
+        whole = self.core_s(range(self.layers), mixes)
         return {
             "shape": self.name,
-            "layers": share,
-            "ours_core_s": self.ours_core_s,
-            "over_all": every / self.ours_core_s,
-            "over_whole": sum(whole.values()) / self.ours_core_s,
+            "layers": {kind.name: [len(fingerprint_layers(kind)), len(kind.layers)] for kind in self.layout.kinds},
+            "ours_core_s": ours,
+            "over_all": whole * sum(tp * pp for _, tp, pp in measured) / (ours * len(self.forms)),
+            "over_whole": whole / ours,
             "fingerprint_bytes": self.fingerprint_bytes(),
         }
+
+    def core_s(self, layers: Sequence[int], mixes: Sequence[Mix]) -> float:
+        began = time.process_time()
+        self.batches(layers, "full", mixes, rounds=1)
+        return time.process_time() - began
 
     def fingerprint_bytes(self) -> list[float]:
         """Return, by kind, the ledger's share of the whole model's bytes, over the share of its layers and the rest."""
@@ -245,7 +242,7 @@ def _whole(row: Row, who: str) -> list[float]:
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
-    rounds, most_s = (1, 0.5) if options.quick else (min(options.rounds, 3), 2.0)
+    rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
     link = measured_link()
     latency: list[Row] = []
     memory: list[Row] = []
@@ -255,8 +252,8 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            shape = Shape(name, save(config, Path(folder)), rounds, most_s, link)
-            measured = measure(Path(folder), shape.layers, rounds)
+            shape = Shape(name, save(config, Path(folder)), forms, most_s, link)
+            measured = measure(Path(folder), shape.layers, rounds, forms)
             latency += shape.latency(measured)
             memory += shape.memory(measured)
             costs.append(shape.cost_row(measured))

@@ -13,10 +13,10 @@ FORMS = ("full", "int8", "int4", "2:4")
 DEGREES = ((1, 1), (1, 2), (2, 1))
 """TP x PP."""
 STEP_TOKENS, CONTEXT = 128, 512
-POINTS = ((1, 90, 12), (1, 333, 12), (2, 150, 12), (8, 210, 12))
+POINTS = ((1, 90, 10), (1, 301, 10), (2, 110, 10), (8, 61, 10))
 """Requests at a time, tokens of each one's prompt, and of its answer: none of which fingerprints are measured at."""
-SIZES = {"small": (12, 384), "large": (16, 512)}
-"""Layers, and the width of hidden states."""
+SIZES = {"deep": (24, 512), "wide": (8, 768)}
+"""Layers, and the width of hidden states: more bytes than caches hold."""
 
 
 def config(kind: str, layers: int, hidden: int) -> Any:
@@ -36,7 +36,7 @@ def config(kind: str, layers: int, hidden: int) -> Any:
     if kind == "qwen3_moe":
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
         return transformers.Qwen3MoeConfig(**shape, **experts, head_dim=hidden // 8)
-    types = [("full_attention" if layer % 4 == 3 else "sliding_attention") for layer in range(layers)]
+    types = [("full_attention" if layer % 3 == 2 else "sliding_attention") for layer in range(layers)]
     sliding = {"layer_types": types, "sliding_window": 128, "head_dim": hidden // 8}
     return transformers.Gemma3TextConfig(**shape, **sliding, intermediate_size=3 * hidden)
 
@@ -45,7 +45,7 @@ def shapes(*, quick: bool) -> dict[str, Any]:
     """Return the configs by name."""
     kinds = ("llama", "qwen3_moe", "gemma3")
     if quick:
-        return {kind: config(kind, 8, 256) for kind in kinds}
+        return {kind: config(kind, 6, 256) for kind in kinds}
     return {f"{kind} {size}": config(kind, *sizes) for kind in kinds for size, sizes in SIZES.items()}
 
 
