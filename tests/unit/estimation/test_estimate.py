@@ -65,7 +65,7 @@ def test_the_chosen_configuration_computes_as_many_requests_at_a_time_as_it_says
     model = architectures.build("llama-gqa")
     load = elastic.Load(prompt=60, new=40)
     options: dict[str, Any] = {"weights": ("full", "int8", "2:4"), "kv": ("full", "int8"), "prefetch_buffers": 1}
-    found = estimate(model.config, "cpu=4MiB", load=load, minimize="memory", **options)
+    found = estimate(model.config, "cpu=4MiB", load=load, **options)
     best = next(each for each in found if each.fits)
     weights, kv = best.configuration.weights, best.configuration.kv
     elastic.wrap(model, places=f"cpu={best.ranks[0].place_bytes}", variants=(weights,) if weights != "full" else ())
