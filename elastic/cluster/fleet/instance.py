@@ -32,7 +32,7 @@ class _Unheard:
     """All that it may need."""
     prompt_blocks: int
     """Those that are to be computed first."""
-    since_s: float = field(default_factory=time.perf_counter)
+    since_s: float
 
 
 @dataclass(eq=False)
@@ -142,19 +142,19 @@ class Instance:
         """Note that it is by itself again."""
         self.group, self.path, self.group_blocks = (), None, 0
 
-    def give(self, record: RequestRecord, cached: int) -> None:
+    def give(self, record: RequestRecord, cached: int, now: float) -> None:
         """Note a request that it gets, so many blocks of whose prompt it has."""
         if not self.records:
-            self.progress_s = time.perf_counter()  # it had nothing to do
+            self.progress_s = now  # it had nothing to do
         record.instance, record.begun = self.name, False
         self.records[record.request.id] = record
         self.given += 1
         prompt = max(0, len(record.hashes) - cached)
-        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt, now)
 
-    def reserve(self, record: RequestRecord) -> None:
+    def reserve(self, record: RequestRecord, now: float) -> None:
         """Keep room for a request that may come."""
-        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0, now)
 
     def take(self, record: RequestRecord) -> None:
         """Note that a request is not there any more."""

@@ -170,7 +170,7 @@ class Mover:
                     retry_after_s=dispatcher.retry_after_s,
                 )
             record.moving = True
-            goal.reserve(record)
+            goal.reserve(record, self._dispatcher.clock())
             source.moves, goal.moves = source.moves + 1, goal.moves + 1
             return _Move(record, source, goal)
 
@@ -210,11 +210,11 @@ class Mover:
             record.had = {answer.state.index: answer.computed for answer in record.live}
             record.resumption = move.resumption
             source = move.view(kv) if kv else None
-            waited_s = time.perf_counter() - record.arrived_s
-            move.target.client.send(Submit(states, waited_s, kv, source))
+            now = self._dispatcher.clock()
+            move.target.client.send(Submit(states, now - record.arrived_s, kv, source))
             barrier = move.target.client.ask(Locate(move.request))
             move.source.take(record)
-            move.target.give(record, 0)
+            move.target.give(record, 0, now)
             move.flipped = True
         self._result(move.target, barrier)
 

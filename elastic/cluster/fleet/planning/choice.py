@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 
 from elastic.cluster.fleet.instance import Instance
@@ -17,13 +16,13 @@ def choose(
     record: RequestRecord,
     prefixes: PrefixIndex,
     routing: Routing,
+    now: float,
     among: Collection[str] | None = None,
 ) -> tuple[Instance, int] | None:
     """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere.
 
-    `among`: just one of these.
+    `now` is on the clock of the records; `among`: just one of these.
     """
-    now = time.perf_counter()
     reserved = reserved_blocks(instances.values(), record, now)
     candidates = []
     for name, instance in instances.items():
