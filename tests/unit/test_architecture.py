@@ -28,6 +28,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("cluster",),
     ("",),
     ("server", "bench", "vllm"),
+    ("sim",),
     ("cli",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
