@@ -45,6 +45,9 @@ class PlacePages:
     sector: int
     """Pages of a sector in all layers."""
     blocks_per_sector: int = 1
+    layers: int = 1
+    layer_weights: int = 0
+    """Of `weights`, the pages of one layer."""
 
 
 class SimulatedInstance:
@@ -90,6 +93,7 @@ class SimulatedInstance:
         self.on_question: Callable[[Any], Any] = self._refuse
         """What answers questions, such as of a group."""
         self._in_flight = 0
+        self._between: list[Callable[[], object]] = []  # what is to be done between two steps
         self._stretch_s = stretch_s
         self._stretch: Stretch | None = None
         self._stretch_end: Event | None = None
@@ -132,6 +136,10 @@ class SimulatedInstance:
         if self._stretch is not None:
             self._shorten(self._stretch)
             return
+        if not self._in_flight:
+            self._run_between()
+        if self._between:
+            return
         if not self.lost and not self.paused and not self._in_flight and self._begin_stretch():
             return
         while not self.lost and not self.paused and self._in_flight < self.cohorts:
@@ -141,6 +149,11 @@ class SimulatedInstance:
                 break
             self._in_flight += 1
             self.executor.execute(step).add_done_callback(partial(self._computed, step))
+
+    def between_steps(self, action: Callable[[], object]) -> None:
+        """Do something as soon as no step is in flight, and begin none before."""
+        self._between.append(action)
+        self.wake()
 
     def beat(self) -> None:
         """Say that it is alive, and what room it has."""
@@ -185,6 +198,10 @@ class SimulatedInstance:
             outputs = [Output(s.request.id, (), "cancelled", at_s=self.clock.now, index=s.index) for s in ended]
             self.tell(outputs, [len(s.tokens) - len(s.request.prompt) for s in ended])
         self.wake()
+
+    def _run_between(self) -> None:
+        while self._between:
+            self._between.pop(0)()
 
     def _begin_stretch(self) -> bool:
         """Begin decode steps that are alike; return whether there are some."""

@@ -213,7 +213,9 @@ def request_blocks(kv: KVFormat, request: Request) -> int:
 
 def blocks_of(kv: KVFormat, tokens: int) -> int:
     """Count the blocks, of all groups of layers, that so many tokens of a sequence need."""
-    sizes = (tokens if window is None else min(tokens, window) for _, window in kv.groups)
+    if kv.windows == (None,):
+        return -(-tokens // kv.block_tokens)
+    sizes = (tokens if window is None else min(tokens, window) for window in kv.windows)
     return sum(-(-size // kv.block_tokens) for size in sizes)
 
 
