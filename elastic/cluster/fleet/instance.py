@@ -105,12 +105,13 @@ class Instance:
     @property
     def sequences(self) -> int:
         """Answers that it was given and that have not ended."""
-        return sum(record.left for record in self.records.values())
+        return sum([record.left for record in self.records.values()])  # a list is faster: every request asks for it
 
     @property
     def free_blocks(self) -> int:
         """Blocks after promises, as it last told, and after what it was given since."""
-        return self.load.free_blocks - sum(unheard.blocks for unheard in self.unheard.values())
+        free = self.load.free_blocks
+        return free - sum(unheard.blocks for unheard in self.unheard.values()) if self.unheard else free
 
     @property
     def freeness(self) -> float:

@@ -31,8 +31,8 @@ def choose(
         if instance.state != "serving" or instance.limit_changes or record.refused.get(name, 0.0) > now:
             continue
         cached = prefixes.cached(name, record.hashes) if record.hashes else 0
-        if instance.holds(record, cached, reserved.get(name, 0)):
-            ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values())
+        if instance.holds(record, cached, reserved.get(name, 0) if reserved else 0):
+            ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values()) if instance.unheard else 0
             room = instance.sequences, instance.free_blocks
             candidates.append(Candidate(name, *room, ahead, cached, instance.given))
     best = route(candidates, len(record.hashes), routing)
