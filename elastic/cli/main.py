@@ -20,8 +20,8 @@ from elastic.cli.vllm_args import add_options as add_vllm_args
 from elastic.errors import BackendUnavailable, ElasticError
 
 USER_ERROR, CLOSED_PIPE = 2, 128 + signal.SIGPIPE
-_FOLDERS = {"simulate": "predictions."}
-"""Where sub-commands are that are not in this folder."""
+PREDICTIONS = ("simulate",)
+"""Sub-commands that are in the folder of that name."""
 DEMO_PROMPT = 'def read_file(path):\n    """Read'
 
 
@@ -136,7 +136,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     """Import and return the function behind a command. Raises `BackendUnavailable` where an extra is absent."""
     name = name.replace("-", "_")
     try:
-        module = importlib.import_module(f"elastic.cli.{_FOLDERS.get(name, '')}{name}")
+        folder = "predictions." if name in PREDICTIONS else ""
+        module = importlib.import_module(f"elastic.cli.{folder}{name}")
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise
