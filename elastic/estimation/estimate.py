@@ -148,7 +148,8 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        batch = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        batch = int(bound * (self.profile.activations.get(configuration.weights, 1.0) if self.profile else 1.0))
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
@@ -198,7 +199,7 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: Profile | None) -> Cos
         raise ConfigError(
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
-    return MeasuredCosts(pages, kind, profile.layers, profile.around)
+    return MeasuredCosts(pages, kind, profile)
 
 
 def _exchange(link: LinearLatency, tp: int) -> LinearLatency:

@@ -13,13 +13,13 @@ import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import profile_chunks
 from elastic.errors import ConfigError
+from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import Profile
-from elastic.estimation.work import activation_bytes
+from elastic.planning.estimate.configuration import FULL
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 
@@ -104,17 +104,7 @@ def test_batches_take_no_more_memory_than_is_estimated(name: str) -> None:
     layout = layout_of(model)
     try:
         for mix in (((0, 128),), ((256, 64),), ((100, 1),) * 16, ((0, 64), (200, 1), (180, 32))):
-            with torch.profiler.profile(profile_memory=True) as profiler:
-                profile_chunks(engine, [mix], 1)
-            alive = most = 0
-            for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-                if event.name() == "[memory]":
-                    alive += event.nbytes()
-                    most = max(most, alive)
-            tokens, context = sum(new for _, new in mix), max(start + new for start, new in mix)
-            seen = sum(start + new for start, new in mix if new == 1)
-            kv = layout.config.num_key_value_heads * layout.config.hidden_size // layout.config.num_attention_heads
-            bound = activation_bytes(layout, tokens, len(mix), context) + 2 * seen * 2 * kv * 4
+            most, bound = peak_bytes(engine, mix), bound_bytes(layout, mix, FULL)
             assert bound / 4 < most <= bound, mix
     finally:
         engine.stop()
