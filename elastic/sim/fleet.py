@@ -29,8 +29,10 @@ class RankModel:
     engine: EngineOptions
     pages: PlacePages
     cost: StepCost
-    noise: float = 0.0
-    """Of the seconds of a step: sigma of the logarithm."""
+    noise: float | tuple[float, ...] = 0.0
+    """Of the seconds of a step: sigma of the logarithm, or measured factors."""
+    message_s: float = 0.0
+    """From the fleet to an instance."""
     stretch_s: float = 0.0
     """How long a stretch of decode steps may be one event; 0: none is."""
 
@@ -73,7 +75,9 @@ class SimulatedFleet:
         model = self.model
         noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
         executor = LocalExecutor(self.clock, model.cost, noise, self.answers)
-        made = SimulatedInstance(self.clock, name, model.engine, model.pages, executor, model.stretch_s)
+        made = SimulatedInstance(
+            self.clock, name, model.engine, model.pages, executor, model.stretch_s, model.message_s
+        )
         spec = RankSpec(name, "simulated")
         now = self.clock.now
         instance = Instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]

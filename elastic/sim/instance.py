@@ -67,6 +67,7 @@ class SimulatedInstance:
         pages: PlacePages,
         executor: LocalExecutor,
         stretch_s: float = 0.0,
+        message_s: float = 0.0,
     ) -> None:
         self.clock, self.name, self.options, self.pages = clock, name, options, pages
         self.memory: SimulatedMemory
@@ -94,7 +95,7 @@ class SimulatedInstance:
         """What answers questions, such as of a group."""
         self._in_flight = 0
         self._between: list[Callable[[], object]] = []  # what is to be done between two steps
-        self._stretch_s = stretch_s
+        self._stretch_s, self._message_s = stretch_s, message_s
         self._stretch: Stretch | None = None
         self._stretch_end: Event | None = None
         self._on_message: Callable[[News | Refused | Beat], None] = lambda _: None
@@ -107,8 +108,8 @@ class SimulatedInstance:
         self._on_message, self._on_lost = on_message, on_lost
 
     def send(self, message: Any) -> None:
-        """Take a message at once, but behind what is happening: the sender holds a lock."""
-        self.clock.after(0.0, partial(self._take, message))
+        """Take a message, not before what is happening is over: the sender holds a lock."""
+        self.clock.after(self._message_s, partial(self._take, message))
 
     def ask(self, question: Any) -> Future[Any]:
         """Answer a question."""
