@@ -81,6 +81,8 @@ class Instance:
     def __post_init__(self) -> None:
         self.load: EngineLoad = self.hello.load
         self._alone_blocks = self.load.total_blocks  # the highest limit that it had by itself
+        self._changes = 0  # of its room and what it has
+        self._full: tuple[str, int, int] | None = None  # a request for which it had no room: its id and answers, when
 
     @property
     def hello(self) -> Hello:
@@ -125,6 +127,7 @@ class Instance:
         if load.lost_rank != self.load.lost_rank:
             self.cut_off_s = now if load.lost_rank else None
         self.heard_s = now
+        self._changes += 1
         self.load = load
         if not self.group:
             self._alone_blocks = max(self._alone_blocks, load.total_blocks)
@@ -148,6 +151,7 @@ class Instance:
         if not self.records:
             self.progress_s = now  # it had nothing to do
         record.instance, record.begun = self.name, False
+        self._changes += 1
         self.records[record.request.id] = record
         self.given += 1
         prompt = max(0, len(record.hashes) - cached)
@@ -159,6 +163,7 @@ class Instance:
 
     def take(self, record: RequestRecord) -> None:
         """Note that a request is not there any more."""
+        self._changes += 1
         self.records.pop(record.request.id, None)
         self.unheard.pop(record.request.id, None)
         record.instance = None
@@ -178,7 +183,13 @@ class Instance:
             return self.fits_alone(record.request)
         if needed <= self.free_blocks:
             return True
-        return can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks)
+        asked = record.request.id, new, self._changes
+        if self._full == asked:  # the first that waits is asked about whenever any instance tells something
+            return False
+        if can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks):
+            return True
+        self._full = asked
+        return False
 
     def decoding(self) -> list[Chunk]:
         """Return what its next step has of answers that are being generated: a token of each."""
