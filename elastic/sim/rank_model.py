@@ -46,7 +46,7 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
     else:
         cost, pages, basis = _fitted(steps), _memory(table.table("memory"), options), "fitted"
     steps.done()
-    return RankModel(options, pages, cost, noise, stretch_s), basis
+    return RankModel(options, pages, cost, noise, stretch_s=stretch_s), basis
 
 
 def _fitted(steps: Table) -> ChunkCost:
