@@ -26,6 +26,7 @@ WITHOUT_OPTIONS = {
     "reshard_local",
     "reshard_schedulers",
     "serving",
+    "sim_runs",
 }
 
 
