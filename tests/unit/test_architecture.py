@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 MOST_FILES = 12
 
 FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is `elastic` itself
-    ("errors", "types", "assets"),
+    ("errors", "types", "assets", "clock"),
     ("config",),
     ("memory", "planning"),
     ("weights", "model_files"),
