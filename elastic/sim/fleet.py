@@ -75,9 +75,7 @@ class SimulatedFleet:
         model = self.model
         noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
         executor = LocalExecutor(self.clock, model.cost, noise, self.answers)
-        made = SimulatedInstance(
-            self.clock, name, model.engine, model.pages, executor, model.stretch_s, model.message_s
-        )
+        made = self._make(name, executor)
         spec = RankSpec(name, "simulated")
         now = self.clock.now
         instance = Instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
@@ -85,6 +83,12 @@ class SimulatedFleet:
         self.dispatcher.instances[name] = instance
         made.listen(partial(self._heard, instance), partial(self._lost, instance))
         return made
+
+    def _make(self, name: str, executor: LocalExecutor) -> SimulatedInstance:
+        model = self.model
+        return SimulatedInstance(
+            self.clock, name, model.engine, model.pages, executor, model.stretch_s, model.message_s
+        )
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Take a request. Raises `CapacityError` and `Overloaded` as a fleet does."""
