@@ -186,7 +186,8 @@ class ElasticFleet(SimulatedFleet):
         made = RankInstance(self.threads, name, self.layered, executor, self.model.stretch_s)
         kv = self.layered.kv
         memory = None if self._file is None else KVSource(share(self._file.fileno()), self.layered.page_bytes, kv)
-        made.hello = replace(made.hello, host=host_name(), pid=os.getpid(), kv=kv, memory=memory)
+        cost = self.layered.model_cost if self._policies.lookahead else None
+        made.hello = replace(made.hello, host=host_name(), pid=os.getpid(), kv=kv, memory=memory, cost=cost)
         rank = SimulatedRank(self.world, made)
         if self._moves:
             rank.moves.report()

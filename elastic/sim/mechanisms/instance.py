@@ -11,6 +11,7 @@ from typing import Any
 from elastic.cluster.control.messages import Cancel, News, Refused, Submit
 from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVReport
+from elastic.engines.core.sequence import Sequence
 from elastic.errors import CapacityError, ElasticError, Overloaded, StateError
 from elastic.sim.executor import LocalExecutor
 from elastic.sim.instance import SimulatedInstance
@@ -64,6 +65,7 @@ class RankInstance(SimulatedInstance):
         self._report: KVReport | None = None
         self._asked: dict[Future[Any], None] = {}
         self._coming: dict[str, list[Cancel]] = {}  # requests whose keys and values come first
+        self._resumed: set[str] = set()  # sequences that go on here, of which nothing was told yet
 
     def ask(self, question: Any) -> Future[Any]:
         """Answer a question, in time."""
@@ -119,6 +121,8 @@ class RankInstance(SimulatedInstance):
     def _take(self, message: Any) -> None:
         if self.lost or self.hangs:
             return
+        if isinstance(message, Submit):
+            self._resumed.update(state.id for state in message.states if state.generated)
         if isinstance(message, Cancel) and message.request in self._coming:
             self._coming[message.request].append(message)
         elif isinstance(message, Submit) and message.kv:
@@ -126,6 +130,11 @@ class RankInstance(SimulatedInstance):
             self.take_kv(message).add_done_callback(partial(self._came, message))
         else:
             super()._take(message)
+
+    def _is_first(self, sequence: Sequence, start: int) -> bool:
+        resumed = sequence.id in self._resumed
+        self._resumed.discard(sequence.id)
+        return resumed or not start
 
     def _came(self, message: Submit, done: Future[dict[str, int]]) -> None:
         self.clock.after(0.0, partial(self._begin_with, message, done.result()))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from elastic.config import require
 from elastic.engines.core.kv_state import KVFormat
 from elastic.errors import ConfigError
-from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -136,6 +136,14 @@ class LayeredModel:
         """Return the seconds of a step of one rank by itself; so many layers are in the variant."""
         layer, rest = self.parts_s(chunks)
         return rest + layer * (self.layers - packed * (1 - (self.packed.seconds if self.packed else 1)))
+
+    @property
+    def model_cost(self) -> ModelCost | None:
+        """What ranks say that steps cost; None: it is no cost of chunks."""
+        whole = self.rank.cost
+        if not isinstance(whole, ChunkCost):
+            return None
+        return ModelCost(whole.times((1 - self.rest) / self.layers), whole.times(self.rest), self.layers)
 
     def parts_s(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
         """Return the seconds of one layer, and of what is not in layers."""
