@@ -137,17 +137,18 @@ class RankInstance(SimulatedInstance):
         return resumed or not start
 
     def _came(self, message: Submit, done: Future[dict[str, int]]) -> None:
-        self.clock.after(0.0, partial(self._begin_with, message, done.result()))
+        self.clock.after(0.0, partial(self._begin_with, message, done))
 
-    def _begin_with(self, message: Submit, computed: dict[str, int]) -> None:
+    def _begin_with(self, message: Submit, done: Future[dict[str, int]]) -> None:
         """Go on with a request whose keys and values are here, as far as they came."""
         if self.lost:
             return
         request = message.states[0].request.id
-        had = sum(one.computed for one in message.kv)
-        self.recomputed_tokens += max(0, had - sum(computed.values()))
         try:
+            computed = done.result()
             self.scheduler.add(message.states, computed)
+            had = sum(one.computed for one in message.kv)
+            self.recomputed_tokens += max(0, had - sum(computed.values()))
         except (CapacityError, Overloaded) as error:
             self._on_message(Refused(request, error))
         for cancel in self._coming.pop(request):

@@ -126,9 +126,10 @@ class RequestMoves:
             return done
         try:
             copied = self.receive(message.states, message.kv)
-            copied.add_done_callback(lambda _: done.set_result(self._attach(message.states)))
-        except ElasticError:
-            done.set_result({})
+        except ElasticError as error:  # there is no room now: the fleet asks again
+            done.set_exception(error)
+            return done
+        copied.add_done_callback(lambda _: done.set_result(self._attach(message.states)))
         return done
 
     def _attach(self, states: Sequence[SequenceState]) -> dict[str, int]:

@@ -80,6 +80,7 @@ class PathExecutor:
         self._clock, self._model, self._wires, self._turns = clock, model, wires, turns
         self._answers, self._noise, self._factor = answers, noise, factor
         self._in_flight: dict[Future[StepResult], None] = {}
+        self._arrived_s: dict[tuple[str, ...], float] = {}
 
     def execute(self, step: Step) -> Future[StepResult]:
         """Have a step go by the path as it is now."""
@@ -115,7 +116,10 @@ class PathExecutor:
         waiting = Counting(len(leg.seconds), partial(self._done, step, future, legs, nbytes))
         begin = partial(self._compute, leg, waiting)
         if new:
-            self._clock.after(self._wires.hidden_s((before[0], *new), nbytes * len(new)), begin)
+            ends = before[0], *new
+            at_s = self._clock.now + self._wires.hidden_s(ends, nbytes * len(new))
+            self._arrived_s[ends] = max(at_s, self._arrived_s.get(ends, 0.0))  # they do not overtake each other
+            self._clock.at(self._arrived_s[ends], begin)
         else:
             begin()
 
