@@ -44,6 +44,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
+    "sim": (("core",), ("mechanisms",), ("",)),
     "cli": (("inputs", "views"), ("acts", "predictions"), ("",)),
 }
 

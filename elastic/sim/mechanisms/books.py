@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from elastic.cluster.control.stage_questions import Room
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, IntegrityError, StateError
+from elastic.sim.core.pages import SimulatedMemory
 from elastic.sim.mechanisms.model import LayeredModel
-from elastic.sim.pages import SimulatedMemory
 
 
 @dataclass

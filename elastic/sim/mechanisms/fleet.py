@@ -27,14 +27,14 @@ from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.core.kv_state import KVDirectory, KVSource
 from elastic.errors import ElasticError
 from elastic.memory.backends.shared_file import host_name, share
-from elastic.sim.clock import VirtualClock
-from elastic.sim.executor import LocalExecutor
-from elastic.sim.fleet import SimulatedFleet
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.fleet import SimulatedFleet
+from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.rank import SimulatedRank, World
 from elastic.sim.mechanisms.wires import Wires
-from elastic.sim.threads import SimulatedThreads
 from elastic.types import Action
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from elastic.engines.base import Output
 from elastic.engines.core.kv_state import KVReport
 from elastic.engines.core.sequence import Sequence
 from elastic.errors import CapacityError, ElasticError, Overloaded, StateError
-from elastic.sim.executor import LocalExecutor
-from elastic.sim.instance import SimulatedInstance
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.instance import SimulatedInstance
+from elastic.sim.core.pages import SimulatedMemory
+from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.model import LayeredModel
-from elastic.sim.pages import SimulatedMemory
-from elastic.sim.threads import SimulatedThreads
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RankInstance(SimulatedInstance):
         self, threads: SimulatedThreads, name: str, model: LayeredModel, executor: LocalExecutor, stretch_s: float
     ) -> None:
         rank = model.rank
-        super().__init__(threads.events, name, rank.engine, rank.pages, executor, stretch_s)
+        super().__init__(threads.events, name, rank.engine, rank.pages, executor, stretch_s, rank.message_s)
         self.threads, self.model = threads, model
         self.hangs = False
         """Whether it does nothing any more, and says nothing."""

@@ -14,7 +14,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, ModelCost
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
-from elastic.sim.fleet import RankModel
+from elastic.sim.core.fleet import RankModel
 
 
 @dataclass(frozen=True)

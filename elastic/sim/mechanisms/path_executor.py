@@ -11,11 +11,11 @@ from elastic.engines.core.step import Step, StepResult
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import RankLost
 from elastic.planning.pipeline.chunk_cost import Chunk
-from elastic.sim.clock import VirtualClock
-from elastic.sim.executor import AnswerEnds
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.executor import AnswerEnds
+from elastic.sim.core.step_seconds import Noise
 from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.wires import Wires
-from elastic.sim.step_seconds import Noise
 
 
 class ComputeTurn:

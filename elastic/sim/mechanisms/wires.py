@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.sim.clock import Event, VirtualClock
+from elastic.sim.core.clock import Event, VirtualClock
 from elastic.sim.mechanisms.model import Links
 
 

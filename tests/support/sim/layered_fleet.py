@@ -10,10 +10,10 @@ from typing import Any
 from elastic.cluster.fleet.planning.policies import chosen
 from elastic.engines.base import Output, Request
 from elastic.planning.pipeline.chunk_cost import ChunkCost
-from elastic.sim.clock import VirtualClock
-from elastic.sim.executor import STOP
-from elastic.sim.fleet import RankModel
-from elastic.sim.instance import EngineOptions, PlacePages
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.executor import STOP
+from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.mechanisms.model import LayeredModel, Links, Packed
 

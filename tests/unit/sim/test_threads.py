@@ -10,8 +10,8 @@ import pytest
 
 from elastic import clock
 from elastic.errors import StateError
-from elastic.sim.clock import VirtualClock
-from elastic.sim.threads import SimulatedThreads
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.threads import SimulatedThreads
 
 
 @pytest.fixture

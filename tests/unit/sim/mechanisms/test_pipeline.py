@@ -11,12 +11,12 @@ from elastic.engines.core.step import Chunk, SequenceState, Step
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.pipeline import chunk_cost
 from elastic.planning.pipeline.timeline import run_pipeline
-from elastic.sim.clock import VirtualClock, stream
-from elastic.sim.executor import AnswerEnds
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.executor import AnswerEnds
+from elastic.sim.core.step_seconds import Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.mechanisms.path_executor import ComputeTurn, PathExecutor
 from elastic.sim.mechanisms.wires import Wires
-from elastic.sim.step_seconds import Noise
 from support.sim.layered_fleet import model
 
 RANKS = ("a", "b", "c", "h")

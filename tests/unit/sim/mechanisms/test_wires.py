@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.sim.clock import VirtualClock
+from elastic.sim.core.clock import VirtualClock
 from elastic.sim.mechanisms.model import Links
 from elastic.sim.mechanisms.wires import Wires
 

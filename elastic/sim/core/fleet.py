@@ -13,10 +13,10 @@ from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
-from elastic.sim.clock import VirtualClock, stream
-from elastic.sim.executor import LocalExecutor
-from elastic.sim.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.step_seconds import Noise, StepCost
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
+from elastic.sim.core.step_seconds import Noise, StepCost
 
 BEAT_S = 0.25
 """As ranks do."""

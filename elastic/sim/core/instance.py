@@ -16,10 +16,10 @@ from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import CapacityError, Overloaded, RankLost, StateError
-from elastic.sim.clock import Event, VirtualClock
-from elastic.sim.executor import TOKEN, LocalExecutor
-from elastic.sim.pages import SimulatedMemory
-from elastic.sim.stretch import Stretch, StretchingScheduler
+from elastic.sim.core.clock import Event, VirtualClock
+from elastic.sim.core.executor import TOKEN, LocalExecutor
+from elastic.sim.core.pages import SimulatedMemory
+from elastic.sim.core.stretch import Stretch, StretchingScheduler
 
 FACTS = ModelFacts((), 0, 1 << 20, None, (), ())
 

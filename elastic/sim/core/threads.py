@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from elastic import clock
 from elastic.errors import StateError
-from elastic.sim.clock import Event, VirtualClock
+from elastic.sim.core.clock import Event, VirtualClock
 
 T = TypeVar("T")
 
