@@ -40,8 +40,8 @@ from sim_runs import (
 from elastic.bench.traces.trace import Trace
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
-from elastic.sim.fleet import RankModel
-from elastic.sim.instance import EngineOptions, PlacePages
+from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.quantiles import Quantiles
 from elastic.sim.report import Report
 from elastic.sim.run import Run

@@ -15,10 +15,10 @@ from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.devices import DeviceKind, several, sheet
 from elastic.planning.estimate.performance import Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
-from elastic.sim.fleet import RankModel
-from elastic.sim.instance import EngineOptions, PlacePages
+from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.instance import EngineOptions, PlacePages
+from elastic.sim.core.step_seconds import StepCost
 from elastic.sim.roofline import SheetSteps
-from elastic.sim.step_seconds import StepCost
 from elastic.sim.tables import Table
 
 COEFFICIENTS = ("prefix", "own", "token", "chunk", "shared")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from elastic.errors import CapacityError, Overloaded
-from elastic.sim.clock import VirtualClock, stream
-from elastic.sim.fleet import SimulatedFleet
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.fleet import SimulatedFleet
 from elastic.sim.report import Report
 from elastic.sim.scenario import Scenario
 from elastic.sim.workload import Job, merged, request_of

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.errors import ConfigError
-from elastic.sim.fleet import RankModel
+from elastic.sim.core.fleet import RankModel
 from elastic.sim.rank_model import read_rank_model
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table

@@ -14,8 +14,8 @@ from elastic.bench.traces.generator import ArrivalProcess, Lengths, Poisson
 from elastic.bench.traces.trace import Trace
 from elastic.engines.base import Request
 from elastic.errors import ConfigError
-from elastic.sim.clock import stream
-from elastic.sim.executor import STOP, TOKEN
+from elastic.sim.core.clock import stream
+from elastic.sim.core.executor import STOP, TOKEN
 
 _DIGIT_BITS = 8
 _DIGITS = 4

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
+from elastic.clock import make_condition, make_lock, now
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance
@@ -49,11 +48,11 @@ class Dispatcher:
         max_queue: int | None,
         counters: RequestMetrics,
         log: EventLog,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = now,
     ) -> None:
         """Have no instances. `clock` says seconds: those of records, instances and outputs too."""
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.lock = make_lock()
+        self.changed = make_condition(self.lock)
         """Told when a request has ended or goes on elsewhere, and when instances come and go."""
         self.instances: dict[str, Instance] = {}
         self.records: dict[str, RequestRecord] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from elastic import clock
 from elastic.cluster.control.messages import Hello
 from elastic.cluster.control.status import InstanceStatus, RankState
 from elastic.cluster.fleet.planning.router import freeness
@@ -61,8 +61,8 @@ class Instance:
     given: int = 0
     served: bool = False
     """Whether it has told a token."""
-    heard_s: float = field(default_factory=time.perf_counter)
-    progress_s: float = field(default_factory=time.perf_counter)
+    heard_s: float = field(default_factory=clock.now)
+    progress_s: float = field(default_factory=clock.now)
     """When its engine last began a step, or had nothing to do."""
     cut_off_s: float | None = None
     """Since when its engine waits for another rank to be given up."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -126,9 +125,9 @@ class Mover:
 
     def drain(self, instance: Instance, timeout_s: float | None) -> None:
         """Have the requests of an instance that gets no more move, or end where they do not fit elsewhere."""
-        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        until_s = None if timeout_s is None else self._dispatcher.clock() + timeout_s
         dispatcher = self._dispatcher
-        while until_s is None or time.perf_counter() < until_s:
+        while until_s is None or self._dispatcher.clock() < until_s:
             with self._lock:
                 requests = list(instance.records)
                 others = [other for other in dispatcher.instances.values() if other.state == "serving"]

@@ -8,11 +8,11 @@ import pytest
 
 from elastic.engines.base import Output, Request
 from elastic.planning.pipeline.chunk_cost import ChunkCost
-from elastic.sim.clock import VirtualClock
-from elastic.sim.executor import STOP
-from elastic.sim.fleet import RankModel, SimulatedFleet
-from elastic.sim.instance import EngineOptions, PlacePages
-from elastic.sim.step_seconds import FixedSeconds, StepCost
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.executor import STOP
+from elastic.sim.core.fleet import RankModel, SimulatedFleet
+from elastic.sim.core.instance import EngineOptions, PlacePages
+from elastic.sim.core.step_seconds import FixedSeconds, StepCost
 
 COST = ChunkCost(prefix=2e-7, own=1e-7, token=1e-4, chunk=5.5e-3, shared=5e-3)
 

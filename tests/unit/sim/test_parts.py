@@ -15,12 +15,12 @@ from elastic.planning.estimate.performance import InstanceCost
 from elastic.planning.estimate.roofline import Roofline, Work
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
-from elastic.sim.clock import VirtualClock, stream
-from elastic.sim.pages import SimulatedMemory
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.pages import SimulatedMemory
+from elastic.sim.core.step_seconds import Noise
+from elastic.sim.core.stretch import Stretch
 from elastic.sim.quantiles import ACCURACY, Quantiles
 from elastic.sim.roofline import SheetSteps
-from elastic.sim.step_seconds import Noise
-from elastic.sim.stretch import Stretch
 from elastic.sim.workload import Bursts, Job, Rates, request_of
 
 

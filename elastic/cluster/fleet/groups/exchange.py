@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
+from elastic import clock
 from elastic.cluster.control.messages import Apply, Question
 from elastic.cluster.control.stage_questions import (
     AttachStage,
@@ -209,11 +210,10 @@ class Exchange:
     def _flip(self, flips: FlipRound) -> list[ElasticError]:
         """Flip layers of several instances side by side; return the errors of those that failed."""
         shape, coordinated = self.group.shape, self._form.coordinated
-        with ThreadPoolExecutor(len(flips), "elastic-flip") as threads:
-            begun = [
-                threads.submit(flip_layers, self._ranks, shape.paths[flip.home], flip, coordinated=coordinated)
-                for flip in flips
-            ]
+        calls = [
+            partial(flip_layers, self._ranks, shape.paths[flip.home], flip, coordinated=coordinated) for flip in flips
+        ]
+        begun = clock.run_together(calls, "elastic-flip")
         failed = []
         for flip, answer in zip(flips, begun, strict=True):
             try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.instance import AHEAD, Instance, blocks_of, request_blocks
@@ -43,7 +43,7 @@ class LengthReadings:
             waiting = tuple(
                 WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
             )
-        return LengthSnapshot(time.perf_counter(), readings, waiting)
+        return LengthSnapshot(clock.now(), readings, waiting)
 
 
 def _units(groups: Sequence[GroupStatus], serving: Mapping[str, Instance]) -> Iterator[tuple[str, ...]]:

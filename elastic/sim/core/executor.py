@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from elastic.engines.base import SampledToken
 from elastic.engines.core.step import SequenceState, Step, StepResult
 from elastic.planning.pipeline.chunk_cost import Chunk
-from elastic.sim.clock import VirtualClock
-from elastic.sim.step_seconds import Noise, StepCost
-from elastic.sim.stretch import Stretch
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.step_seconds import Noise, StepCost
+from elastic.sim.core.stretch import Stretch
 
 TOKEN, STOP = 1, 2
 """Tokens of answers mean nothing, but for the one that ends an answer before its `max_tokens`."""

@@ -13,10 +13,10 @@ from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
-from elastic.sim.clock import VirtualClock, stream
-from elastic.sim.executor import LocalExecutor
-from elastic.sim.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.step_seconds import Noise, StepCost
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
+from elastic.sim.core.step_seconds import Noise, StepCost
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -75,9 +75,7 @@ class SimulatedFleet:
         model = self.model
         noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
         executor = LocalExecutor(self.clock, model.cost, noise, self.answers)
-        made = SimulatedInstance(
-            self.clock, name, model.engine, model.pages, executor, model.stretch_s, model.message_s
-        )
+        made = self._make(name, executor)
         spec = RankSpec(name, "simulated")
         now = self.clock.now
         instance = Instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
@@ -85,6 +83,12 @@ class SimulatedFleet:
         self.dispatcher.instances[name] = instance
         made.listen(partial(self._heard, instance), partial(self._lost, instance))
         return made
+
+    def _make(self, name: str, executor: LocalExecutor) -> SimulatedInstance:
+        model = self.model
+        return SimulatedInstance(
+            self.clock, name, model.engine, model.pages, executor, model.stretch_s, model.message_s
+        )
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Take a request. Raises `CapacityError` and `Overloaded` as a fleet does."""

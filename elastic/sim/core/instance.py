@@ -16,10 +16,10 @@ from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import CapacityError, Overloaded, RankLost, StateError
-from elastic.sim.clock import Event, VirtualClock
-from elastic.sim.executor import TOKEN, LocalExecutor
-from elastic.sim.pages import SimulatedMemory
-from elastic.sim.stretch import Stretch, StretchingScheduler
+from elastic.sim.core.clock import Event, VirtualClock
+from elastic.sim.core.executor import TOKEN, LocalExecutor
+from elastic.sim.core.pages import SimulatedMemory
+from elastic.sim.core.stretch import Stretch, StretchingScheduler
 
 FACTS = ModelFacts((), 0, 1 << 20, None, (), ())
 
@@ -262,14 +262,18 @@ class SimulatedInstance:
         outputs, starts, now = [], [], self.clock.now
         for sequence, sampled, finish in produced:
             start = len(sequence.tokens) - len(sequence.request.prompt) - 1
-            if start:
+            if self._is_first(sequence, start):
+                outputs.append(_first(sequence, sampled, finish, now))
+            else:
                 outputs.append(
                     Output(sequence.request.id, (sampled.token,), finish, None, now, 0, index=sequence.index)
                 )
-            else:
-                outputs.append(_first(sequence, sampled, finish, now))
             starts.append(start)
         self.tell(outputs, starts)
+
+    def _is_first(self, sequence: Sequence, start: int) -> bool:
+        """Return whether it is the first that is told of an answer here; `start` tokens of it were told before."""
+        return not start
 
     def _refuse(self, question: Any) -> Any:
         raise StateError(f"a simulated rank does not know {type(question).__name__}")
