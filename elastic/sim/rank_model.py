@@ -57,10 +57,14 @@ def _fitted(steps: Table) -> ChunkCost:
 
 
 def _memory(memory: Table, options: EngineOptions) -> PlacePages:
-    """Return pages of which each is a block, as many as tokens fit."""
-    blocks = memory.whole("kv_tokens") // options.block_tokens
+    """Return pages of which each is a block in one layer: as many as tokens fit, and weights of layers beside.
+
+    `layer_kv_tokens`: for how many tokens in all layers there would be room where one layer's weights are.
+    """
+    layers, blocks = memory.whole("layers", 1), memory.whole("kv_tokens") // options.block_tokens
+    layer = memory.whole("layer_kv_tokens", 0, least=0) // options.block_tokens * layers
     memory.done()
-    return PlacePages(blocks, 0, 1)
+    return PlacePages(layers * (layer + blocks), layers * layer, layers, 1, layers, layer)
 
 
 def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepCost, PlacePages, str]:

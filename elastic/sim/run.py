@@ -11,6 +11,9 @@ from itertools import count
 from elastic.errors import CapacityError, Overloaded
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.fleet import SimulatedFleet
+from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.mechanisms.fleet import ElasticFleet
+from elastic.sim.policies import befall, make_fleet
 from elastic.sim.report import Report
 from elastic.sim.scenario import Scenario
 from elastic.sim.workload import Job, merged, request_of
@@ -38,12 +41,14 @@ class Run:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.clock = VirtualClock()
+        self.threads = SimulatedThreads(self.clock)
         self.report = Report()
         options = scenario.fleet
         self.fleets = [
-            SimulatedFleet(
-                self.clock,
+            make_fleet(
+                self.threads,
                 scenario.model,
+                scenario.mechanisms,
                 options.instances,
                 routing=options.routing,
                 max_queue=options.max_queue,
@@ -52,6 +57,8 @@ class Run:
             )
             for number in range(options.fleets)
         ]
+        if scenario.mechanisms is not None and isinstance(self.fleets[0], ElasticFleet):
+            befall(self.fleets[0], scenario.mechanisms.faults)
         self._jobs = merged(scenario.sources, scenario.seed, scenario.duration_s)
         self._numbers = count()
         self._choose = stream(scenario.seed, "fleets")
@@ -67,7 +74,7 @@ class Run:
         every_s = scenario.duration_s / scenario.samples
         end_s = scenario.duration_s + scenario.drain_s
         while self.clock.now < end_s:
-            self.clock.run(min(end_s, self.clock.now + every_s))
+            self.threads.run(min(end_s, self.clock.now + every_s))
             if self.clock.now <= scenario.duration_s or self._live:
                 self._sample()
             elif not self._live:
@@ -75,12 +82,22 @@ class Run:
             progress(self.clock.now)
         for fleet in self.fleets:
             fleet.check()
+            self._finish(fleet)
+        self.threads.close()
         steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
         return Speed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
 
     @property
     def _live(self) -> bool:
         return any(fleet.dispatcher.records for fleet in self.fleets)
+
+    def _finish(self, fleet: SimulatedFleet) -> None:
+        """Have a fleet do nothing more, and tell what it did."""
+        for event in fleet.log.events():
+            words = ", ".join(filter(None, (event.rank, event.why)))
+            self.report.action(event.when_s, event.kind, words, event.seconds)
+        if isinstance(fleet, ElasticFleet):
+            fleet.finish()
 
     def _submit(self, job: Job) -> None:
         number = next(self._numbers)

@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.errors import ConfigError
 from elastic.sim.core.fleet import RankModel
+from elastic.sim.policies import Mechanisms, read_mechanisms
 from elastic.sim.rank_model import read_rank_model
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
@@ -53,8 +54,8 @@ class Scenario:
     """Of what the figures are a prediction, and which hardware numbers were used; "": of nothing."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """Figures of a paper, to be told beside."""
-    mechanisms: Mapping[str, Any] = field(default_factory=dict)
-    """What instances do by themselves, by name."""
+    mechanisms: Mechanisms | None = None
+    """What instances do besides serving."""
 
 
 def shipped() -> tuple[str, ...]:
@@ -67,21 +68,29 @@ def read_scenario(source: str | Path, *, seed: int | None = None) -> Scenario:
 
     Raises `ConfigError` for a file that cannot be read, and for what is wrong in it, by its key.
     """
-    path = Path(source)
-    if str(source) in shipped():
-        text = (SHIPPED / f"{source}.toml").read_text()
-    else:
-        try:
-            text = path.read_text()
-        except OSError as error:
-            names = ", ".join(shipped())
-            raise ConfigError(
-                f"scenario {source} cannot be read: {error.strerror}; there come {names} with the package"
-            ) from error
+    return parse_scenario(_document(str(source)), Path(source).parent, seed=seed)
+
+
+def _document(source: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a scenario's tables, with those of the one that it `extends` where it has none of that name."""
+    if source in before:
+        raise ConfigError(f"scenario {source} extends itself, by {', '.join(before)}")
     try:
-        return parse_scenario(tomllib.loads(text), path.parent, seed=seed)
+        shown = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
+        values = tomllib.loads(shown.read_text())
+    except OSError as error:
+        names = ", ".join(shipped())
+        raise ConfigError(
+            f"scenario {source} cannot be read: {error.strerror}; there come {names} with the package"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"scenario {source} is no TOML: {error}") from error
+    other = values.pop("extends", None)
+    if other is None:
+        return values
+    if not isinstance(other, str):
+        raise ConfigError(f"extends = {other!r} must be the name of a scenario, or of a file")
+    return {**_document(other, (*before, source)), **values}
 
 
 def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int | None = None) -> Scenario:
@@ -107,7 +116,7 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
         basis,
         table.text("predicts", ""),
         table.table("published").rest(),
-        table.table("mechanisms").rest(),
+        read_mechanisms(table.table("mechanisms"), model),
     )
     table.done()
     return scenario

@@ -79,6 +79,18 @@ class Table:
             raise self.wrong(key, value, f"[[{key}]] tables")
         return [Table(each, f"{key}[{number}]") for number, each in enumerate(value)]
 
+    def texts(self, key: str, *, among: Sequence[str]) -> tuple[str, ...]:
+        """Take a list of texts, each one of some; none where there is none."""
+        value = self._take(key, [])
+        if not isinstance(value, list) or not all(each in among for each in value):
+            raise self.wrong(key, value, f"a list of {', '.join(among)}")
+        return tuple(value)
+
+    @property
+    def left(self) -> bool:
+        """Whether there is a key that was not taken."""
+        return bool(self._values)
+
     def rest(self) -> dict[str, Any]:
         """Take all that is left, as it is."""
         left, self._values = self._values, {}

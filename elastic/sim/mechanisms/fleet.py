@@ -27,7 +27,6 @@ from elastic.cluster.rank.spec import RankSpec
 from elastic.engines.core.kv_state import KVDirectory, KVSource
 from elastic.errors import ElasticError
 from elastic.memory.backends.shared_file import host_name, share
-from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import LocalExecutor
 from elastic.sim.core.fleet import SimulatedFleet
 from elastic.sim.core.threads import SimulatedThreads
@@ -79,7 +78,7 @@ class ElasticFleet(SimulatedFleet):
 
     def __init__(
         self,
-        events: VirtualClock,
+        threads: SimulatedThreads,
         model: LayeredModel,
         instances: int,
         policies: FleetPolicies | None = None,
@@ -90,7 +89,7 @@ class ElasticFleet(SimulatedFleet):
         start_s: float = START_S,
         **options: Any,
     ) -> None:
-        self.layered, self.threads = model, SimulatedThreads(events)
+        self.layered, self.threads, events = model, threads, threads.events
         self.world = World(model, Wires(events, model.links))
         self.failed: list[ElasticError] = []
         """What verbs raised that were called."""
@@ -147,7 +146,7 @@ class ElasticFleet(SimulatedFleet):
         self.threads.thread(act, "call").start()
 
     def finish(self) -> None:
-        """Have the policies end; nothing happens any more then. Can be called twice."""
+        """End all threads of the simulation; nothing is asked any more then. Can be called twice."""
         self.threads.close()
         if self._file is not None:
             self._file.close()

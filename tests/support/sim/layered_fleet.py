@@ -14,6 +14,7 @@ from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import STOP
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions, PlacePages
+from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.mechanisms.model import LayeredModel, Links, Packed
 
@@ -123,7 +124,7 @@ class Play:
 
 def play(policy: Any, ranks: int, *, layered: LayeredModel | None = None, **options: Any) -> Play:
     """Return a fleet that serves by a policy."""
-    return Play(ElasticFleet(VirtualClock(), layered or model(), ranks, chosen(policy), **options))
+    return Play(ElasticFleet(SimulatedThreads(VirtualClock()), layered or model(), ranks, chosen(policy), **options))
 
 
 def burst(count: int, *, prompt: int = 64, answer: int = 64, at_s: float = 0.5) -> Sequence[tuple[float, int, int]]:
