@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.model import LayeredModel, Source
 from elastic.sim.mechanisms.moves import MOVES, RequestMoves
-from elastic.sim.mechanisms.path_executor import ComputeTurn, PathExecutor
+from elastic.sim.mechanisms.path_executor import ComputeTurn, Counting, PathExecutor
 from elastic.sim.mechanisms.recovery import come_home
 from elastic.sim.mechanisms.weights import Weights
 from elastic.sim.mechanisms.wires import Wires
@@ -232,19 +232,20 @@ class SimulatedRank:
     def _flip(self, path: LayerPath) -> Future[Flipped]:
         """Stand still, have copied what was written last, and go on by another path."""
         done = self._flipping = Future[Flipped]()
-        before, moved = self.path, _moved(self.path, path)
-        source, target = before.ranks[moved[0]], path.ranks[moved[0]]
-        self.instance.between_steps(partial(self._begin_flip, path, moved, source, target, done))
+        self.instance.between_steps(partial(self._begin_flip, path, _moves(self.path, path), done))
         return done
 
     def _begin_flip(
-        self, path: LayerPath, moved: Sequence[int], source: str, target: str, done: Future[Flipped]
+        self, path: LayerPath, moves: Mapping[tuple[str, str], frozenset[int]], done: Future[Flipped]
     ) -> None:
         instance, world = self.instance, self.world
         paused, began_s, blocks = instance.paused, instance.clock.now, self._exchange.take()
         instance.paused = True
-        parts = world.ranks[target]._new_parts(self.name, frozenset(moved))
-        nbytes = len(blocks[0]) * parts * world.model.kv.block_bytes
+        block_bytes = len(blocks[0]) * world.model.kv.block_bytes
+        nbytes = {
+            (source, target): block_bytes * world.ranks[target]._new_parts(self.name, shards)
+            for (source, target), shards in moves.items()
+        }
 
         def commit() -> None:
             if self._flipping is not done:  # a rank was lost: it was told so
@@ -254,17 +255,19 @@ class SimulatedRank:
             self.go_by(path)
             instance.paused = paused
             instance.wake()
-            done.set_result(Flipped((instance.clock.now - began_s) * 1e3, nbytes))
+            done.set_result(Flipped((instance.clock.now - began_s) * 1e3, sum(nbytes.values())))
 
-        def copied() -> None:
-            instance.clock.after(world.model.links.flip_s, commit)
+        copied = Counting(len(nbytes), lambda: instance.clock.after(world.model.links.flip_s, commit))
+        for ends, each in nbytes.items():
+            world.wires.copy(ends, each, copied, coordinated=False)
 
-        world.wires.copy((source, target), nbytes, copied, coordinated=False)
 
-
-def _moved(before: LayerPath, after: LayerPath) -> tuple[int, ...]:
-    pairs = zip(before.ranks, after.ranks, strict=True)
-    moved = tuple(shard for shard, (old, new) in enumerate(pairs) if old != new)
-    if not moved or after.epoch != before.epoch + 1:
+def _moves(before: LayerPath, after: LayerPath) -> dict[tuple[str, str], frozenset[int]]:
+    """Return the shards that another path moves, by the rank that had them and the one that will."""
+    moves: dict[tuple[str, str], frozenset[int]] = {}
+    for shard, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
+        if old != new:
+            moves[old, new] = moves.get((old, new), frozenset()) | {shard}
+    if not moves or after.epoch <= before.epoch:
         raise StateError(f"{after} does not follow {before}")
-    return moved
+    return moves
