@@ -139,7 +139,8 @@ def befall(fleet: ElasticFleet, faults: tuple[Fault, ...]) -> None:
 
 
 def _share(names: tuple[str, ...], tp: int, verbs: Verbs) -> None:
-    verbs.reshard(names[: len(names) // tp * tp], tp=tp)
+    for first in range(0, len(names) - tp + 1, tp):
+        verbs.reshard(names[first : first + tp], tp=tp)
 
 
 def _pipelines(names: tuple[str, ...], stages: int, layers: int, verbs: Verbs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.sequence import Sequence
 from elastic.planning.pipeline.chunk_cost import Chunk
@@ -43,7 +44,7 @@ class StretchingScheduler(RestartingScheduler):
         most that it may have.
         """
         (cohort,) = self._cohorts if len(self._cohorts) == 1 else (None,)
-        if cohort is None or cohort.in_flight or cohort.prefilling or not cohort.decoding or self.journal is not None:
+        if cohort is None or cohort.in_flight or cohort.prefilling or not cohort.decoding:
             return 0
         if self._waiting or self._placed or self._followers or self._ending or self.held:
             return 0
@@ -70,6 +71,8 @@ class StretchingScheduler(RestartingScheduler):
             if sequence.computed > sequence.table.capacity:
                 blocks = self.blocks.grow(sequence.table, sequence.computed)
                 assert blocks is not None, sequence.id
+                if self.journal is not None:
+                    self.journal.note(SequenceKV(sequence.id, sequence.computed, blocks, True))
             if self.blocks.shares and sequence.computed // size > sequence.table.shared:
                 self.blocks.share_computed(sequence.table, sequence.tokens, sequence.computed)
         self._next_step += steps

@@ -75,7 +75,7 @@ class RequestMoves:
         """Answer. Raises errors of Elastic."""
         match question:
             case Receive(states, kv):
-                return self.receive(states, kv)
+                return self._receive_between(states, kv)
             case GiveUp(request):
                 return self._give_up(request)
             case HandOver(request):
@@ -105,6 +105,19 @@ class RequestMoves:
 
     # -- inside
 
+    def _receive_between(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV]) -> Future[int]:
+        """Take the blocks between two steps, for those in flight may need some."""
+        done: Future[int] = Future()
+
+        def begin() -> None:
+            try:
+                self.receive(states, kv).add_done_callback(lambda copied: done.set_result(copied.result()))
+            except ElasticError as error:
+                done.set_exception(error)
+
+        self._instance.between_steps(begin)
+        return done
+
     def _room_for(self, here: dict[str, _Received], state: SequenceState, computed: int) -> int:
         """Have blocks for so many tokens of a sequence; return those that are not copied yet."""
         blocks, request = self._instance.blocks, state.request
@@ -124,12 +137,15 @@ class RequestMoves:
         if message.source is None:
             done.set_result(self._attach(message.states))
             return done
-        try:
-            copied = self.receive(message.states, message.kv)
-        except ElasticError as error:  # there is no room now: the fleet asks again
-            done.set_exception(error)
-            return done
-        copied.add_done_callback(lambda _: done.set_result(self._attach(message.states)))
+
+        def copied(received: Future[int]) -> None:
+            error = received.exception()
+            if error is not None:  # there is no room now: the fleet asks again
+                done.set_exception(error)
+            else:
+                done.set_result(self._attach(message.states))
+
+        self._receive_between(message.states, message.kv).add_done_callback(copied)
         return done
 
     def _attach(self, states: Sequence[SequenceState]) -> dict[str, int]:

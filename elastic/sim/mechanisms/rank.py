@@ -81,7 +81,7 @@ class SimulatedRank:
                 self.weights.retry()
                 return self.books.room()
             case ask.SetCap(sectors):
-                return self._set_cap(sectors)
+                return self._between(partial(self._set_cap, sectors))
             case ask.CapReached():
                 return self._between(self.instance.memory.reached_cap)
             case Check():
@@ -117,15 +117,15 @@ class SimulatedRank:
             if rank in self.world.ranks and rank != self.name:
                 self.world.ranks[rank].instance.wake()
 
-    def follow(self) -> None:
-        """Have steps be computed beside those of others, where there are some; by itself else."""
+    def follow(self) -> Future[None]:
+        """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""
 
         def switch() -> None:
             alone = not (self.path.guests or self.stages or self.books.guests)
             self.instance.executor = self.instance.local if alone else self.steps
             self.moves.follow(whole=not self.path.guests)
 
-        self.instance.between_steps(switch)
+        return self._between(switch)
 
     def begin_alone(self) -> None:
         """Go on by itself, when all of its layers are at home again."""

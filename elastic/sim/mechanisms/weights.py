@@ -111,12 +111,14 @@ class Weights:
             raise ConfigError("the ranks have no variants")
         each = model.packed_pages if packed else model.rank.pages.layer_weights
         nbytes = each * len(layers) * model.page_bytes
-        if not packed:
-            books.pack(layers, packed=False)  # it needs the room first
         done: Future[Any] = Future()
 
         def flip() -> None:
-            freed = books.pack(layers, packed=True) if packed else 0
+            try:
+                freed = books.pack(layers, packed=packed) * model.page_bytes
+            except CapacityError as error:
+                done.set_exception(error)
+                return
             count = len(books.packed)
             self._instance.local.cost = PackedSteps(model, count) if count else model.rank.cost
             done.set_result((Change("applied", tuple(layers), moved_bytes=nbytes, released_bytes=freed),))

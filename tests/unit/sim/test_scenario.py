@@ -116,7 +116,8 @@ def test_a_file_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 def test_shipped_scenarios_begin(name: str) -> None:
     scenario = read_scenario(name)
     run = Run(scenario)
-    run.clock.run(0.5)
+    run.threads.run(0.5)
+    run.threads.close()
     assert scenario.title
     assert scenario.predicts or scenario.basis == "fitted"
 
