@@ -38,6 +38,7 @@ BENCHMARKS = (
     "sampling",
     "fleet",
     "overload",
+    "sim_validation",
     "drop",
     "reshard",
     "microbatches",

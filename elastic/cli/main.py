@@ -20,7 +20,7 @@ from elastic.cli.serve import add_options as add_serve
 from elastic.cli.vllm_args import add_options as add_vllm_args
 from elastic.errors import BackendUnavailable, ElasticError
 
-PREDICTIONS = ("estimate", "place", "plan")
+PREDICTIONS = ("estimate", "place", "plan", "simulate")
 """Commands in a room of their own."""
 USER_ERROR, CLOSED_PIPE = 2, 128 + signal.SIGPIPE
 DEMO_PROMPT = 'def read_file(path):\n    """Read'
@@ -49,9 +49,19 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
     top.add_argument("--once", action="store_true", help="print one frame; exit code 2 if there is no answer")
     _add_plan(commands.add_parser("plan", help="where to put layers and their replicas, and what that gains"))
+    _add_simulate(commands.add_parser("simulate", help="run a fleet in simulated time"))
     add_estimate(commands.add_parser("estimate", help="what a model would need and do on devices, without loading it"))
     add_place(commands.add_parser("place", help="which model would go to which devices, and in which configuration"))
     return root
+
+
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "scenario", nargs="?", metavar="SCENARIO", help="a TOML file, or the name of one inside; none: list these"
+    )
+    command.add_argument("--seed", type=int, default=None, metavar="N", help="another one than the scenario's")
+    command.add_argument("--json", default=None, metavar="FILE", help="where to write all figures, the timeline too")
+    command.add_argument("--plot", default=None, metavar="FILE", help="draw a picture, a PNG (needs matplotlib)")
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:

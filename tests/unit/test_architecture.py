@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[1]
 MOST_FILES = 12
 
 FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is `elastic` itself
-    ("errors", "types", "assets"),
+    ("errors", "types", "assets", "clock"),
     ("config",),
     ("memory", "planning"),
     ("weights", "model_files"),
@@ -29,6 +29,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
     ("cluster",),
     ("",),
     ("server", "bench", "vllm"),
+    ("sim",),
     ("cli",),
 )
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
@@ -44,6 +45,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),
+    "sim": (("core",), ("mechanisms",), ("",)),
     "cli": (("inputs", "views"), ("acts", "predictions"), ("",)),
 }
 

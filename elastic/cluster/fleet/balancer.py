@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 
+from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance, all_blocks, blocks_of
 from elastic.cluster.fleet.moves import Mover
@@ -26,8 +25,8 @@ class Balancer:
         self._dispatcher, self._mover = dispatcher, mover
         self._interval_s = interval_s
         self._rests: dict[str, float] = {}  # request -> until when it stays
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic-fleet-balancer", daemon=True)
+        self._stopping = clock.make_event()
+        self._thread = clock.make_thread(self._run, "elastic-fleet-balancer")
 
     def start(self) -> None:
         """Begin."""
@@ -48,11 +47,11 @@ class Balancer:
                 self._mover.move(move.request, move.target)
             except ElasticError as error:
                 logger.debug("request %s stays at %s: %s", move.request, move.source, error)
-            self._rests[move.request] = time.perf_counter() + REST_S
+            self._rests[move.request] = clock.now() + REST_S
 
     def next_move(self) -> Move | None:
         """Return the move that helps the most now."""
-        now = time.perf_counter()
+        now = clock.now()
         self._rests = {request: until for request, until in self._rests.items() if until > now}
         with self._dispatcher.lock:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving" and not i.group]

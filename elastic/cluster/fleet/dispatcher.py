@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
+from elastic.clock import make_condition, make_lock, now
 from elastic.cluster.control.connection import encode
 from elastic.cluster.control.messages import Beat, Cancel, News, Refused, Submit
 from elastic.cluster.fleet.instance import Instance
@@ -43,15 +42,24 @@ class Dispatcher:
     clients' outboxes, which never waits; listeners are called without it.
     """
 
-    def __init__(self, routing: Routing, max_queue: int | None, counters: RequestMetrics, log: EventLog) -> None:
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+    def __init__(
+        self,
+        routing: Routing,
+        max_queue: int | None,
+        counters: RequestMetrics,
+        log: EventLog,
+        clock: Callable[[], float] = now,
+    ) -> None:
+        """Have no instances. `clock` says seconds: those of records, instances and outputs too."""
+        self.lock = make_lock()
+        self.changed = make_condition(self.lock)
         """Told when a request has ended or goes on elsewhere, and when instances come and go."""
         self.instances: dict[str, Instance] = {}
         self.records: dict[str, RequestRecord] = {}
         self.queue: deque[RequestRecord] = deque()
         self.forms: list[tuple[str, ...]] = []
         self.log = log
+        self.clock = clock
         self.on_waiting: Callable[[], None] | None = None
         """Told when a request waits or room may have come free, if a policy says who goes where (`place`)."""
         self.promised: Mapping[str, frozenset[str]] = {}
@@ -71,7 +79,7 @@ class Dispatcher:
         Raises `ConfigError` for an id in use, `CapacityError` for what never fits anywhere, `Overloaded` when too many
         wait; then nothing is queued.
         """
-        record = new_record(request, listener)
+        record = new_record(request, listener, self.clock())
         if self._routing == "prefix" and block_tokens:
             record.hashes = block_hashes(request.prompt, block_tokens)
         with self.lock:
@@ -89,7 +97,7 @@ class Dispatcher:
                     encode(record.states())  # what cannot be sent is refused now
                     self.queue.append(record)
             except (CapacityError, ConfigError, Overloaded):
-                self._counters.ended(request.id, "rejected")
+                self._counters.ended(request.id, "rejected", self.clock())
                 raise
             self.records[request.id] = record
             self._names |= names
@@ -126,7 +134,7 @@ class Dispatcher:
         elif isinstance(message, Refused):
             fault = self._refused(instance, message)
         else:
-            fault, delivery, now = None, Delivery(self.lock), time.perf_counter()
+            fault, delivery, now = None, Delivery(self.lock), self.clock()
             with self.lock:
                 instance.hear(message.load, now)
                 if self.queue:
@@ -138,7 +146,7 @@ class Dispatcher:
 
     def _news(self, instance: Instance, news: News) -> str | None:
         """Deliver the tokens of a step; return why the rank cannot be right, if it cannot."""
-        now = time.perf_counter()
+        now = self.clock()
         delivery = Delivery(self.lock)
         counts: dict[str, int] = {}
         ended: list[tuple[RequestRecord, FinishReason]] = []
@@ -233,10 +241,10 @@ class Dispatcher:
                 return None
             instance.take(record)
             if record.moving:
-                record.refused[instance.name] = time.perf_counter() + RETRY_S
+                record.refused[instance.name] = self.clock() + RETRY_S
             elif isinstance(error, CapacityError | Overloaded | StateError):
                 forever = isinstance(error, CapacityError)
-                record.refused[instance.name] = math.inf if forever else time.perf_counter() + RETRY_S
+                record.refused[instance.name] = math.inf if forever else self.clock() + RETRY_S
                 self.requeue([record], delivery)
                 if all(record.refused.get(name) == math.inf for name in self.instances):
                     self.end_answers(record, range(record.request.n), "failed", delivery, str(error))
@@ -307,7 +315,7 @@ class Dispatcher:
         error: str | None = None,
     ) -> None:
         """End answers of a request that no instance has."""
-        for output in record.end(indices, finish, error):
+        for output in record.end(indices, finish, self.clock(), error):
             record.had.pop(output.index, None)
             delivery.add(record, output)
         if not record.left:
@@ -334,18 +342,18 @@ class Dispatcher:
 
     def _choose(self, record: RequestRecord, among: Collection[str] | None = None) -> tuple[Instance, int] | None:
         """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere."""
-        return choose(self.instances, record, self._prefixes, self._routing, among)
+        return choose(self.instances, record, self._prefixes, self._routing, self.clock(), among)
 
     def _give(self, record: RequestRecord, instance: Instance, cached: int) -> None:
         """Send a request to an instance, with its KV where that can be read there."""
         kv, source = record.kv, record.source
         if source is None or not instance.same_host or source.format != instance.kv_format:
             kv, source = (), None
-        waited_s = time.perf_counter() - record.arrived_s
-        instance.client.send(Submit(record.states(), waited_s, kv, source))
+        now = self.clock()
+        instance.client.send(Submit(record.states(), now - record.arrived_s, kv, source))
         if not record.scheduled:
             self.log.count(routed=1, prefix_hits=int(cached > 0))
-        instance.give(record, cached)
+        instance.give(record, cached, now)
         if record.hashes:
             self._prefixes.note(instance.name, record.hashes, instance.most_blocks)
 
@@ -356,8 +364,9 @@ class Dispatcher:
             self.instances[record.instance].take(record)
         del self.records[request]
         self._names.difference_update(answer.state.id for answer in record.answers)
-        self._counters.ended(request, outcome)
-        self._drain_rate.note(time.perf_counter())
+        now = self.clock()
+        self._counters.ended(request, outcome, now)
+        self._drain_rate.note(now)
         if outcome == "completed":
             self.answer_lengths.note(*(len(answer.tokens) for answer in record.answers))
         record.kv, record.source = (), None
@@ -369,7 +378,7 @@ class Dispatcher:
     @property
     def retry_after_s(self) -> float:
         """When it makes sense to come back, at the rate at which requests end."""
-        return self._drain_rate.wait_s(len(self.queue), time.perf_counter())
+        return self._drain_rate.wait_s(len(self.queue), self.clock())
 
     # -- inside, without the lock
 

@@ -6,13 +6,12 @@ import atexit
 import dataclasses
 import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, get_args
 
+from elastic import clock
 from elastic.cluster.control.messages import (
     Apply,
     Check,
@@ -127,7 +126,7 @@ class Fleet(PricedVerbs):
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
-        self._lock = threading.Lock()  # of the state
+        self._lock = clock.make_lock()  # of the state
         self._state, self._process = "new", os.getpid()
 
     @classmethod
@@ -330,7 +329,7 @@ class Fleet(PricedVerbs):
     def status(self) -> FleetStatus:
         """Return its ranks, instances and counts."""
         held = {rank: about for group in self.groups() for rank, about in group.held().items()}
-        told = self._members.statuses(time.perf_counter())
+        told = self._members.statuses(clock.now())
         ranks = tuple(dataclasses.replace(rank, **held.get(rank.name, {})) for rank in told)
         with self._dispatcher.lock:
             instances = tuple(instance.status() for instance in self._dispatcher.instances.values())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from elastic import clock
 from elastic.cluster.control.messages import Hello
 from elastic.cluster.control.status import InstanceStatus, RankState
 from elastic.cluster.fleet.planning.router import freeness
@@ -32,7 +32,7 @@ class _Unheard:
     """All that it may need."""
     prompt_blocks: int
     """Those that are to be computed first."""
-    since_s: float = field(default_factory=time.perf_counter)
+    since_s: float
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class Instance:
     given: int = 0
     served: bool = False
     """Whether it has told a token."""
-    heard_s: float = field(default_factory=time.perf_counter)
-    progress_s: float = field(default_factory=time.perf_counter)
+    heard_s: float = field(default_factory=clock.now)
+    progress_s: float = field(default_factory=clock.now)
     """When its engine last began a step, or had nothing to do."""
     cut_off_s: float | None = None
     """Since when its engine waits for another rank to be given up."""
@@ -81,6 +81,8 @@ class Instance:
     def __post_init__(self) -> None:
         self.load: EngineLoad = self.hello.load
         self._alone_blocks = self.load.total_blocks  # the highest limit that it had by itself
+        self._changes = 0  # of its room and what it has
+        self._full: tuple[str, int, int] | None = None  # a request for which it had no room: its id and answers, when
 
     @property
     def hello(self) -> Hello:
@@ -105,12 +107,13 @@ class Instance:
     @property
     def sequences(self) -> int:
         """Answers that it was given and that have not ended."""
-        return sum(record.left for record in self.records.values())
+        return sum([record.left for record in self.records.values()])  # a list is faster: every request asks for it
 
     @property
     def free_blocks(self) -> int:
         """Blocks after promises, as it last told, and after what it was given since."""
-        return self.load.free_blocks - sum(unheard.blocks for unheard in self.unheard.values())
+        free = self.load.free_blocks
+        return free - sum(unheard.blocks for unheard in self.unheard.values()) if self.unheard else free
 
     @property
     def freeness(self) -> float:
@@ -124,6 +127,7 @@ class Instance:
         if load.lost_rank != self.load.lost_rank:
             self.cut_off_s = now if load.lost_rank else None
         self.heard_s = now
+        self._changes += 1
         self.load = load
         if not self.group:
             self._alone_blocks = max(self._alone_blocks, load.total_blocks)
@@ -142,22 +146,24 @@ class Instance:
         """Note that it is by itself again."""
         self.group, self.path, self.group_blocks = (), None, 0
 
-    def give(self, record: RequestRecord, cached: int) -> None:
+    def give(self, record: RequestRecord, cached: int, now: float) -> None:
         """Note a request that it gets, so many blocks of whose prompt it has."""
         if not self.records:
-            self.progress_s = time.perf_counter()  # it had nothing to do
+            self.progress_s = now  # it had nothing to do
         record.instance, record.begun = self.name, False
+        self._changes += 1
         self.records[record.request.id] = record
         self.given += 1
         prompt = max(0, len(record.hashes) - cached)
-        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record) - cached, prompt, now)
 
-    def reserve(self, record: RequestRecord) -> None:
+    def reserve(self, record: RequestRecord, now: float) -> None:
         """Keep room for a request that may come."""
-        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0)
+        self.unheard[record.request.id] = _Unheard(all_blocks(self.kv_format, record), 0, now)
 
     def take(self, record: RequestRecord) -> None:
         """Note that a request is not there any more."""
+        self._changes += 1
         self.records.pop(record.request.id, None)
         self.unheard.pop(record.request.id, None)
         record.instance = None
@@ -177,7 +183,13 @@ class Instance:
             return self.fits_alone(record.request)
         if needed <= self.free_blocks:
             return True
-        return can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks)
+        asked = record.request.id, new, self._changes
+        if self._full == asked:  # the first that waits is asked about whenever any instance tells something
+            return False
+        if can_all_end(self.kv_format, [*self.records.values(), record], self.load.total_blocks):
+            return True
+        self._full = asked
+        return False
 
     def decoding(self) -> list[Chunk]:
         """Return what its next step has of answers that are being generated: a token of each."""
@@ -213,7 +225,9 @@ def request_blocks(kv: KVFormat, request: Request) -> int:
 
 def blocks_of(kv: KVFormat, tokens: int) -> int:
     """Count the blocks, of all groups of layers, that so many tokens of a sequence need."""
-    sizes = (tokens if window is None else min(tokens, window) for _, window in kv.groups)
+    if kv.windows == (None,):
+        return -(-tokens // kv.block_tokens)
+    sizes = (tokens if window is None else min(tokens, window) for window in kv.windows)
     return sum(-(-size // kv.block_tokens) for size in sizes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -126,9 +125,9 @@ class Mover:
 
     def drain(self, instance: Instance, timeout_s: float | None) -> None:
         """Have the requests of an instance that gets no more move, or end where they do not fit elsewhere."""
-        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        until_s = None if timeout_s is None else self._dispatcher.clock() + timeout_s
         dispatcher = self._dispatcher
-        while until_s is None or time.perf_counter() < until_s:
+        while until_s is None or self._dispatcher.clock() < until_s:
             with self._lock:
                 requests = list(instance.records)
                 others = [other for other in dispatcher.instances.values() if other.state == "serving"]
@@ -170,7 +169,7 @@ class Mover:
                     retry_after_s=dispatcher.retry_after_s,
                 )
             record.moving = True
-            goal.reserve(record)
+            goal.reserve(record, self._dispatcher.clock())
             source.moves, goal.moves = source.moves + 1, goal.moves + 1
             return _Move(record, source, goal)
 
@@ -210,11 +209,11 @@ class Mover:
             record.had = {answer.state.index: answer.computed for answer in record.live}
             record.resumption = move.resumption
             source = move.view(kv) if kv else None
-            waited_s = time.perf_counter() - record.arrived_s
-            move.target.client.send(Submit(states, waited_s, kv, source))
+            now = self._dispatcher.clock()
+            move.target.client.send(Submit(states, now - record.arrived_s, kv, source))
             barrier = move.target.client.ask(Locate(move.request))
             move.source.take(record)
-            move.target.give(record, 0)
+            move.target.give(record, 0, now)
             move.flipped = True
         self._result(move.target, barrier)
 

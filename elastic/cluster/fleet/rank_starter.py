@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from elastic import clock
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.launch.base import Launcher
@@ -66,8 +67,7 @@ class RankStarter:
 
         Raises the first error when all others have joined.
         """
-        with ThreadPoolExecutor(len(specs), thread_name_prefix="elastic-fleet-start") as threads:
-            started = [threads.submit(self.launcher.start, spec) for spec in specs]
+        started = clock.run_together([partial(self.launcher.start, spec) for spec in specs], "elastic-fleet-start")
         names, errors = [], []
         for spec, client in zip(specs, started, strict=True):
             try:

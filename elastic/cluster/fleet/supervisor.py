@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from dataclasses import dataclass, replace
+from functools import partial
 
+from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.rank_starter import RankStarter
@@ -50,12 +50,12 @@ class Supervisor:
         self._dispatcher, self._log = dispatcher, log
         self._starter, self._replaces = starter, replaces
         self._beat_timeout_s, self._hang_timeout_s = beat_timeout_s, hang_timeout_s
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()  # of the two below
+        self._stopping = clock.make_event()
+        self._lock = clock.make_lock()  # of the two below
         self._seats: dict[str, _Seat] = {}
         self._coming = 0
-        self._threads: list[threading.Thread] = []
-        self._thread = threading.Thread(target=self._run, name="elastic-fleet-supervisor", daemon=True)
+        self._threads: list[clock.Thread] = []
+        self._thread = clock.make_thread(self._run, "elastic-fleet-supervisor")
 
     def start(self) -> None:
         """Begin to watch."""
@@ -65,7 +65,7 @@ class Supervisor:
         """Watch no more, and replace none; return when no thread is left."""
         self._stopping.set()
         for thread in (self._thread, *self._threads):
-            if thread.ident is not None and thread is not threading.current_thread():
+            if thread.ident is not None and thread is not clock.current_thread():
                 thread.join()
 
     @property
@@ -85,8 +85,9 @@ class Supervisor:
                 seat.tries = 0
             if self._replaces and not self._starter.waits:
                 self._coming += 1
-                thread = threading.Thread(target=self._replace, args=(instance.name, seat), daemon=True)
-                thread.name = f"elastic-replace-{instance.name}"
+                thread = clock.make_thread(
+                    partial(self._replace, instance.name, seat), f"elastic-replace-{instance.name}"
+                )
                 self._threads = [other for other in self._threads if other.is_alive()] + [thread]
                 thread.start()
         self._fail_if_hopeless(instance.why)
@@ -125,9 +126,9 @@ class Supervisor:
         delivery.tell()
 
     def _run(self) -> None:
-        before = time.perf_counter()
+        before = clock.now()
         while not self._stopping.wait(min(TICK_S, self._beat_timeout_s / 4)):
-            now = time.perf_counter()
+            now = clock.now()
             late = now - before > self._beat_timeout_s / 2  # this process stood still itself: ranks get a new chance
             before = now
             for instance, why in self._silent(now, late):

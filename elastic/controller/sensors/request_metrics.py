@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from elastic import clock
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, SlidingWindow, WindowSum
 from elastic.controller.snapshot import RequestStats
 
@@ -28,7 +28,7 @@ class _Request:
 
 
 class RequestMetrics:
-    """Thread-safe; every call costs O(1) for each request. Times are seconds of `time.perf_counter`; None: now.
+    """Thread-safe; every call costs O(1) for each request. Times are seconds of `clock.now`; None: now.
 
     Definitions are vLLM's. TTFT: first token - arrival. TPOT: (last token - first) / (tokens - 1), of completed
     requests with two or more. ITL: each gap between the tokens of a request; tokens that come together are one gap.
@@ -148,7 +148,7 @@ class RequestMetrics:
     def _clock(self, at_s: float | None) -> float:
         """Return the time that is meant; windows go by the latest one ever told."""
         if at_s is None or not math.isfinite(at_s):
-            at_s = time.perf_counter()
+            at_s = clock.now()
         self._now_s = max(self._now_s, at_s)
         if self._began_s is None:
             self._began_s = at_s

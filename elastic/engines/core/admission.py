@@ -79,6 +79,12 @@ class AdmissionLedger:
         groups = enumerate(zip(free_blocks, self._sizes, strict=True))
         return sum(-(-max(0, self.reserved_blocks(group) - free) // size) for group, (free, size) in groups)
 
+    def needed_sectors(self, free_blocks: Sequence[int]) -> int:
+        """Count the sectors that must be to be had so that all can have what they need at the same time."""
+        needed = [sum(demand.needed[group] for demand in self._order) for group in range(len(self._sizes))]
+        pairs = zip(needed, free_blocks, self._sizes, strict=True)
+        return sum(-(-max(0, count - free) // size) for count, free, size in pairs)
+
     def reserved_blocks(self, group: int) -> int:
         """Count the blocks of a group that must be to be had so that all can end."""
         returned = [demand.held[group] for demand in self._order]

@@ -116,6 +116,12 @@ class BlockManager:
             spare = self._pools[0].free_blocks - self._ledger.reserved_blocks(0)
             return sectors * self._pools[0].size + max(0, spare)
 
+    def all_fit(self) -> bool:
+        """Return whether there is room now for all that live sequences may still need, at the same time."""
+        with self.memory.lock:
+            free = [pool.free_blocks for pool in self._pools]
+            return self._ledger.needed_sectors(free) <= self.memory.room(growing=True)
+
     @property
     def running(self) -> int:
         """Count the sequences that have blocks."""

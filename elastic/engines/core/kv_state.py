@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from elastic.memory.backends.shared_file import SharedFile
 from elastic.types import RankMemory
@@ -41,6 +42,11 @@ class KVFormat:
     """For each group of layers these, and their sliding window."""
     kv_shards: int = 1
     """In how many parts each decoder layer is."""
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each group."""
+        return tuple(window for _, window in self.groups)
 
     @property
     def block_bytes(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from elastic import clock
 from elastic.cluster.control.messages import Apply, Question
 from elastic.cluster.control.stage_questions import (
     AttachStage,
@@ -236,11 +236,11 @@ class Exchange:
         """Flip layers of several instances side by side; return the errors of those that failed."""
         shape, coordinated = self.group.shape, self._form.coordinated
         pauses = {home: [flip for flip in flips if flip.home == home] for home in dict.fromkeys(f.home for f in flips)}
-        with ThreadPoolExecutor(len(pauses), "elastic-flip") as threads:
-            begun = [
-                threads.submit(flip_layers, self._ranks, shape.paths[home], each, coordinated=coordinated)
-                for home, each in pauses.items()
-            ]
+        calls = [
+            partial(flip_layers, self._ranks, shape.paths[home], each, coordinated=coordinated)
+            for home, each in pauses.items()
+        ]
+        begun = clock.run_together(calls, "elastic-flip")
         failed = []
         for each, answer in zip(pauses.values(), begun, strict=True):
             try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elastic import clock
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.groups.transition import Shape
 from elastic.cluster.fleet.records.memory_file import HeldMemory
@@ -78,18 +78,18 @@ class Deadline:
     """When something must have been done."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.began_s = time.perf_counter()
+        self.began_s = clock.now()
         self._until_s = self.began_s + timeout_s
 
     @property
     def seconds(self) -> float:
         """Seconds since the beginning."""
-        return time.perf_counter() - self.began_s
+        return clock.now() - self.began_s
 
     def wait(self, seconds: float) -> bool:
         """Wait a little; return False if there is no time left."""
-        left = self._until_s - time.perf_counter()
+        left = self._until_s - clock.now()
         if left <= 0:
             return False
-        time.sleep(min(seconds, left))
+        clock.sleep(min(seconds, left))
         return True

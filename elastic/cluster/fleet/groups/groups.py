@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from elastic import clock
 from elastic.cluster.control.stage_questions import Bulk, Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
@@ -54,10 +54,10 @@ class Groups:
         self._dispatcher, self._log = dispatcher, log
         self._ranks = Ranks(dispatcher, bulk)
         self._staging = Staging(self._ranks)
-        self._verbs = threading.Lock()
+        self._verbs = clock.make_lock()
         self._groups: tuple[Group, ...] = ()
         self._closed = False
-        self._repairs: list[threading.Thread] = []
+        self._repairs: list[clock.Thread] = []
         self._layer_bytes: tuple[int, ...] = ()
         self._following = False  # whether it is no verb that runs, but caps that change
 
@@ -193,8 +193,7 @@ class Groups:
         if instance.client.heard_all:
             group.killed.add(instance.name)
         self._ranks.lose(instance.name, group.members)
-        thread = threading.Thread(target=self._repair, args=(instance.name,), daemon=True)
-        thread.name = f"elastic-repair-{instance.name}"
+        thread = clock.make_thread(partial(self._repair, instance.name), f"elastic-repair-{instance.name}")
         self._repairs = [other for other in self._repairs if other.is_alive()] + [thread]
         thread.start()
 

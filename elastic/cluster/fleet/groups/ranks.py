@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import Any
 
+from elastic import clock
 from elastic.cluster.control.messages import Question
 from elastic.cluster.control.stage_questions import (
     Bulk,
@@ -160,7 +160,7 @@ def _limits_change(dispatcher: Dispatcher, names: Iterable[str]) -> Iterator[dic
             for instance in changing:
                 instance.limit_changes -= 1
                 if instance.name in loads:
-                    instance.hear(loads[instance.name], time.perf_counter())
+                    instance.hear(loads[instance.name], clock.now())
             dispatcher.dispatch()
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus, Resharded
 from elastic.cluster.fleet.instance import request_blocks
@@ -55,14 +53,14 @@ class LengthController:
         self._readings = LengthReadings(dispatcher)
         self._capacity: Capacity = {}
         self._measured: frozenset[str] = frozenset()  # ranks that were there when capacity was measured
-        self._lock = threading.Lock()
+        self._lock = clock.make_lock()
         self._changing: tuple[frozenset[str], ...] = ()  # ranks of the changes that are asked for, and not done
-        self._changes: queue.SimpleQueue[ScaleUp | ScaleDown | None] = queue.SimpleQueue()
-        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._changes: clock.Queue = clock.make_queue()
+        self._wake, self._stopping = clock.make_event(), clock.make_event()
         self._faults: dict[str, str] = {}  # thread -> why it could not act last
         self._threads = [
-            threading.Thread(target=self._decide, name="elastic-fleet-lengths", daemon=True),
-            threading.Thread(target=self._change, name="elastic-fleet-reshard", daemon=True),
+            clock.make_thread(self._decide, "elastic-fleet-lengths"),
+            clock.make_thread(self._change, "elastic-fleet-reshard"),
         ]
 
     def start(self) -> None:
@@ -190,7 +188,7 @@ class LengthController:
 
     def _send(self, snapshot: LengthSnapshot, plan: LengthPlan) -> None:
         """Give requests to instances; who finds no room there yet is the next one at it."""
-        delivery, now = Delivery(self._dispatcher.lock), time.perf_counter()
+        delivery, now = Delivery(self._dispatcher.lock), clock.now()
         ranks = {one.name: frozenset(one.ranks) for one in snapshot.instances}
         promised, full = dict(plan.state.targets), set[str]()
         with self._dispatcher.lock:

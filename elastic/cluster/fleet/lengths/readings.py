@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.groups.targets import sharing
@@ -46,7 +46,7 @@ class LengthReadings:
             waiting = tuple(
                 WaitingRequest(record.request.id, _kv(kv, record), record.arrived_s) for record in dispatcher.queue
             )
-        return LengthSnapshot(time.perf_counter(), readings, waiting)
+        return LengthSnapshot(clock.now(), readings, waiting)
 
 
 def _units(

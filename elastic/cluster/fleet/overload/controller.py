@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
+from elastic import clock
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.price import learned_cost
@@ -98,14 +98,14 @@ class OverloadController:
         self._shares = Shares(verbs, most_shared)
         self._share: SharePlan | None = None  # what the offer to share layers was
         self._add, self._addable = add, settings.scale_out
-        self._adding: threading.Thread | None = None
+        self._adding: clock.Thread | None = None
         self._short = False  # whether it was told that no drop suffices, and requests still wait
         self._start_s = START_S  # that an instance took to come
         self._added: Choice | None = None  # why one comes now, if it is instead of a drop
         self._moving_since: float | None = None  # when it was left to moves to end the overload
         self._fault = ""  # why the last tick could not act
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic-fleet-overload", daemon=True)
+        self._stopping = clock.make_event()
+        self._thread = clock.make_thread(self._run, "elastic-fleet-overload")
 
     def start(self) -> None:
         """Begin."""
@@ -241,16 +241,15 @@ class OverloadController:
     def _add_instances(self, count: int) -> None:
         """Have instances added, beside the caller."""
         self._addable -= count
-        self._adding = threading.Thread(target=self._scale_out, args=(count,), daemon=True)
-        self._adding.name = "elastic-fleet-scale-out"
+        self._adding = clock.make_thread(partial(self._scale_out, count), "elastic-fleet-scale-out")
         self._adding.start()
 
     def _scale_out(self, count: int) -> None:
         assert self._add is not None
-        began_s = time.perf_counter()
+        began_s = clock.now()
         try:
             names = self._add(count)
-            self._start_s = moving_average(self._start_s, time.perf_counter() - began_s, WEIGHT)
+            self._start_s = moving_average(self._start_s, clock.now() - began_s, WEIGHT)
             logger.info("added %s: %s", ", ".join(names), self.reason)
         except ElasticError as error:
             logger.warning("no instance could be added: %s", error)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from elastic import clock
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.results import GroupStatus
@@ -31,7 +31,7 @@ class FleetReadings:
         `busy`: somebody has layers change their rank just now. A group that has lost a member is left out: it is
         about to part. Ranks that share layers are one instance, in the name of the first.
         """
-        dispatcher, now = self._dispatcher, time.perf_counter()
+        dispatcher, now = self._dispatcher, clock.now()
         with dispatcher.lock:
             serving = {i.name: i for i in dispatcher.instances.values() if i.state == "serving"}
             usual = dispatcher.answer_lengths.usual()
@@ -51,7 +51,7 @@ class FleetReadings:
             kv = next(iter(serving.values())).kv_format
             queue = [record for record in dispatcher.queue if _is_overload(record, serving.values())]
             return FleetSnapshot(
-                time.monotonic(),
+                clock.now(),
                 tuple(replace(reading, busy=busy) for reading in readings),
                 layer_bytes,
                 queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),

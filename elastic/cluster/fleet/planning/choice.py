@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 
 from elastic.cluster.fleet.instance import Instance
@@ -17,13 +16,13 @@ def choose(
     record: RequestRecord,
     prefixes: PrefixIndex,
     routing: Routing,
+    now: float,
     among: Collection[str] | None = None,
 ) -> tuple[Instance, int] | None:
     """Return where a request goes now, and how many blocks of its prompt are there; None: nowhere.
 
-    `among`: just one of these.
+    `now` is on the clock of the records; `among`: just one of these.
     """
-    now = time.perf_counter()
     reserved = reserved_blocks(instances.values(), record, now)
     candidates = []
     for name, instance in instances.items():
@@ -32,8 +31,8 @@ def choose(
         if instance.state != "serving" or instance.limit_changes or record.refused.get(name, 0.0) > now:
             continue
         cached = prefixes.cached(name, record.hashes) if record.hashes else 0
-        if instance.holds(record, cached, reserved.get(name, 0)):
-            ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values())
+        if instance.holds(record, cached, reserved.get(name, 0) if reserved else 0):
+            ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values()) if instance.unheard else 0
             room = instance.sequences, instance.free_blocks
             candidates.append(Candidate(name, *room, ahead, cached, instance.given))
     best = route(candidates, len(record.hashes), routing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
+from elastic import clock
 from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.engines.base import Output
 
@@ -20,7 +21,7 @@ class Delivery:
 
     _inside = threading.local()
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: clock.Lock) -> None:
         self._lock = lock
         self._batch: list[tuple[RequestRecord, Output]] = []
         self._records: set[RequestRecord] = set()

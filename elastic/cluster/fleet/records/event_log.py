@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import Counter, deque
 from typing import Any
 
+from elastic import clock
 from elastic.cluster.control.status import EventKind, FleetEvent, FleetTotals
 
 MOST_EVENTS = 1000
@@ -25,7 +25,7 @@ class EventLog:
     def add(self, kind: EventKind, **about: Any) -> None:
         """Note an event; `about` are the fields of `FleetEvent`."""
         with self._lock:
-            self._events.append(FleetEvent(next(self._ids), kind, time.time(), **about))
+            self._events.append(FleetEvent(next(self._ids), kind, clock.wall(), **about))
 
     def count(self, **totals: int) -> None:
         """Add to fields of `FleetTotals`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -128,21 +127,20 @@ class RequestRecord:
             self.left -= 1
         return output
 
-    def end(self, indices: Iterable[int], finish: FinishReason, error: str | None = None) -> list[Output]:
+    def end(self, indices: Iterable[int], finish: FinishReason, now: float, error: str | None = None) -> list[Output]:
         """End answers; return what is to be told."""
         outputs = []
         for index in indices:
             if not self.answers[index].ended:
                 self.answers[index].ended = True
                 self.left -= 1
-                now = time.perf_counter()
                 outputs.append(Output(self.request.id, (), finish, error, now, index=index))
         return outputs
 
 
-def new_record(request: Request, listener: Listener) -> RequestRecord:
-    """Return the record of a request that arrives."""
+def new_record(request: Request, listener: Listener, now: float) -> RequestRecord:
+    """Return the record of a request that arrives now, unless it says when it did."""
     names = [request.id] if request.n == 1 else [f"{request.id}[{index}]" for index in range(request.n)]
     states = [SequenceState(name, request, i, answer_seed(request, i)) for i, name in enumerate(names)]
-    arrived_s = time.perf_counter() if request.arrived_s is None else request.arrived_s
+    arrived_s = now if request.arrived_s is None else request.arrived_s
     return RequestRecord(request, listener, tuple(map(AnswerRecord, states)), arrived_s, len(states))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ SLIDING = KVFormat(4, "head_centric", "float32", 2, 8, (((0,), None), ((1,), 8))
 
 
 def record(prompt: int, most: int, tokens: int, n: int = 1) -> RequestRecord:
-    made = new_record(Request((1,) * prompt, most, n=n), lambda _: None)
+    made = new_record(Request((1,) * prompt, most, n=n), lambda _: None, time.perf_counter())
     if tokens:
         made.take(Output(made.request.id, (1,) * tokens), 0)
     return made

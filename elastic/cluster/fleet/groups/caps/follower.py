@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Protocol
 
+from elastic import clock
 from elastic.errors import ElasticError
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ class CapFollower:
 
     def __init__(self, groups: Follows, tick_s: float = TICK_S) -> None:
         self._groups, self._tick_s = groups, tick_s
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic-fleet-caps", daemon=True)
+        self._stopping = clock.make_event()
+        self._thread = clock.make_thread(self._run, "elastic-fleet-caps")
 
     def start(self) -> None:
         """Begin."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 
+from elastic import clock
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.transition import Books, Shape
@@ -83,7 +83,7 @@ def _need(instance: Instance, room: Room, cap: int, own: RequestRecord | None) -
     short = cap - committed <= NEARLY * cap or committed + -(-lacking // size) > cap
     largest = -(-request_blocks(kv, own.request) // size) if own and not instance.fits_alone(own.request) else 0
     first = min(wanted, committed + -(-waiting[0] // size)) if waiting else 0
-    waits_s = waited_s(instance, time.perf_counter())
+    waits_s = waited_s(instance, clock.now())
     return Need(committed, wanted, room.most_sectors, short, largest, first, waits_s)
 
 

@@ -471,7 +471,7 @@ def test_a_member_lost_in_the_middle_of_a_drop_ends_the_drop(fleets: Any) -> Non
 def ask_for(fleet: Fleet, rank: GroupRank, sectors: int) -> None:
     """Have the fleet know of a request at a rank that waits for so many sectors."""
     tokens = sectors * SECTOR * 4096 // KV.block_bytes * KV.block_tokens
-    record = new_record(Request((1,), tokens - 1), Collector())
+    record = new_record(Request((1,), tokens - 1), Collector(), time.perf_counter())
     instance = fleet._dispatcher.instances[rank.name]
     instance.records = {record.request.id: record}
     instance.load, rank.waiting = replace(instance.load, waiting=1), 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -109,7 +110,7 @@ def test_the_price_of_a_drop_has_the_longer_steps_when_ranks_know_them(fleet: Fl
     without = fleet.drop(3 * PAGES * 4096, dry_run=True).price
     instance = fleet._dispatcher.instances["r0"]
     instance.client.hello = replace(instance.hello, cost=replace(MODEL, layers=LAYERS))
-    record = new_record(Request((1, 2), 9), Collector())
+    record = new_record(Request((1, 2), 9), Collector(), time.perf_counter())
     record.answers[0].tokens.append(5)
     instance.records = {record.request.id: record}
     longer = fleet.drop(3 * PAGES * 4096, dry_run=True).price

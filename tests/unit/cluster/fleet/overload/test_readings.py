@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -141,12 +142,12 @@ SLIDING = KVFormat(4, "head_centric", "float32", 2, 8, (((0,), None), ((1,), 8))
 def test_a_request_needs_its_prompt_and_usual_answers_within_the_windows(
     kv: KVFormat, prompt: int, most: int, n: int, usual: int | None, tokens: tuple[int, int]
 ) -> None:
-    record = new_record(Request((1,) * prompt, most, n=n), lambda _: None)
+    record = new_record(Request((1,) * prompt, most, n=n), lambda _: None, time.perf_counter())
     assert needed_bytes(kv, record, usual) == sum(tokens) * kv.block_bytes // kv.block_tokens
 
 
 def test_an_answer_that_is_longer_than_usual_by_now_counts_as_long_as_it_is() -> None:
-    record = new_record(Request((1,) * 8, 32), lambda _: None)
+    record = new_record(Request((1,) * 8, 32), lambda _: None, time.perf_counter())
     record.take(Output(record.request.id, (1,) * 20), 0)
     assert needed_bytes(KV, record, 10) == 28 * EACH // BLOCK
 

@@ -16,7 +16,7 @@ REQUEST = Request((5, 6, 7), 9, id="a")
 
 
 def record(request: Request = REQUEST) -> Any:
-    return new_record(request, lambda _: None)
+    return new_record(request, lambda _: None, 0.0)
 
 
 def test_the_seed_is_drawn_once_and_goes_wherever_the_request_goes() -> None:
@@ -71,7 +71,7 @@ def test_answers_end_one_by_one() -> None:
     kept = record(Request((1,), 5, n=3, id="a"))
     kept.take(Output("a", (9,), "length", index=1), 0)
     assert [state.index for state in kept.states()] == [0, 2]
-    assert [(o.index, o.finish) for o in kept.end([0, 1], "cancelled")] == [(0, "cancelled")]
+    assert [(o.index, o.finish) for o in kept.end([0, 1], "cancelled", 0.0)] == [(0, "cancelled")]
     assert [answer.state.index for answer in kept.live] == [2]
 
 

@@ -1,0 +1,214 @@
+"""Real runs of a fleet that a simulator is held against, and the steps that its ranks computed meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SEED
+from serving import fleet, prompt, warm_up
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import elastic
+from elastic.assets import MODEL_DIR
+from elastic.bench.traces.trace import Trace, TraceRequest
+from elastic.engines.base import Output, Request
+from elastic.engines.core.restart import RestartingScheduler
+from elastic.planning.pipeline.chunk_cost import Sample
+from elastic.sim.core.instance import PlacePages
+from elastic.sim.report import Report
+from elastic.sim.workload import Job
+
+ENGINE = {"block_tokens": 32, "max_requests": 32, "max_batch_tokens": 256, "share_prefixes": False}
+CORES = [(0,), (1,)]
+LONGEST, LAYERS, HIDDEN, PAGE_BYTES = 4096, 4, 256, 64 << 10
+IDLE_S = 0.005
+"""Between two steps: longer, and the engine had nothing to do."""
+SAMPLE_S = 0.1
+
+
+def save_attentive_model(folder: Path) -> Path:
+    """Write a Llama in which attention takes as long as all else at 1,000 tokens: 4 layers, hidden 256."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LONGEST,
+        dtype=torch.float32,
+        eos_token_id=None,
+    )
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# -- the steps of ranks
+
+
+class Recorded:
+    """As the engine's option `step_budget`: no budget, but a rank that reads it writes its steps to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return record_steps, (str(self.folder),)
+
+
+def record_steps(folder: str) -> None:
+    """Have each step of this process be written down: its seconds, with what the engine does besides, and chunks."""
+    name = Path(folder) / f"{time.perf_counter_ns()}.steps"
+    lines: list[str] = []
+    ended = [0.0]
+    schedule, update = RestartingScheduler.schedule, RestartingScheduler.update
+    began: dict[int, float] = {}
+
+    @functools.wraps(schedule)
+    def noted_schedule(self: Any) -> Any:
+        now = time.perf_counter()
+        step = schedule(self)
+        if step is not None:
+            began[step.number] = ended[0] if now - ended[0] < IDLE_S else now
+        return step
+
+    @functools.wraps(update)
+    def noted_update(self: Any, step: Any, result: Any) -> Any:
+        produced = update(self, step, result)
+        ended[0] = time.perf_counter()
+        chunks = " ".join(f"{chunk.start}:{len(chunk.tokens)}" for chunk in step.chunks)
+        lines.append(f"{ended[0] - began.pop(step.number)} {chunks}\n")
+        if len(lines) >= 32 or not self.sequences:
+            with name.open("a") as file:
+                file.writelines(lines)
+            lines.clear()
+        return produced
+
+    RestartingScheduler.schedule, RestartingScheduler.update = noted_schedule, noted_update  # type: ignore[method-assign]
+
+
+def recorded(folder: Path) -> list[Sample]:
+    """Read what ranks wrote down."""
+    found = []
+    for file in sorted(folder.glob("*.steps")):
+        for line in file.read_text().splitlines():
+            seconds, *chunks = line.split()
+            pairs = ((int(start), int(count)) for start, _, count in (chunk.partition(":") for chunk in chunks))
+            found.append(Sample(tuple(pairs), float(seconds)))
+    return found
+
+
+# -- runs
+
+
+@dataclass(frozen=True)
+class System:
+    """How a fleet serves."""
+
+    ranks: int
+    busy: float
+    """The share of the time in which prompts, and answers by fours, keep two ranks busy."""
+    policy: Any = None
+    tp: int = 1
+    """So many ranks share each layer from the start."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Arrivals of a kind: (seconds, requests a second) one after another, and lengths."""
+
+    name: str
+    rates: Sequence[tuple[float, float]]
+    prompt: tuple[float, float]
+    """Median, and sigma of the logarithm."""
+    answer: tuple[float, float]
+
+    def trace(self, seed: int) -> Trace:
+        choose, found, begin_s = random.Random(f"{self.name} {seed}"), [], 0.0
+        for length_s, rate in self.rates:
+            at_s = begin_s + choose.expovariate(rate)
+            while at_s < begin_s + length_s:
+                found.append(TraceRequest(at_s, self._drawn(choose, self.prompt), self._drawn(choose, self.answer)))
+                at_s += choose.expovariate(rate)
+            begin_s += length_s
+        return Trace(tuple(found), self.name, window=(0.0, begin_s)).with_tokens(1.0, most=LONGEST // 2)
+
+    def _drawn(self, choose: random.Random, median_sigma: tuple[float, float]) -> int:
+        median, sigma = median_sigma
+        return max(4, round(median * choose.lognormvariate(0.0, sigma)))
+
+
+@contextmanager
+def serving(path: Path, place: str, system: System, **engine: Any) -> Iterator[tuple[elastic.Fleet, PlacePages]]:
+    """Serve with a core for each rank; give the fleet, and the pages of a rank before layers are shared."""
+    options = {"policy": system.policy, "shards": system.tp}
+    with fleet(path, CORES[: system.ranks], place=place, engine={**ENGINE, **engine}, **options) as started:
+        warm_up(started)
+        pages = pages_of(started, system.tp)
+        if system.tp > 1:
+            started.reshard([instance.name for instance in started.status().instances], tp=system.tp)
+            warm_up(started)
+        yield started, pages
+
+
+def pages_of(engine: elastic.Fleet, parts: int) -> PlacePages:
+    """Return the pages of a rank; a block of this model is a page in each layer, or a share of one in each part."""
+    time.sleep(0.5)  # two beats
+    (blocks,) = {instance.load.total_blocks for instance in engine.status().instances}
+    (place,) = engine.look(engine.status().ranks[0].name).status.places
+    weights = sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("layer:"))
+    budget = place.budget_bytes // PAGE_BYTES
+    return PlacePages(budget, budget - blocks * LAYERS, LAYERS * parts, parts, LAYERS, weights // LAYERS // PAGE_BYTES)
+
+
+def played(engine: elastic.Fleet, trace: Trace) -> Report:
+    """Have the requests of a trace come when they are due; return what came of them, as the simulator tells it."""
+    report, choose = Report(), random.Random(SEED)
+    prompts = [prompt(request.prompt_tokens, choose) for request in trace.requests]
+    ended, lock = threading.Semaphore(0), threading.Lock()
+    begin_s = time.perf_counter()
+    stopping = threading.Event()
+
+    def sample() -> None:
+        while not stopping.wait(SAMPLE_S):
+            loads = [instance.load for instance in engine.status().instances]
+            use = 1 - sum(load.free_blocks for load in loads) / max(1, sum(load.total_blocks for load in loads))
+            running, waiting = (sum(getattr(load, name) for load in loads) for name in ("running", "waiting"))
+            at_s = time.perf_counter() - begin_s
+            if at_s <= trace.duration_s:
+                report.sample(at_s, use, running, waiting)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    for one, tokens in zip(trace.requests, prompts, strict=True):
+        time.sleep(max(0.0, begin_s + one.arrival_s - time.perf_counter()))
+        job = Job(time.perf_counter() - begin_s, one.prompt_tokens, one.output_tokens, one.output_tokens, 0, "r")
+        hear = report.listener(job, ended.release)
+
+        def listener(output: Output, hear: Any = hear) -> None:
+            with lock:
+                hear(replace(output, at_s=output.at_s - begin_s, scheduled_s=_since(output.scheduled_s, begin_s)))
+
+        engine.submit(Request(tokens, one.output_tokens, ignore_eos=True), listener)
+    for _ in trace.requests:
+        if not ended.acquire(timeout=120):
+            raise TimeoutError("a request has not ended after 120 s")
+    stopping.set()
+    sampler.join()
+    return report
+
+
+def _since(at_s: float | None, begin_s: float) -> float | None:
+    return None if at_s is None else at_s - begin_s

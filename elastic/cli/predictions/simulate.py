@@ -1,0 +1,95 @@
+"""`elastic simulate`: a scenario in simulated time, as a table, a line of JSON, and a picture."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic.sim.run import Run, Speed
+from elastic.sim.scenario import Scenario, read_scenario, shipped
+
+_SHOWN_ACTIONS = 12
+
+
+def simulate(options: Namespace) -> int:
+    """Run a scenario; print its figures, and as the last line a JSON document without the timeline."""
+    if options.scenario is None:
+        for name in shipped():
+            print(f"{name}: {read_scenario(name).title}")
+        return 0
+    scenario = read_scenario(options.scenario, seed=options.seed)
+    console = Console()
+    run = Run(scenario)
+    with console.status(scenario.title or options.scenario) as status:
+        speed = run.play(lambda at_s: status.update(f"{at_s:,.0f} s of {scenario.duration_s:,.0f} s"))
+    document = {**described(scenario), **run.report.document()}
+    _show(console, scenario, document, speed)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps({**document, "speed": _speed(speed)}) + "\n")
+    if options.plot is not None:
+        from elastic.sim.plots import draw
+
+        draw(run.report, Path(options.plot), scenario.title)
+    short = {key: value for key, value in document.items() if key not in ("timeline", "actions")}
+    print(json.dumps({**short, "speed": _speed(speed)}))
+    return 0
+
+
+def described(scenario: Scenario) -> dict[str, Any]:
+    """Return what a scenario says of itself."""
+    return {
+        "scenario": scenario.title,
+        "seed": scenario.seed,
+        "duration_s": scenario.duration_s,
+        "instances": scenario.fleet.instances * scenario.fleet.fleets,
+        "seconds_from": scenario.basis,
+        "predicts": scenario.predicts,
+        "published": dict(scenario.published),
+    }
+
+
+def _speed(speed: Speed) -> dict[str, float]:
+    return {
+        "wall_s": speed.wall_s,
+        "events": speed.events,
+        "events_per_s": speed.events_per_s,
+        "steps": speed.steps,
+        "simulated_s": speed.simulated_s,
+    }
+
+
+def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], speed: Speed) -> None:
+    table = Table(title=scenario.title)
+    table.add_column("seconds")
+    for name in ("mean", "P50", "P95", "P99", "most"):
+        table.add_column(name, justify="right")
+    for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("until the first step", "queued_s")):
+        table.add_row(name, *(f"{document[key][which]:.4g}" for which in ("mean", "p50", "p95", "p99", "max")))
+    console.print(table)
+    requests, use = document["requests"], document["kv_use"]
+    console.print(", ".join(f"{count:,} {name}" for name, count in requests.items() if count), highlight=False)
+    console.print(
+        f"{document['tokens_per_s']:,.1f} generated tokens/s; KV use {use['mean']:.1%}, at the most {use['max']:.1%}",
+        highlight=False,
+    )
+    for action in document["actions"][:_SHOWN_ACTIONS]:
+        console.print(f"  {action['at_s']:9.2f} s  {action['kind']}: {action['about']}", highlight=False, markup=False)
+    if len(document["actions"]) > _SHOWN_ACTIONS:
+        counts = ", ".join(f"{count:,} x {kind}" for kind, count in document["action_counts"].items())
+        console.print(f"  ... in all {counts}", highlight=False, markup=False)
+    for name, value in scenario.published.items():
+        console.print(f"  published: {name} = {value}", highlight=False, markup=False)
+    if scenario.predicts:
+        console.print(f"a prediction, not a measurement: {scenario.predicts}", highlight=False, markup=False)
+    console.print(
+        f"seconds of steps: {scenario.basis}; {speed.events:,} events in {speed.wall_s:.1f} s, "
+        f"{speed.events_per_s:,.0f} a second, for {speed.simulated_s:,.0f} s of {speed.steps:,} steps",
+        highlight=False,
+        markup=False,
+    )

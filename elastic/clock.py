@@ -1,0 +1,170 @@
+"""Time and threads: of this process, or of a simulation, for threads that run in one.
+
+Whatever waits, wakes others or looks at the time by this module can be simulated as it is: `use` has a thread, and all
+that it starts, live by another `Clock`. Threads that nobody told otherwise have the process's own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Lock(AbstractContextManager[bool], Protocol):
+    """As `threading.Lock`."""
+
+    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool: ...
+    def release(self) -> None: ...
+    def locked(self) -> bool: ...
+
+
+class Condition(Protocol):
+    """As `threading.Condition`."""
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = ...) -> Any: ...
+    def notify_all(self) -> None: ...
+
+
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def is_set(self) -> bool: ...
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def wait(self, timeout: float | None = ...) -> bool: ...
+
+
+class Thread(Protocol):
+    """As a daemon `threading.Thread`."""
+
+    name: str
+
+    @property
+    def ident(self) -> int | None: ...
+    def start(self) -> None: ...
+    def join(self, timeout: float | None = ...) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+class Queue(Protocol):
+    """As `queue.SimpleQueue`."""
+
+    def put(self, item: Any) -> None: ...
+    def get(self) -> Any: ...
+
+
+class Clock(Protocol):
+    """What `now` and the functions below it do in a thread."""
+
+    def now(self) -> float: ...
+    def wall(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+    def lock(self) -> Lock: ...
+    def condition(self, lock: Lock) -> Condition: ...
+    def event(self) -> Event: ...
+    def queue(self) -> Queue: ...
+    def thread(self, work: Callable[[], object], name: str) -> Thread: ...
+    def current_thread(self) -> Thread: ...
+    def run_together(self, calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]: ...
+
+
+class ProcessClock:
+    """The time and the threads of this process."""
+
+    now = staticmethod(time.perf_counter)
+    wall = staticmethod(time.time)
+    sleep = staticmethod(time.sleep)
+    lock = staticmethod(threading.Lock)
+    event = staticmethod(threading.Event)
+    current_thread = staticmethod(threading.current_thread)
+
+    def condition(self, lock: Any) -> Condition:
+        """See `condition`."""
+        return threading.Condition(lock)
+
+    def queue(self) -> Queue:
+        """See `make_queue`."""
+        return queue.SimpleQueue()
+
+    def thread(self, work: Callable[[], object], name: str) -> Thread:
+        """See `make_thread`."""
+        return threading.Thread(target=work, name=name, daemon=True)
+
+    def run_together(self, calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
+        """See `run_together`."""
+        with ThreadPoolExecutor(len(calls), name) as threads:
+            return [threads.submit(call) for call in calls]
+
+
+class _Here(threading.local):
+    clock: Clock = ProcessClock()
+
+
+_here = _Here()
+
+
+@contextmanager
+def use(clock: Clock) -> Iterator[None]:
+    """Have this thread live by a clock, until the end of the block."""
+    before, _here.clock = _here.clock, clock
+    try:
+        yield
+    finally:
+        _here.clock = before
+
+
+def now() -> float:
+    """Return seconds, of which differences count: those of `time.perf_counter`."""
+    return _here.clock.now()
+
+
+def wall() -> float:
+    """Return the time of day as `time.time` does."""
+    return _here.clock.wall()
+
+
+def sleep(seconds: float) -> None:
+    """Wait."""
+    _here.clock.sleep(seconds)
+
+
+def make_lock() -> Lock:
+    """Return a lock."""
+    return _here.clock.lock()
+
+
+def make_condition(lock: Lock) -> Condition:
+    """Return a condition of a lock."""
+    return _here.clock.condition(lock)
+
+
+def make_event() -> Event:
+    """Return an event."""
+    return _here.clock.event()
+
+
+def make_queue() -> Queue:
+    """Return a queue without a limit."""
+    return _here.clock.queue()
+
+
+def make_thread(work: Callable[[], object], name: str) -> Thread:
+    """Return a thread that was not started, and holds up nobody's end."""
+    return _here.clock.thread(work, name)
+
+
+def current_thread() -> Thread:
+    """Return the thread that asks."""
+    return _here.clock.current_thread()
+
+
+def run_together(calls: Sequence[Callable[[], T]], name: str) -> list[Future[T]]:
+    """Do some things on a thread each; return, when all are done, what came of them, in order."""
+    return _here.clock.run_together(calls, name)

@@ -1,0 +1,86 @@
+"""An executor that computes nothing: its results come when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+
+from elastic.engines.base import SampledToken
+from elastic.engines.core.step import SequenceState, Step, StepResult
+from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.step_seconds import Noise, StepCost
+from elastic.sim.core.stretch import Stretch
+
+TOKEN, STOP = 1, 2
+"""Tokens of answers mean nothing, but for the one that ends an answer before its `max_tokens`."""
+_TOKEN, _STOP = SampledToken(TOKEN), SampledToken(STOP)
+
+
+class AnswerEnds:
+    """Where sequences end that an executor computes, if that is before their `max_tokens`."""
+
+    def __init__(self, answers: Mapping[str, int]) -> None:
+        """Take the tokens of answers, by request; of others it is `max_tokens`."""
+        self._answers = answers
+        self.ends: dict[str, int] = {}
+        """Sequence -> the tokens of its prompt and its answer."""
+
+    def note(self, added: Iterable[SequenceState], removed: Iterable[str]) -> None:
+        """Have sequences come and go."""
+        for name in removed:
+            self.ends.pop(name, None)
+        for state in added:
+            tokens = self._answers.get(state.request.id)
+            if tokens is not None and tokens < state.request.max_tokens:
+                self.ends[state.id] = len(state.request.prompt) + tokens
+
+    def result(self, step: Step) -> StepResult:
+        """Return what comes of a step."""
+        if not self.ends:
+            return StepResult((_TOKEN,) * sum(chunk.samples for chunk in step.chunks))
+        ends = self.ends
+        return StepResult(
+            tuple(
+                _STOP if ends.get(chunk.sequence) == chunk.start + len(chunk.tokens) + 1 else _TOKEN
+                for chunk in step.chunks
+                if chunk.samples
+            )
+        )
+
+
+class LocalExecutor:
+    """Steps of one rank that computes all of its layers itself, one step at a time."""
+
+    def __init__(self, clock: VirtualClock, cost: StepCost, noise: Noise, answers: Mapping[str, int]) -> None:
+        self.cost, self.noise = cost, noise
+        self.answers = AnswerEnds(answers)
+        self.busy_s = 0.0
+        """Seconds of all steps so far."""
+        self._clock = clock
+
+    def execute(self, step: Step) -> Future[StepResult]:
+        """Have a step be computed when its seconds have passed."""
+        self.answers.note(step.added, step.removed)
+        future: Future[StepResult] = Future()
+        seconds = self.seconds(step)
+        self.busy_s += seconds
+        self._clock.after(seconds, lambda: future.set_result(self.answers.result(step)))
+        return future
+
+    def seconds(self, step: Step) -> float:
+        """Draw the seconds of a step."""
+        chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
+        return self.cost.batch(chunks) * self.noise()
+
+    def stretch(self, decoding: list[Chunk], steps: int) -> Stretch:
+        """Begin so many decode steps; their seconds are a straight line between the first and the last."""
+        last = [Chunk("", start + steps - 1, 1) for _, start, _ in decoding]
+        factor = self.noise(steps)
+        first_s = self.cost.batch(decoding) * factor
+        more_s = (self.cost.batch(last) * factor - first_s) / (steps - 1) if steps > 1 else 0.0
+        return Stretch(self._clock.now, steps, first_s, more_s)
+
+    def remove(self, sequences: tuple[str, ...]) -> None:
+        """Forget sequences."""
+        self.answers.note((), sequences)

@@ -1,0 +1,129 @@
+"""A fleet in simulated time: the real dispatcher, in front of instances that only take time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from elastic.cluster.fleet.dispatcher import Dispatcher
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.planning.router import Routing
+from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.rank.spec import RankSpec
+from elastic.controller.sensors.request_metrics import RequestMetrics
+from elastic.engines.base import Listener, Request
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
+from elastic.sim.core.step_seconds import Noise, StepCost
+
+BEAT_S = 0.25
+"""As ranks do."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What instances of a fleet are, all alike."""
+
+    engine: EngineOptions
+    pages: PlacePages
+    cost: StepCost
+    noise: float | tuple[float, ...] = 0.0
+    """Of the seconds of a step: sigma of the logarithm, or measured factors."""
+    message_s: float = 0.0
+    """From the fleet to an instance."""
+    stretch_s: float = 0.0
+    """How long a stretch of decode steps may be one event; 0: none is."""
+
+
+class SimulatedFleet:
+    """Some instances of one model, and the dispatcher that has them.
+
+    `answers`: request -> the tokens of its answer, where they are fewer than its `max_tokens`; who submits notes them
+    there, and takes them away.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        model: RankModel,
+        instances: int,
+        *,
+        routing: Routing = "prefix",
+        max_queue: int | None = None,
+        seed: int = 0,
+        name: str = "r",
+    ) -> None:
+        self.clock, self.model, self.seed = clock, model, seed
+        self.counters, self.log = RequestMetrics(), EventLog()
+        self.dispatcher = Dispatcher(routing, max_queue, self.counters, self.log, clock)
+        self.answers: dict[str, int] = {}
+        self.instances: dict[str, SimulatedInstance] = {}
+        """Those that were ever there."""
+        self.on_lost: Callable[[Instance, str], None] = lambda instance, why: None
+        """Told when an instance has ended."""
+        self._by_prefix = routing == "prefix"
+        self._beating = False
+        self._name = name
+        for _ in range(instances):
+            self.add()
+
+    def add(self) -> SimulatedInstance:
+        """Have one more instance."""
+        name = f"{self._name}{len(self.instances)}"
+        model = self.model
+        noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
+        executor = LocalExecutor(self.clock, model.cost, noise, self.answers)
+        made = self._make(name, executor)
+        spec = RankSpec(name, "simulated")
+        now = self.clock.now
+        instance = Instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
+        self.instances[name] = made
+        self.dispatcher.instances[name] = instance
+        made.listen(partial(self._heard, instance), partial(self._lost, instance))
+        return made
+
+    def _make(self, name: str, executor: LocalExecutor) -> SimulatedInstance:
+        model = self.model
+        return SimulatedInstance(
+            self.clock, name, model.engine, model.pages, executor, model.stretch_s, model.message_s
+        )
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Take a request. Raises `CapacityError` and `Overloaded` as a fleet does."""
+        self.dispatcher.submit(request, listener, self.model.engine.block_tokens if self._by_prefix else None)
+        self._watch()
+
+    def check(self) -> None:
+        """Recount. Raises `IntegrityError`."""
+        self.dispatcher.check()
+        for instance in self.instances.values():
+            instance.blocks.check()
+            instance.memory.check()
+
+    @property
+    def kv_use(self) -> float:
+        """The share of all blocks that live requests have or were promised, as instances last told."""
+        loads = [instance.load for instance in self.dispatcher.instances.values()]
+        total = sum(load.total_blocks for load in loads)
+        return 1 - sum(load.free_blocks for load in loads) / total if total else 0.0
+
+    def _heard(self, instance: Instance, message: object) -> None:
+        self.dispatcher.heard(instance, message)  # type: ignore[arg-type]
+        self._watch()
+
+    def _lost(self, instance: Instance, why: str) -> None:
+        self.on_lost(instance, why)
+
+    def _watch(self) -> None:
+        """Have instances tell what room they have while requests wait."""
+        if self.dispatcher.queue and not self._beating:
+            self._beating = True
+            self.clock.after(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        self._beating = False
+        for instance in list(self.instances.values()):
+            instance.beat()
+        self._watch()

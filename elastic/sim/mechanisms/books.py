@@ -1,0 +1,168 @@
+"""The pages of a simulated rank: weights by shards, its own keys and values, and room for those of other instances."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from elastic.cluster.control.stage_questions import Room
+from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import CapacityError, IntegrityError, StateError
+from elastic.sim.core.pages import SimulatedMemory
+from elastic.sim.mechanisms.model import LayeredModel
+
+
+@dataclass
+class Guest:
+    """What a rank has of another one's instance."""
+
+    sectors: int
+    """For which there is room."""
+    shards: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
+
+
+class RankBooks:
+    """Whatever raises `CapacityError` has changed nothing."""
+
+    def __init__(self, name: str, model: LayeredModel, memory: SimulatedMemory) -> None:
+        self.name, self.model, self._memory = name, model, memory
+        self.path = LayerPath.alone(name, model.layers, model.shards)
+        self.every = frozenset(range(model.layers * model.shards))
+        self.resident = self.every
+        self.packed: frozenset[int] = frozenset()
+        """Layers in the variant."""
+        self.guests: dict[str, Guest] = {}
+        self.coming: set[int] = set()
+        """Shards of its own whose keys and values come home."""
+
+    @property
+    def own(self) -> set[int]:
+        """The shards whose keys and values, of its own instance, have memory here."""
+        return set(self.path.shards_of(self.name)) | self.coming
+
+    @property
+    def needed(self) -> set[int]:
+        """The shards that are computed here."""
+        guests = (guest.shards for guest in self.guests.values())
+        return set(self.path.shards_of(self.name)).union(*guests)
+
+    @property
+    def most_sectors(self) -> int:
+        """The sectors that the instance has addresses for: those of one layer that takes all of the memory."""
+        pages = self.model.rank.pages.budget - self.model.fixed_pages
+        return pages // (self.model.part_pages * self.model.kv_shards)
+
+    def weight_pages(self) -> int:
+        """Count the pages of weights that are here."""
+        return self.model.weight_pages(self.resident, self.packed)
+
+    def guest_pages(self) -> int:
+        """Count the pages that are kept for other instances."""
+        return sum(guest.sectors * self.model.kv_pages(guest.shards | guest.coming) for guest in self.guests.values())
+
+    def room(self) -> Room:
+        """Return what the memory could hold."""
+        model, memory = self.model, self._memory
+        pages = model.rank.pages.budget - model.fixed_pages - self.weight_pages()
+        parts = (model.part_pages,) * (model.layers * model.kv_shards)
+        committed = memory.used_sectors + memory.promised()
+        weights = (model.layer_pages,) * model.layers
+        return Room(
+            self.path, pages, model.page_bytes, parts, self.most_sectors, committed, weights, frozenset(self.resident)
+        )
+
+    def settle(self) -> None:
+        """Have the engine's memory be what the others leave. Raises `CapacityError` where live requests lack room."""
+        other = self.model.fixed_pages + self.weight_pages() + self.guest_pages()
+        self._memory.resize(other_pages=other, sector_pages=max(1, self.model.kv_pages(self.own)))
+
+    def open(self, home: str, sectors: int) -> None:
+        """Be a stage of a home."""
+        if home in self.guests:
+            raise StateError(f"rank {self.name!r} is a stage of {home!r} already")
+        self.guests[home] = Guest(sectors)
+
+    def close(self, home: str) -> None:
+        """Be none any more; unknown: nothing happens."""
+        if self.guests.pop(home, None) is not None:
+            self.settle()
+
+    def allot(self, home: str, sectors: int) -> None:
+        """Keep room for so many sectors of a home."""
+        guest = self.guests[home]
+        before, guest.sectors = guest.sectors, sectors
+        try:
+            self.settle()
+        except CapacityError:
+            guest.sectors = before
+            raise
+
+    def prepare(self, home: str, shards: Collection[int]) -> None:
+        """Have memory for shards that come."""
+        coming = self.coming if home == self.name else self.guests[home].coming
+        new = set(shards) - coming
+        coming |= new
+        try:
+            self.settle()
+        except CapacityError:
+            coming -= new
+            raise
+
+    def give_up(self, home: str, shards: Collection[int]) -> None:
+        """Undo `prepare`."""
+        coming = self.coming if home == self.name else self.guests[home].coming
+        coming.difference_update(shards)
+        self.settle()
+
+    def keep(self, home: str, path: LayerPath) -> None:
+        """Have what this rank computes of a home be as the home's new path has it."""
+        shards = set(path.shards_of(self.name))
+        if home == self.name:
+            self.path = path
+            self.coming -= shards
+        elif home in self.guests:
+            guest = self.guests[home]
+            guest.shards = shards
+            guest.coming -= shards
+        self.settle()
+
+    def drop(self, shards: Collection[int]) -> int:
+        """Have weights leave; return the pages that come free."""
+        if used := self.needed.intersection(shards):
+            raise StateError(f"rank {self.name!r} computes shards {sorted(used)}; their weights cannot be dropped")
+        before = self.weight_pages()
+        self.resident -= frozenset(shards)
+        self.settle()
+        return before - self.weight_pages()
+
+    def bring(self, shards: Collection[int]) -> int:
+        """Have weights here; return their pages."""
+        had, before = self.resident, self.weight_pages()
+        self.resident |= frozenset(shards)
+        try:
+            self.settle()
+        except CapacityError:
+            self.resident = had
+            raise
+        return self.weight_pages() - before
+
+    def pack(self, layers: Collection[int], *, packed: bool) -> int:
+        """Have layers be in the variant, or in full; return the pages that come free."""
+        had, before = self.packed, self.weight_pages()
+        self.packed = had | frozenset(layers) if packed else had - frozenset(layers)
+        try:
+            self.settle()
+        except CapacityError:
+            self.packed = had
+            raise
+        return before - self.weight_pages()
+
+    def check(self) -> None:
+        """Recount. Raises `IntegrityError`."""
+        used = self.weight_pages() + self.guest_pages() + self.model.fixed_pages
+        used += self._memory.allocated * self.model.kv_pages(self.own)
+        if used > self.model.rank.pages.budget:
+            raise IntegrityError(f"rank {self.name!r} has {used} of {self.model.rank.pages.budget} pages")
+        if missing := self.needed - self.resident:
+            raise IntegrityError(f"rank {self.name!r} computes shards {sorted(missing)} without their weights")

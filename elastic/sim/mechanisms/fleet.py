@@ -1,0 +1,237 @@
+"""A fleet in simulated time with all that the real one can do: its groups, moves, policies and watch over ranks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic import clock
+from elastic.cluster.control.messages import Apply, Look, RuntimeView
+from elastic.cluster.fleet.groups.ranks import result
+from elastic.cluster.fleet.groups.resharding import ReshardingGroups
+from elastic.cluster.fleet.instance import Instance
+from elastic.cluster.fleet.membership import Membership
+from elastic.cluster.fleet.moves import Moved, Mover
+from elastic.cluster.fleet.overload.prices import PricedVerbs
+from elastic.cluster.fleet.planning.policies import FleetPolicies
+from elastic.cluster.fleet.policy_threads import PolicyThreads
+from elastic.cluster.fleet.records.memory_file import hold_memory
+from elastic.cluster.fleet.supervisor import Supervisor
+from elastic.cluster.rank.spec import RankSpec
+from elastic.engines.core.kv_state import KVDirectory, KVSource
+from elastic.errors import ElasticError
+from elastic.memory.backends.shared_file import host_name, share
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.fleet import SimulatedFleet
+from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.mechanisms.instance import RankInstance
+from elastic.sim.mechanisms.model import LayeredModel
+from elastic.sim.mechanisms.rank import SimulatedRank, World
+from elastic.sim.mechanisms.wires import Wires
+from elastic.types import Action
+
+logger = logging.getLogger(__name__)
+START_S = 30.0
+"""How long a rank takes to come, unless it is said."""
+
+
+class Verbs(PricedVerbs):
+    """The real verbs of a fleet, for threads of the simulation."""
+
+    def __init__(self, fleet: ElasticFleet, groups: ReshardingGroups, mover: Mover) -> None:
+        self._fleet, self._dispatcher, self._log = fleet, fleet.dispatcher, fleet.log
+        self._groups, self._mover = groups, mover
+
+    def move(self, request: str, instance: str) -> Moved:
+        """See `Mover.move`."""
+        return self._mover.move(request, instance)
+
+    def look(self, rank: str) -> RuntimeView:
+        """See `Fleet.look`."""
+        view: RuntimeView = self._ask(rank, Look())
+        return view
+
+    def apply(
+        self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet"
+    ) -> Any:
+        """See `Fleet.apply`."""
+        several = tuple(actions) if isinstance(actions, Sequence) else (actions,)
+        return self._ask(rank, Apply(several, why, dry_run))
+
+    def _ask(self, rank: str, question: Any) -> Any:
+        instance = self._dispatcher.instances[rank]
+        return result(instance, instance.client.ask(question))
+
+
+class ElasticFleet(SimulatedFleet):
+    """Instances that move requests, drop and share layers and swap them, by the real policies, or by hand (`call`).
+
+    With `watch` ranks tell that they are alive, and what is silent is fenced; with `replaces` another one comes for
+    each that is lost, in `start_s`. With `moves` ranks tell where keys and values are, so that requests move with them.
+    """
+
+    def __init__(
+        self,
+        threads: SimulatedThreads,
+        model: LayeredModel,
+        instances: int,
+        policies: FleetPolicies | None = None,
+        *,
+        watch: bool = False,
+        replaces: bool = False,
+        moves: bool = False,
+        start_s: float = START_S,
+        **options: Any,
+    ) -> None:
+        self.layered, self.threads, events = model, threads, threads.events
+        self.world = World(model, Wires(events, model.links))
+        self.failed: list[ElasticError] = []
+        """What verbs raised that were called."""
+        self._policies = policies or FleetPolicies()
+        self._watching, self._start_s = watch, start_s
+        self._moves = moves or self._policies.balance
+        self._file = tempfile.TemporaryFile() if self._moves else None  # noqa: SIM115 - until `finish`
+        with clock.use(self.threads):
+            super().__init__(events, model.rank, instances, **options)
+            self.members = Membership(self.dispatcher, self.log)
+            groups = self.groups = ReshardingGroups(self.dispatcher, self.log)
+            mover = Mover(self.dispatcher, self.log)
+            self.verbs = Verbs(self, groups, mover)
+            self.members.on_gone = groups.lost
+            self.on_lost = self.members.lost
+            starter: Any = _Starter(self)
+            self._supervisor = Supervisor(
+                self.dispatcher, self.log, starter, replaces=replaces, beat_timeout_s=2.0, hang_timeout_s=60.0
+            )
+            self.members.on_lost = self._supervisor.lost
+            self._threads = PolicyThreads(
+                self._policies, self.dispatcher, self.log, mover, self.verbs, groups, self._scale_out
+            )
+        for instance in self.dispatcher.instances.values():
+            self._open_books(instance)
+        self._watch()
+
+    # -- a run
+
+    def start(self) -> None:
+        """Have the policies begin, as the next event."""
+        if self._watching:
+            self.threads.thread(self._supervisor.start, "start of the supervisor").start()
+        self.threads.thread(self._threads.start, "start of the policies").start()
+
+    def run(self, until_s: float = math.inf) -> None:
+        """Have all happen that is due until then."""
+        self.threads.run(until_s)
+
+    def run_until(self, done: Callable[[], object], most_s: float = 86400.0, step_s: float = 1.0) -> None:
+        """Have events happen until it is so, or so late."""
+        while not done() and self.clock.now < most_s:
+            self.run(self.clock.now + step_s)
+
+    def call(self, verb: Callable[[Verbs], object]) -> None:
+        """Have a verb be done beside all else, from now on; see `failed`."""
+
+        def act() -> None:
+            try:
+                verb(self.verbs)
+            except ElasticError as error:
+                self.failed.append(error)
+
+        self.threads.thread(act, "call").start()
+
+    def finish(self) -> None:
+        """End all threads of the simulation; nothing is asked any more then. Can be called twice."""
+        self.threads.close()
+        if self._file is not None:
+            self._file.close()
+            for instance in self.dispatcher.instances.values():
+                if instance.memory is not None:
+                    instance.memory.close()
+            self._file = None
+
+    @property
+    def reason(self) -> str:
+        """What the policy of overloads or lengths said last."""
+        return self._threads.reason
+
+    def check(self) -> None:
+        """Recount. Raises `IntegrityError`."""
+        self.dispatcher.check()
+        for name in self.dispatcher.instances:
+            self.world.ranks[name].check()
+
+    # -- faults
+
+    def kill(self, name: str) -> None:
+        """Have a rank end at once, with all that it had told; where ranks say where keys and values are, these stay."""
+        instance = self.world.ranks[name].instance
+        instance.heard_all = True
+        instance.kill("killed")
+
+    def hang(self, name: str) -> None:
+        """Have a rank do nothing any more, and say nothing: whoever watches fences it."""
+        rank = self.world.ranks[name]
+        rank.instance.hangs = rank.turn.hangs = True
+
+    # -- inside
+
+    def _make(self, name: str, executor: LocalExecutor) -> RankInstance:
+        made = RankInstance(self.threads, name, self.layered, executor, self.model.stretch_s)
+        kv = self.layered.kv
+        memory = None if self._file is None else KVSource(share(self._file.fileno()), self.layered.page_bytes, kv)
+        cost = self.layered.model_cost if self._policies.lookahead else None
+        made.hello = replace(made.hello, host=host_name(), pid=os.getpid(), kv=kv, memory=memory, cost=cost)
+        rank = SimulatedRank(self.world, made)
+        if self._moves:
+            rank.moves.report()
+        return made
+
+    def _open_books(self, instance: Instance) -> None:
+        """Note where a rank's keys and values can be read."""
+        instance.memory = hold_memory(instance.name, instance.hello.memory)
+        instance.directory = KVDirectory(instance.memory.source) if instance.memory is not None else None
+
+    def _scale_out(self, count: int) -> tuple[str, ...]:
+        """Start so many more ranks, on a thread; return their names when they serve."""
+        clock.sleep(self._start_s)
+        return tuple(self.join().name for _ in range(count))
+
+    def join(self) -> Instance:
+        """Have one more rank serve."""
+        with clock.use(self.threads):
+            instance = self.dispatcher.instances[self.add().name]
+        self._open_books(instance)
+        with self.dispatcher.lock:
+            self.dispatcher.dispatch()
+        self.log.add("joined", rank=instance.name, instance=instance.name)
+        return instance
+
+    def _watch(self) -> None:
+        if self._watching and not self._beating:
+            self._beating = True
+            self.clock.after(0.25, self._beat)
+        super()._watch()
+
+
+class _Starter:
+    """A `RankStarter` for the supervisor."""
+
+    waits = False
+
+    def __init__(self, fleet: ElasticFleet) -> None:
+        self._fleet, self._numbers = fleet, itertools.count()
+
+    def next_name(self) -> str:
+        """Return a name."""
+        return f"again{next(self._numbers)}"
+
+    def start(self, spec: RankSpec) -> Instance:
+        """Start a rank; return when it serves."""
+        clock.sleep(self._fleet._start_s)
+        return self._fleet.join()

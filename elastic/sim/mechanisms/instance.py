@@ -1,0 +1,191 @@
+"""A simulated rank that answers all that a fleet asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from elastic.cluster.control.messages import Cancel, News, Refused, Submit
+from elastic.engines.base import Output
+from elastic.engines.core.kv_state import KVReport
+from elastic.engines.core.sequence import Sequence
+from elastic.errors import CapacityError, ElasticError, Overloaded, StateError
+from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.instance import SimulatedInstance
+from elastic.sim.core.pages import SimulatedMemory
+from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.mechanisms.model import LayeredModel
+
+logger = logging.getLogger(__name__)
+
+
+class LoggedMemory(SimulatedMemory):
+    """Pages that note which sectors are new, if somebody wants to know."""
+
+    log: list[tuple[int, int]] | None = None
+
+    def allocate(self, group: int) -> int:
+        """See `SimulatedMemory`."""
+        sector = super().allocate(group)
+        if self.log is not None:
+            self.log.append((group, sector))
+        return sector
+
+    @property
+    def mapped(self) -> list[tuple[int, int]]:
+        """The sectors that are in use, or kept for reuse: (group, sector)."""
+        return [(group, sector) for group, sectors in enumerate(self._allocated) for sector in sorted(sectors)]
+
+
+class RankInstance(SimulatedInstance):
+    """An instance whose requests can leave with their keys and values, and whose layers others may compute.
+
+    What it is asked takes `links.answer_s` and what has to be waited for; once it was lost it answers nothing.
+    """
+
+    memory: LoggedMemory
+
+    def __init__(
+        self, threads: SimulatedThreads, name: str, model: LayeredModel, executor: LocalExecutor, stretch_s: float
+    ) -> None:
+        rank = model.rank
+        super().__init__(threads.events, name, rank.engine, rank.pages, executor, stretch_s, rank.message_s)
+        self.threads, self.model = threads, model
+        self.hangs = False
+        """Whether it does nothing any more, and says nothing."""
+        self.answer: Callable[[Any], Any] = self._refuse
+        """Answers a question, at once or by a future."""
+        self.take_kv: Callable[[Submit], Future[dict[str, int]]] = _nothing_came
+        """Has the keys and values here that a request comes with; by sequence, of how many tokens."""
+        self.recomputed_tokens = 0
+        """That were computed here again."""
+        self._report: KVReport | None = None
+        self._asked: dict[Future[Any], None] = {}
+        self._coming: dict[str, list[Cancel]] = {}  # requests whose keys and values come first
+        self._resumed: set[str] = set()  # sequences that go on here, of which nothing was told yet
+
+    def ask(self, question: Any) -> Future[Any]:
+        """Answer a question, in time."""
+        answer = self.threads.future()
+        self._asked[answer] = None
+        if self.lost:
+            self._fail(answer, StateError(f"rank {self.name!r} has gone"))
+        else:
+            self.clock.after(self.model.links.answer_s / 2, partial(self._answer, question, answer))
+        return answer
+
+    def kill(self, why: str = "killed by the fleet") -> None:
+        """End it; what it was asked fails, and its end is told as the next event."""
+        if self.lost:
+            return
+        self.lost = True
+        for answer in list(self._asked):
+            self._fail(answer, StateError(f"rank {self.name!r} has gone: {why}"))
+        self.clock.after(0.0, partial(self._on_lost, why))
+
+    def leave(self, *, drain: bool = False) -> None:
+        """Be asked to end: `close` does."""
+
+    def wake(self) -> None:
+        """See `SimulatedInstance`."""
+        if not self.hangs:
+            super().wake()
+
+    def beat(self) -> None:
+        """See `SimulatedInstance`."""
+        if not self.hangs:
+            super().beat()
+
+    def tell(self, outputs: list[Output], starts: list[int]) -> None:
+        """Tell the fleet, with what has changed of where keys and values are."""
+        if self.scheduler.journal is not None:
+            self.scheduler.journal.tell(always=False)
+        report, self._report = self._report, None
+        if not self.lost and not self.hangs:
+            self._on_message(News(tuple(outputs), tuple(starts), self.load(), report))
+
+    def note(self, report: KVReport) -> None:
+        """Have a report go out with what is told next."""
+        self._report = report
+
+    # -- inside
+
+    def _open_memory(self, **answers: Any) -> LoggedMemory:
+        pages = self.pages
+        self.memory = LoggedMemory(pages.budget, pages.weights, pages.sector, pages.blocks_per_sector, **answers)
+        return self.memory
+
+    def _take(self, message: Any) -> None:
+        if self.lost or self.hangs:
+            return
+        if isinstance(message, Submit):
+            self._resumed.update(state.id for state in message.states if state.generated)
+        if isinstance(message, Cancel) and message.request in self._coming:
+            self._coming[message.request].append(message)
+        elif isinstance(message, Submit) and message.kv:
+            self._coming[message.states[0].request.id] = []
+            self.take_kv(message).add_done_callback(partial(self._came, message))
+        else:
+            super()._take(message)
+
+    def _is_first(self, sequence: Sequence, start: int) -> bool:
+        resumed = sequence.id in self._resumed
+        self._resumed.discard(sequence.id)
+        return resumed or not start
+
+    def _came(self, message: Submit, done: Future[dict[str, int]]) -> None:
+        self.clock.after(0.0, partial(self._begin_with, message, done))
+
+    def _begin_with(self, message: Submit, done: Future[dict[str, int]]) -> None:
+        """Go on with a request whose keys and values are here, as far as they came."""
+        if self.lost:
+            return
+        request = message.states[0].request.id
+        try:
+            computed = done.result()
+            self.scheduler.add(message.states, computed)
+            had = sum(one.computed for one in message.kv)
+            self.recomputed_tokens += max(0, had - sum(computed.values()))
+        except (CapacityError, Overloaded) as error:
+            self._on_message(Refused(request, error))
+        for cancel in self._coming.pop(request):
+            super()._take(cancel)
+        self.wake()
+
+    def _answer(self, question: Any, answer: Future[Any]) -> None:
+        """Begin to answer, half of its time after it was asked."""
+        if answer not in self._asked or self.hangs:
+            return
+        try:
+            found = self.answer(question)
+        except ElasticError as error:
+            self._later(answer, error=error)
+            return
+        if isinstance(found, Future):
+            found.add_done_callback(partial(self._answered, answer))
+        else:
+            self._later(answer, found)
+
+    def _answered(self, answer: Future[Any], found: Future[Any]) -> None:
+        error = found.exception()
+        self._later(answer, None if error else found.result(), error)
+
+    def _later(self, answer: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+        def settle() -> None:
+            if self._asked.pop(answer, 0) is None and not self.hangs:
+                answer.set_exception(error) if error is not None else answer.set_result(value)
+
+        self.clock.after(self.model.links.answer_s / 2, settle)
+
+    def _fail(self, answer: Future[Any], error: ElasticError) -> None:
+        if self._asked.pop(answer, 0) is None:
+            answer.set_exception(error)
+
+
+def _nothing_came(message: Submit) -> Future[dict[str, int]]:
+    found: Future[dict[str, int]] = Future()
+    found.set_result({})
+    return found

@@ -1,0 +1,220 @@
+"""Requests of a simulated rank that go on at another one, with their keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from elastic.cluster.control.messages import (
+    GiveUp,
+    HandedOver,
+    HandOver,
+    Locate,
+    Receive,
+    Release,
+    Submit,
+    TakeBack,
+)
+from elastic.engines.core.block_pool import BlockTable
+from elastic.engines.core.kv_journal import KVJournal
+from elastic.engines.core.kv_state import SectorPages, SequenceKV
+from elastic.engines.core.sequence import Sequence as LiveSequence
+from elastic.engines.core.step import SequenceState
+from elastic.errors import ElasticError, Overloaded, StateError
+from elastic.sim.mechanisms.instance import RankInstance
+from elastic.sim.mechanisms.wires import Wires
+
+MOVES = Receive | GiveUp | HandOver | Locate | Release | TakeBack
+
+
+@dataclass
+class _Received:
+    table: BlockTable
+    computed: int
+
+
+class RequestMoves:
+    """What is asked at both ends of a move; `report` first, or requests move without their keys and values."""
+
+    def __init__(self, instance: RankInstance, wires: Wires) -> None:
+        self._instance, self._wires = instance, wires
+        self._received: dict[str, dict[str, _Received]] = {}
+        self._held: dict[str, list[LiveSequence]] = {}
+        self._reports = False
+        instance.take_kv = self._take
+
+    def report(self) -> None:
+        """Tell from now on, after each step, what has changed of where keys and values are."""
+        self._reports = True
+        self._begin_journal()
+
+    def follow(self, *, whole: bool) -> None:
+        """Tell so while all of it is here (`whole`), and only then."""
+        scheduler, memory = self._instance.scheduler, self._instance.memory
+        if not self._reports or whole is (scheduler.journal is not None):
+            return
+        if not whole:
+            journal, scheduler.journal = scheduler.journal, None
+            assert journal is not None
+            journal.stop(scheduler.sequences)
+            memory.log = None
+            return
+        journal = self._begin_journal()
+        assert memory.log is not None
+        memory.log[:] = memory.mapped
+        for sequence in scheduler.sequences.values():
+            if sequence.computed:
+                journal.note(sequence.kv())
+                if not sequence.known:
+                    sequence.noted = tuple(map(len, sequence.table.blocks))
+
+    def answer(self, question: MOVES) -> Any:
+        """Answer. Raises errors of Elastic."""
+        match question:
+            case Receive(states, kv):
+                return self._receive_between(states, kv)
+            case GiveUp(request):
+                return self._give_up(request)
+            case HandOver(request):
+                return self._between(partial(self._hand_over, request))
+            case Locate(request):
+                return self._between(partial(self._locate, request))
+            case Release(request):
+                return self._between(partial(self._release, request))
+            case TakeBack(request):
+                return self._between(partial(self._take_back, request))
+
+    def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV]) -> Future[int]:
+        """Have blocks for a request that may come, and copy what is not here yet; return bytes."""
+        request, tokens = states[0].request.id, 0
+        there, here = {one.sequence: one for one in kv}, self._received.setdefault(request, {})
+        try:
+            for state in states:
+                if state.id in there and there[state.id].computed:
+                    tokens += self._room_for(here, state, there[state.id].computed)
+        except ElasticError:
+            self._give_up(request)
+            raise
+        form, done = self._instance.model.kv, Future[int]()
+        nbytes = tokens * form.block_bytes * len(form.groups[0][0]) // form.block_tokens
+        self._wires.copy((self._instance.name,), nbytes, lambda: done.set_result(nbytes))
+        return done
+
+    # -- inside
+
+    def _receive_between(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV]) -> Future[int]:
+        """Take the blocks between two steps, for those in flight may need some."""
+        done: Future[int] = Future()
+
+        def begin() -> None:
+            try:
+                self.receive(states, kv).add_done_callback(lambda copied: done.set_result(copied.result()))
+            except ElasticError as error:
+                done.set_exception(error)
+
+        self._instance.between_steps(begin)
+        return done
+
+    def _room_for(self, here: dict[str, _Received], state: SequenceState, computed: int) -> int:
+        """Have blocks for so many tokens of a sequence; return those that are not copied yet."""
+        blocks, request = self._instance.blocks, state.request
+        if state.id not in here:
+            tokens = (*request.prompt, *state.generated)
+            table, _ = blocks.reserve(len(request.prompt) + request.max_tokens, tokens, computed)
+            here[state.id] = _Received(table, 0)
+        received = here[state.id]
+        if computed > received.table.capacity and blocks.grow(received.table, computed) is None:
+            raise Overloaded(f"there are no blocks for {computed} tokens of {state.id!r} now", retry_after_s=1.0)
+        before, received.computed = received.computed, max(received.computed, computed)
+        return received.computed - before
+
+    def _take(self, message: Submit) -> Future[dict[str, int]]:
+        """Have what a request comes with be its own: what was received, or is copied now."""
+        done: Future[dict[str, int]] = Future()
+        if message.source is None:
+            done.set_result(self._attach(message.states))
+            return done
+
+        def copied(received: Future[int]) -> None:
+            error = received.exception()
+            if error is not None:  # there is no room now: the fleet asks again
+                done.set_exception(error)
+            else:
+                done.set_result(self._attach(message.states))
+
+        self._receive_between(message.states, message.kv).add_done_callback(copied)
+        return done
+
+    def _attach(self, states: Sequence[SequenceState]) -> dict[str, int]:
+        found, request = {}, states[0].request.id
+        here = self._received.pop(request, {})
+        for state in states:
+            received = here.pop(state.id, None)
+            if received is not None:
+                self._instance.blocks.attach(state.id, received.table)
+                found[state.id] = received.computed
+        for received in here.values():
+            self._instance.blocks.release(received.table)
+        return found
+
+    def _give_up(self, request: str) -> None:
+        for received in self._received.pop(request, {}).values():
+            self._instance.blocks.release(received.table)
+        self._instance.wake()
+
+    def _sequences(self, request: str) -> list[LiveSequence]:
+        return [s for s in self._instance.scheduler.sequences.values() if s.request.id == request]
+
+    def _hand_over(self, request: str) -> HandedOver | None:
+        if self._instance.executor is not self._instance.local:
+            raise StateError(f"requests of {self._instance.name!r} stay: other ranks compute layers with it")
+        if request not in self._held:
+            held = self._instance.scheduler.hold([sequence.id for sequence in self._sequences(request)])
+            if not held:
+                return None
+            self._held[request] = held
+        held = self._held[request]
+        kv = tuple(sequence.kv() for sequence in held if sequence.computed)
+        return HandedOver(tuple(sequence.state() for sequence in held), kv)
+
+    def _locate(self, request: str) -> tuple[SequenceKV, ...]:
+        found = [*self._sequences(request), *self._held.get(request, ())]
+        return tuple(kv for sequence in found if (kv := sequence.kv()).computed)
+
+    def _release(self, request: str) -> None:
+        for sequence in self._held.pop(request, ()):
+            self._instance.scheduler.release(sequence)
+
+    def _take_back(self, request: str) -> None:
+        if request not in self._held:
+            raise StateError(f"request {request!r} was not handed over, or was released; it cannot be taken back")
+        self._instance.scheduler.resume(self._held.pop(request))
+
+    def _between(self, action: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(action())
+            except ElasticError as error:
+                done.set_exception(error)
+
+        self._instance.between_steps(act)
+        return done
+
+    def _begin_journal(self) -> KVJournal:
+        instance = self._instance
+        log = instance.memory.log = instance.memory.mapped
+        parts = len(instance.model.kv.groups[0][0])
+        pages = tuple(range(parts * instance.model.part_pages))
+
+        def mapped() -> list[SectorPages]:
+            sectors = [SectorPages(group, sector, pages) for group, sector in log]
+            log.clear()
+            return sectors
+
+        journal = instance.scheduler.journal = KVJournal(instance.note, mapped, instance.blocks.release)
+        return journal

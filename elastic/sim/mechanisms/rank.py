@@ -1,0 +1,273 @@
+"""What a simulated rank does when a fleet has layers change their rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from elastic.cluster.control import stage_questions as ask
+from elastic.cluster.control.messages import Apply, Check, Drain, Look
+from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
+from elastic.errors import RankLost, StateError
+from elastic.planning.sharding.heads import kv_parts
+from elastic.sim.mechanisms.books import RankBooks
+from elastic.sim.mechanisms.instance import RankInstance
+from elastic.sim.mechanisms.model import LayeredModel, Source
+from elastic.sim.mechanisms.moves import MOVES, RequestMoves
+from elastic.sim.mechanisms.path_executor import ComputeTurn, Counting, PathExecutor
+from elastic.sim.mechanisms.recovery import come_home
+from elastic.sim.mechanisms.weights import Weights
+from elastic.sim.mechanisms.wires import Wires
+
+
+class World:
+    """The ranks of a fleet, and what lies between them."""
+
+    def __init__(self, model: LayeredModel, wires: Wires) -> None:
+        self.model, self.wires = model, wires
+        self.ranks: dict[str, SimulatedRank] = {}
+        self.turns: dict[str, ComputeTurn] = {}
+
+    def factor(self, rank: str, layer: int) -> float:
+        """Return how much longer, or shorter, a layer takes at a rank than in full."""
+        packed = self.model.packed
+        return packed.seconds if packed is not None and layer in self.ranks[rank].books.packed else 1.0
+
+
+class SimulatedRank:
+    """Answers the questions of `stage_questions`, of moves and of the runtime."""
+
+    def __init__(self, world: World, instance: RankInstance) -> None:
+        self.world, self.instance = world, instance
+        self.name = instance.name
+        self.books = RankBooks(instance.name, world.model, instance.memory)
+        self.weights = Weights(instance, self.books, world.wires)
+        self.moves = RequestMoves(instance, world.wires)
+        self.stages: set[str] = set()
+        self.written: WrittenBlocks | None = None
+        turn = world.turns[instance.name] = ComputeTurn(instance.clock)
+        self.turn = turn
+        local = instance.local
+        self.steps = PathExecutor(
+            instance.clock, world.model, world.wires, world.turns, local.answers, local.noise, world.factor, self.path
+        )
+        self._flipping: Future[Any] | None = None
+        world.ranks[instance.name] = self
+        instance.answer = self.answer
+
+    @property
+    def path(self) -> LayerPath:
+        """Who computes its instance's layers."""
+        return self.books.path
+
+    def answer(self, question: Any) -> Any:
+        """Answer a question, at once or by a future. Raises errors of Elastic."""
+        if isinstance(question, MOVES):
+            return self.moves.answer(question)
+        if isinstance(question, Apply | Look | ask.WeightsOf | ask.WeightDigests):
+            return self.weights.answer(question)
+        match question:
+            case ask.OpenPeers():
+                return "127.0.0.1", 1
+            case ask.MeetPeers() | Drain():
+                return None
+            case ask.LosePeer(rank):
+                return self.lose(rank)
+            case ask.MeasureRoom():
+                self.weights.retry()
+                return self.books.room()
+            case ask.SetCap(sectors):
+                return self._between(partial(self._set_cap, sectors))
+            case ask.CapReached():
+                return self._between(self.instance.memory.reached_cap)
+            case Check():
+                return self.check()
+        return self._of_layers(question)
+
+    def check(self) -> None:
+        """Recount. Raises `IntegrityError`."""
+        self.books.check()
+        self.instance.blocks.check()
+        self.instance.memory.check()
+
+    def lose(self, rank: str) -> None:
+        """Have steps that a rank has a part in be lost, and begin none until `Recover`."""
+        self.world.wires.forget(rank)
+        self.stages.discard(rank)
+        if rank in self.path.guests:
+            self.instance.paused = True
+            self.steps.lose(rank)
+            flipping, self._flipping = self._flipping, None
+            if flipping is not None:
+                flipping.set_exception(RankLost(f"rank {rank!r} was lost", rank=rank))
+
+    def go_by(self, path: LayerPath) -> None:
+        """Have the steps of its instance go by a path; each rank's books follow. No step is in flight."""
+        ranks = {self.name, *self.path.ranks, *path.ranks}
+        for rank in ranks:
+            if rank in self.world.ranks and not self.world.ranks[rank].instance.lost:
+                self.world.ranks[rank].books.keep(self.name, path)
+        self.steps.path = path
+        self.follow()
+        for rank in ranks:
+            if rank in self.world.ranks and rank != self.name:
+                self.world.ranks[rank].instance.wake()
+
+    def follow(self) -> Future[None]:
+        """Have steps be computed beside those of others, where there are some; by itself else. Done between two."""
+
+        def switch() -> None:
+            alone = not (self.path.guests or self.stages or self.books.guests)
+            self.instance.executor = self.instance.local if alone else self.steps
+            self.moves.follow(whole=not self.path.guests)
+
+        return self._between(switch)
+
+    def begin_alone(self) -> None:
+        """Go on by itself, when all of its layers are at home again."""
+        self.stages.clear()
+        self.written = self.instance.scheduler.written = None
+        self.steps.path = self.path
+        self.follow()
+
+    # -- inside
+
+    def _of_layers(self, question: Any) -> Any:
+        books, instance = self.books, self.instance
+        match question:
+            case ask.OpenStage(home, _, sectors):
+                books.open(home, sectors)
+                return self.follow()
+            case ask.AttachStage(rank):
+                self.stages.add(rank)
+                return self.follow()
+            case ask.DetachStage(rank):
+                self.stages.discard(rank)
+                return self.follow()
+            case ask.CloseStage(home):
+                books.close(home)
+                return self.follow()
+            case ask.Allot(home, sectors):
+                return self._allot(home, sectors)
+            case ask.LayersMemory(home, shards):
+                return Source(self.name, frozenset(shards))
+            case ask.BeginExchange():
+                return self._between(self._begin_exchange)
+            case ask.PrepareLayers(home, shards):
+                return books.prepare(home, shards)
+            case ask.CopyLayers(home, source, blocks, coordinated):
+                return self._copy(home, source, blocks, coordinated=coordinated)  # type: ignore[arg-type]
+            case ask.PauseSteps():
+                instance.paused = True
+                return self._between(lambda: None)
+            case ask.ResumeSteps():
+                instance.paused = False
+                return instance.wake()
+            case ask.WrittenBlocks():
+                return self._exchange.take()
+            case ask.FlipLayers(path):
+                return self._flip(path)
+            case ask.EndExchange():
+                self.written = instance.scheduler.written = None
+                return None
+            case ask.GiveUpLayers(home, shards):
+                return books.give_up(home, shards)
+            case ask.Recover(lost, memories):
+                return come_home(self, lost, memories)
+        raise StateError(f"a simulated rank does not know {type(question).__name__}")
+
+    def _between(self, action: Callable[[], Any]) -> Future[Any]:
+        """Do something between two steps; return what it returns."""
+        done: Future[Any] = Future()
+        self.instance.between_steps(lambda: done.set_result(action()))
+        return done
+
+    def _set_cap(self, sectors: int | None) -> Any:
+        self.instance.memory.set_cap(sectors)
+        self.instance.wake()
+        return self.instance.load()
+
+    def _allot(self, home: str, sectors: int) -> None:
+        guest = self.books.guests[home]
+        mapped = self.world.ranks[home].instance.memory.allocated
+        if guest.shards and sectors < mapped:
+            raise StateError(f"{mapped} sectors of {home!r} are in use at rank {self.name!r}; {sectors} are too few")
+        self.books.allot(home, sectors)
+
+    def _begin_exchange(self) -> None:
+        if self.written is not None:
+            raise StateError("an exchange has begun; end it first")
+        self.written = WrittenBlocks([None], self.world.model.kv.block_tokens)
+        self.instance.scheduler.written = self.written.note
+
+    @property
+    def _exchange(self) -> WrittenBlocks:
+        if self.written is None:
+            raise StateError("no exchange has begun; call begin_exchange first")
+        return self.written
+
+    def _copy(self, home: str, source: Source, blocks: Blocks | None, *, coordinated: bool) -> Future[int]:
+        """Copy the keys and values of what comes here: all that are in use, or these blocks."""
+        model, memory = self.world.model, self.world.ranks[home].instance.memory
+        if blocks is None:
+            nbytes = memory.allocated * self._new_parts(home, source.shards) * model.part_pages * model.page_bytes
+        else:
+            nbytes = len(blocks[0]) * self._new_parts(home, source.shards) * model.kv.block_bytes
+        done: Future[int] = Future()
+        ends = (source.rank, self.name)
+        self.world.wires.copy(ends, nbytes, lambda: done.set_result(nbytes), coordinated=coordinated)
+        return done
+
+    def _new_parts(self, home: str, shards: frozenset[int]) -> int:
+        """Count the parts of the KV cache that shards need here and that are not here yet."""
+        model = self.world.model
+        here = self.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
+        form = model.shards, model.kv_shards
+        return len(set(kv_parts(shards, *form)).difference(kv_parts(here, *form)))
+
+    def _flip(self, path: LayerPath) -> Future[Flipped]:
+        """Stand still, have copied what was written last, and go on by another path."""
+        done = self._flipping = Future[Flipped]()
+        self.instance.between_steps(partial(self._begin_flip, path, _moves(self.path, path), done))
+        return done
+
+    def _begin_flip(
+        self, path: LayerPath, moves: Mapping[tuple[str, str], frozenset[int]], done: Future[Flipped]
+    ) -> None:
+        instance, world = self.instance, self.world
+        paused, began_s, blocks = instance.paused, instance.clock.now, self._exchange.take()
+        instance.paused = True
+        block_bytes = len(blocks[0]) * world.model.kv.block_bytes
+        nbytes = {
+            (source, target): block_bytes * world.ranks[target]._new_parts(self.name, shards)
+            for (source, target), shards in moves.items()
+        }
+
+        def commit() -> None:
+            if self._flipping is not done:  # a rank was lost: it was told so
+                return
+            self._flipping = None
+            self.written = instance.scheduler.written = None
+            self.go_by(path)
+            instance.paused = paused
+            instance.wake()
+            done.set_result(Flipped((instance.clock.now - began_s) * 1e3, sum(nbytes.values())))
+
+        copied = Counting(len(nbytes), lambda: instance.clock.after(world.model.links.flip_s, commit))
+        for ends, each in nbytes.items():
+            world.wires.copy(ends, each, copied, coordinated=False)
+
+
+def _moves(before: LayerPath, after: LayerPath) -> dict[tuple[str, str], frozenset[int]]:
+    """Return the shards that another path moves, by the rank that had them and the one that will."""
+    moves: dict[tuple[str, str], frozenset[int]] = {}
+    for shard, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
+        if old != new:
+            moves[old, new] = moves.get((old, new), frozenset()) | {shard}
+    if not moves or after.epoch <= before.epoch:
+        raise StateError(f"{after} does not follow {before}")
+    return moves

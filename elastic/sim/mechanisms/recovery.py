@@ -1,0 +1,93 @@
+"""How an instance in simulated time goes on when a rank that computed layers of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from elastic.engines.base import Output
+from elastic.engines.pipeline.path import LayerPath
+from elastic.errors import CapacityError, Overloaded
+from elastic.sim.mechanisms.books import RankBooks
+from elastic.sim.mechanisms.instance import RankInstance
+
+
+class Rank(Protocol):
+    """What recovers: a `SimulatedRank`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def books(self) -> RankBooks: ...
+    @property
+    def instance(self) -> RankInstance: ...
+    def lose(self, rank: str) -> None: ...
+    def begin_alone(self) -> None: ...
+
+
+def come_home(rank: Rank, lost: str, memories: Collection[str]) -> Future[int]:
+    """Compute all layers at home again; return the tokens that are computed anew.
+
+    `memories` are of those that have gone, where they can still be read. Other instances' keys and values leave at
+    once: these come home, too.
+    """
+    done: Future[int] = Future()
+    rank.lose(lost)
+    rank.instance.paused = True
+    rank.instance.between_steps(partial(_begin, rank, lost, lost in memories, done))
+    return done
+
+
+def _begin(rank: Rank, lost: str, readable: bool, done: Future[int]) -> None:
+    books, instance, model = rank.books, rank.instance, rank.books.model
+    scheduler, memory, path = instance.scheduler, instance.memory, books.path
+    gone = lost in path.guests and not readable
+    again = scheduler.restart(None if gone else set(scheduler.unkeepable()))
+    away = frozenset(shard for shard, at in enumerate(path.ranks) if at != rank.name)
+    nbytes = (model.weight_pages(books.every) - model.weight_pages(books.resident)) * model.page_bytes
+    books.guests.clear()
+    books.coming.clear()
+    books.resident = books.every
+    books.path = replace(LayerPath.alone(rank.name, path.layers, path.shards), epoch=path.epoch + 1)
+    memory.set_cap(None)
+    while True:
+        try:
+            books.settle()
+            break
+        except CapacityError:  # the youngest has no room without the others
+            if not scheduler.begun:
+                raise
+            again += scheduler.restart(scheduler.begun[-1:])
+    copied = memory.allocated * model.kv_pages(away) * model.page_bytes if away else 0
+    seconds = nbytes / model.links.checkpoint_bytes_s + copied / model.links.bytes_s
+    instance.clock.after(seconds, partial(_go_on, rank, again, done))
+
+
+def _go_on(rank: Rank, again: int, done: Future[int]) -> None:
+    instance = rank.instance
+    if instance.lost:
+        return
+    instance.recomputed_tokens += again
+    instance.scheduler.keep()
+    _fail_impossible(rank)
+    instance.paused = False
+    rank.begin_alone()
+    done.set_result(again)
+
+
+def _fail_impossible(rank: Rank) -> None:
+    """End what was taken because other ranks had room for it, and never fits here."""
+    instance, failed = rank.instance, []
+    for name, sequence in list(instance.scheduler.sequences.items()):
+        try:
+            instance.blocks.require_possible(sequence.table.most_tokens)
+        except Overloaded:
+            pass  # it waits
+        except CapacityError as error:
+            instance.scheduler.cancel(name)
+            failed.append((sequence, str(error)))
+    outputs = [Output(s.request.id, (), "failed", why, instance.clock.now, index=s.index) for s, why in failed]
+    instance.tell(outputs, [len(s.tokens) - len(s.request.prompt) for s, _ in failed])

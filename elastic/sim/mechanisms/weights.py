@@ -1,0 +1,146 @@
+"""Weights of a simulated rank: they are dropped, fetched, restored, and swapped to a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from elastic.cluster.control.messages import Apply, Look, RuntimeView
+from elastic.cluster.control.stage_questions import WeightDigests, WeightsOf
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.planning.sharding.numbers import by_layer, whole_layers
+from elastic.sim.mechanisms.books import RankBooks
+from elastic.sim.mechanisms.instance import RankInstance
+from elastic.sim.mechanisms.model import LayeredModel, Source
+from elastic.sim.mechanisms.wires import Wires
+from elastic.types import DROPPED, Action, Change, Drop, Fetch, PlanStep, Residency, Restore, Swap
+
+PLACE, FULL = "simulated", "float16"
+
+
+class PackedSteps:
+    """Seconds of steps of one rank, of whose layers some are in the variant."""
+
+    def __init__(self, model: LayeredModel, packed: int) -> None:
+        self._model, self._packed = model, packed
+
+    def batch(self, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of a batch."""
+        return self._model.step_s(chunks, self._packed)
+
+
+class Weights:
+    """Answers `Apply`, `Look` and where weights are."""
+
+    def __init__(self, instance: RankInstance, books: RankBooks, wires: Wires) -> None:
+        self._instance, self._books, self._wires, self._model = instance, books, wires, instance.model
+        self._waiting: list[tuple[int, ...]] = []  # shards that come when there is room
+
+    def answer(self, question: Any) -> Any:
+        """Answer. Raises errors of Elastic."""
+        match question:
+            case WeightsOf(shards):
+                if missing := set(shards) - self._books.resident:
+                    raise StateError(f"rank {self._books.name!r} has no weights of shards {sorted(missing)}")
+                return Source(self._books.name, frozenset(shards))
+            case WeightDigests(shards):
+                return {shard: shard for shard in shards}
+            case Look():
+                return self._look()
+            case Apply(actions, _, True):
+                return tuple(map(self._planned, actions))
+            case Apply((action,), _):
+                return self._do(action)
+        raise StateError("a simulated rank does one action at a time")
+
+    def retry(self) -> None:
+        """Have weights come that waited for pages, if there are some now."""
+        waiting, self._waiting = self._waiting, []
+        for shards in waiting:
+            try:
+                self._books.bring(shards)
+            except CapacityError:
+                self._waiting.append(shards)
+
+    # -- inside
+
+    def _do(self, action: Action) -> Any:
+        match action:
+            case Drop():
+                freed = self._books.drop(action.shards) * self._model.page_bytes
+                self._instance.wake()
+                layers = tuple(by_layer(action.shards, self._model.shards))
+                return (Change("applied", layers, released_bytes=freed),)
+            case Fetch():
+                source: Any = action.source
+                return self._bring(action.shards, (source.rank, self._books.name), coordinated=action.coordinated)
+            case Restore() if action.shards:
+                return self._bring(action.shards, None)
+            case Restore():
+                return self._pack(action.layers or (), packed=False)
+            case Swap():
+                return self._pack(action.layers, packed=True)
+        raise StateError(f"a simulated rank does no {type(action).__name__}")
+
+    def _bring(self, shards: Collection[int], ends: tuple[str, ...] | None, *, coordinated: bool = True) -> Any:
+        """Have weights come, by a wire or from the checkpoint; they wait where there is no room."""
+        layers = tuple(by_layer(shards, self._model.shards))
+        try:
+            nbytes = self._books.bring(shards) * self._model.page_bytes
+        except CapacityError:
+            self._waiting.append(tuple(shards))
+            return (Change("deferred", (), deferred=layers),)
+        done: Future[Any] = Future()
+
+        def there() -> None:
+            done.set_result((Change("applied", layers, moved_bytes=nbytes),))
+
+        if ends is not None:
+            self._wires.copy(ends, nbytes, there, coordinated=coordinated)
+        else:
+            self._instance.clock.after(nbytes / self._model.links.checkpoint_bytes_s, there)
+        return done
+
+    def _pack(self, layers: Collection[int], *, packed: bool) -> Any:
+        """Have layers go to the variant, or back, when their bytes are here."""
+        model, books = self._model, self._books
+        if model.packed is None:
+            raise ConfigError("the ranks have no variants")
+        each = model.packed_pages if packed else model.rank.pages.layer_weights
+        nbytes = each * len(layers) * model.page_bytes
+        done: Future[Any] = Future()
+
+        def flip() -> None:
+            try:
+                freed = books.pack(layers, packed=packed) * model.page_bytes
+            except CapacityError as error:
+                done.set_exception(error)
+                return
+            count = len(books.packed)
+            self._instance.local.cost = PackedSteps(model, count) if count else model.rank.cost
+            done.set_result((Change("applied", tuple(layers), moved_bytes=nbytes, released_bytes=freed),))
+
+        seconds = nbytes / model.links.checkpoint_bytes_s
+        self._instance.clock.after(seconds, lambda: self._instance.between_steps(flip))
+        return done
+
+    def _planned(self, action: Action) -> PlanStep:
+        if not isinstance(action, Swap) or self._model.packed is None:
+            raise StateError(f"a simulated rank plans no {type(action).__name__}")
+        freed = len(action.layers) * (self._model.rank.pages.layer_weights - self._model.packed_pages)
+        moved = len(action.layers) * self._model.packed_pages * self._model.page_bytes
+        return PlanStep(action, "applied", moved, freed, 0, 0.0)
+
+    def _look(self) -> RuntimeView:
+        model, books = self._model, self._books
+        whole = set(whole_layers(books.resident, model.shards))
+        homes = {}
+        for layer in range(model.layers):
+            variant = model.packed.name if model.packed is not None and layer in books.packed else FULL
+            homes[str(layer)] = (Residency(PLACE if layer in whole else DROPPED, variant),)
+        place = SimpleNamespace(name=PLACE, page_bytes=model.page_bytes)
+        status = SimpleNamespace(places=(place,), residencies=homes, layers=model.layers)
+        return RuntimeView(status, None, variants=() if model.packed is None else (model.packed.name,))

@@ -1,0 +1,84 @@
+"""What goes between ranks: hidden states of steps, and bytes in bulk, which share the rate of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.sim.core.clock import Event, VirtualClock
+from elastic.sim.mechanisms.model import Links
+
+
+@dataclass(eq=False)
+class _Flow:
+    ends: tuple[str, ...]
+    left: float
+    done: Callable[[], object]
+    coordinated: bool
+    rate: float = 0.0
+    due: Event | None = None
+
+
+class Wires:
+    """One for a fleet. Bytes in bulk at a rank share its rate evenly.
+
+    Coordinated ones stop while hidden states pass; others share the rate with these too. (KunServe, section 4.2)
+    """
+
+    def __init__(self, clock: VirtualClock, links: Links) -> None:
+        self._clock, self._links = clock, links
+        self._flows: dict[_Flow, None] = {}
+        self._at = 0.0
+        self.bulk_bytes = 0.0
+        self.hidden_bytes = 0.0
+
+    def copy(
+        self, ends: tuple[str, ...], nbytes: float, done: Callable[[], object], *, coordinated: bool = True
+    ) -> None:
+        """Have bytes go between ranks; `done` is called when they are there."""
+        self.bulk_bytes += nbytes
+        self._advance()
+        self._flows[_Flow(ends, nbytes, done, coordinated)] = None
+        self._share_out()
+
+    def hidden_s(self, ends: tuple[str, ...], nbytes: float) -> float:
+        """Return the seconds of a step's hidden states on their way; bytes in bulk have to wait for them."""
+        self.hidden_bytes += nbytes
+        self._advance()
+        passing = [flow for flow in self._flows if not set(ends).isdisjoint(flow.ends)]
+        for flow in passing:
+            flow.left += nbytes * (1 if flow.coordinated else 0.5)
+        if passing:
+            self._share_out()
+        others = sum(not flow.coordinated for flow in passing)
+        return self._links.hop_s + (1 + others) * nbytes / self._links.bytes_s
+
+    def forget(self, rank: str) -> None:
+        """Have what goes to or from a rank that was lost never arrive."""
+        self._advance()
+        for flow in [flow for flow in self._flows if rank in flow.ends]:
+            del self._flows[flow]
+            if flow.due is not None:
+                flow.due.cancel()
+        self._share_out()
+
+    def _advance(self) -> None:
+        """Count what has gone since the last time."""
+        seconds, self._at = self._clock.now - self._at, self._clock.now
+        for flow in self._flows:
+            flow.left = max(0.0, flow.left - flow.rate * seconds)
+
+    def _share_out(self) -> None:
+        ends = Counter(end for flow in self._flows for end in flow.ends)
+        for flow in self._flows:
+            flow.rate = self._links.bytes_s / max((ends[end] for end in flow.ends), default=1)
+            if flow.due is not None:
+                flow.due.cancel()
+            flow.due = self._clock.after(flow.left / flow.rate, lambda flow=flow: self._end(flow))  # type: ignore[misc]
+
+    def _end(self, flow: _Flow) -> None:
+        self._advance()
+        del self._flows[flow]
+        self._share_out()
+        flow.done()

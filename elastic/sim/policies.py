@@ -1,0 +1,173 @@
+"""What the fleets of a scenario do by themselves, and what befalls them: its table `[mechanisms]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from elastic.cluster.fleet.planning.policies import FleetPolicies, FleetPolicy, chosen
+from elastic.cluster.fleet.planning.router import Routing
+from elastic.config import Lengths, Overload
+from elastic.errors import ConfigError
+from elastic.sim.core.fleet import RankModel, SimulatedFleet
+from elastic.sim.core.instance import PlacePages
+from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.mechanisms.fleet import START_S, ElasticFleet, Verbs
+from elastic.sim.mechanisms.model import LayeredModel, Links, Packed
+from elastic.sim.tables import Table
+
+T = TypeVar("T")
+POLICIES = ("balance", "drop", "lengths")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank that ends, or hangs."""
+
+    at_s: float
+    kind: str
+    instance: int
+    """Which of the first fleet's."""
+
+
+@dataclass(frozen=True)
+class Mechanisms:
+    """What instances do besides serving."""
+
+    policies: FleetPolicies
+    model: LayeredModel
+    stages: int = 1
+    """So many instances are a pipeline from the beginning, and never part."""
+    tp: int = 1
+    """So many instances share their layers from the beginning, and never part."""
+    faults: tuple[Fault, ...] = ()
+    replaces: bool = False
+    moves: bool = False
+    start_s: float = START_S
+
+
+def read_mechanisms(table: Table, rank: RankModel) -> Mechanisms | None:
+    """Return what a table says; None: there is nothing in it. Raises `ConfigError` naming the key that is wrong."""
+    if not table.left:
+        return None
+    names = table.texts("policies", among=POLICIES)
+    overload, lengths = table.table("overload"), table.table("lengths")
+    for name, own in (("drop", overload), ("lengths", lengths)):
+        if own.left and name not in names:
+            raise ConfigError(f"{own.name} is said, but policies have no {name!r}; add it, or take the table away")
+    settings: dict[str, FleetPolicy] = {"balance": "balance"}
+    settings["drop"], settings["lengths"] = _record(Overload, overload), _record(Lengths, lengths)
+    policies = chosen([settings[name] for name in names])
+    packed = table.table("packed")
+    kv_shards = table.whole("kv_shards", 1)
+    model = LayeredModel(
+        replace(rank, pages=_in_parts(rank.pages, kv_shards)),
+        table.whole("shards", kv_shards),
+        kv_shards,
+        table.whole("page_bytes", 2 << 20),
+        table.whole("token_bytes", 8192),
+        table.number("rest", 0.05),
+        _record(Links, table.table("links")),
+        _record(Packed, packed) if packed.left else None,
+    )
+    faults = tuple(_fault(each) for each in table.tables("faults"))
+    stages, tp = table.whole("stages", 1), table.whole("tp", 1)
+    found = Mechanisms(
+        policies,
+        model,
+        stages,
+        tp,
+        faults,
+        table.flag("replaces"),
+        table.flag("moves"),
+        table.number("start_s", START_S),
+    )
+    if stages > 1 and tp > 1:
+        raise ConfigError(f"{table.name}: stages = {stages} and tp = {tp} cannot be at the same time; take one of them")
+    table.done()
+    return found
+
+
+def make_fleet(
+    threads: SimulatedThreads,
+    rank: RankModel,
+    mechanisms: Mechanisms | None,
+    instances: int,
+    *,
+    routing: Routing,
+    max_queue: int | None,
+    seed: int,
+    name: str,
+) -> SimulatedFleet:
+    """Return a fleet that does what was said, from the first event on."""
+    if mechanisms is None:
+        options: dict[str, Any] = {"routing": routing, "max_queue": max_queue, "seed": seed, "name": name}
+        return SimulatedFleet(threads.events, rank, instances, **options)
+    made = ElasticFleet(
+        threads,
+        mechanisms.model,
+        instances,
+        mechanisms.policies,
+        watch=bool(mechanisms.faults),
+        replaces=mechanisms.replaces,
+        moves=mechanisms.moves,
+        start_s=mechanisms.start_s,
+        routing=routing,
+        max_queue=max_queue,
+        seed=seed,
+        name=name,
+    )
+    names = tuple(made.instances)
+    if mechanisms.tp > 1:
+        made.call(partial(_share, names, mechanisms.tp))
+    if mechanisms.stages > 1:
+        made.call(partial(_pipelines, names, mechanisms.stages, mechanisms.model.layers))
+    made.start()
+    return made
+
+
+def befall(fleet: ElasticFleet, faults: tuple[Fault, ...]) -> None:
+    """Have faults befall a fleet in time."""
+    names = tuple(fleet.instances)
+    for fault in faults:
+        if not fault.instance < len(names):
+            raise ConfigError(f"mechanisms.faults: there is no instance {fault.instance}; there are {len(names)}")
+        act: Callable[[str], object] = fleet.kill if fault.kind == "kill" else fleet.hang
+        fleet.clock.at(fault.at_s, partial(act, names[fault.instance]))
+
+
+def _share(names: tuple[str, ...], tp: int, verbs: Verbs) -> None:
+    for first in range(0, len(names) - tp + 1, tp):
+        verbs.reshard(names[first : first + tp], tp=tp)
+
+
+def _pipelines(names: tuple[str, ...], stages: int, layers: int, verbs: Verbs) -> None:
+    """Have each so many instances keep consecutive layers, and drop the others."""
+    bounds = [layers * stage // stages for stage in range(stages + 1)]
+    for first in range(0, len(names) - stages + 1, stages):
+        kept = {name: range(bounds[i], bounds[i + 1]) for i, name in enumerate(names[first : first + stages])}
+        verbs.drop(layers={name: [layer for layer in range(layers) if layer not in run] for name, run in kept.items()})
+
+
+def _fault(table: Table) -> Fault:
+    found = Fault(table.number("at_s"), table.text("kind", among=("kill", "hang")), table.whole("instance", least=0))
+    table.done()
+    return found
+
+
+def _record(kind: type[T], table: Table) -> T:
+    """Return a record of a table's values. Raises `ConfigError` for one that it has not."""
+    values, names = table.rest(), [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = next((key for key in values if key not in names), None)
+    if unknown is not None:
+        raise ConfigError(f"{table.name}.{unknown} is not known; there are {', '.join(names)}")
+    return kind(**values)
+
+
+def _in_parts(pages: PlacePages, parts: int) -> PlacePages:
+    """Return the pages with sectors that each of so many parts of a layer's keys and values has pages of its own of."""
+    if pages.sector % (pages.layers * parts) == 0:
+        return pages
+    return replace(pages, sector=pages.sector * parts, blocks_per_sector=pages.blocks_per_sector * parts)

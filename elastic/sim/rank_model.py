@@ -1,0 +1,124 @@
+"""The rank of a scenario: what its steps cost and what memory it has, as was fitted, or by a data sheet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elastic.config import parse_bytes
+from elastic.errors import ConfigError
+from elastic.estimation.estimate import Estimator
+from elastic.estimation.kv_room import kv_shape_of
+from elastic.estimation.model_layout import ModelLayout, layout_of
+from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.devices import DeviceKind, several, sheet
+from elastic.planning.estimate.performance import Load
+from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.sim.core.fleet import RankModel
+from elastic.sim.core.instance import EngineOptions, PlacePages
+from elastic.sim.core.step_seconds import StepCost
+from elastic.sim.roofline import SheetSteps
+from elastic.sim.tables import Table
+
+COEFFICIENTS = ("prefix", "own", "token", "chunk", "shared")
+MOST_TOKENS = 2048
+"""Of a request, for which the memory of batches is estimated, where nothing is said."""
+
+
+def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
+    """Return what the ranks are, and where their seconds are from. Raises `ConfigError` naming a wrong key."""
+    engine = table.table("engine")
+    options = EngineOptions(
+        engine.whole("block_tokens", 32),
+        engine.whole("max_requests", 64),
+        engine.whole("max_batch_tokens", 512),
+        engine.flag("share_prefixes"),
+    )
+    engine.done()
+    simulation = table.table("simulation")
+    stretch_s = simulation.number("stretch_s", 0.5)
+    simulation.done()
+    steps = table.table("steps")
+    noise = steps.number("noise", 0.0)
+    if "model" in table:
+        cost, pages, basis = _by_sheet(table.table("model"), options, folder)
+    else:
+        cost, pages, basis = _fitted(steps), _memory(table.table("memory"), options), "fitted"
+    steps.done()
+    return RankModel(options, pages, cost, noise, stretch_s=stretch_s), basis
+
+
+def _fitted(steps: Table) -> ChunkCost:
+    cost = ChunkCost(*(steps.number(name, 0.0) for name in COEFFICIENTS))
+    if cost.shared > cost.chunk or not cost.token + cost.chunk > 0:
+        raise ConfigError(f"steps: {cost} cannot be: a chunk costs at least what is shared of it, and not nothing")
+    return cost
+
+
+def _memory(memory: Table, options: EngineOptions) -> PlacePages:
+    """Return pages of which each is a block in one layer: as many as tokens fit, and weights of layers beside.
+
+    `layer_kv_tokens`: for how many tokens in all layers there would be room where one layer's weights are.
+    """
+    layers, blocks = memory.whole("layers", 1), memory.whole("kv_tokens") // options.block_tokens
+    layer = memory.whole("layer_kv_tokens", 0, least=0) // options.block_tokens * layers
+    memory.done()
+    return PlacePages(layers * (layer + blocks), layers * layer, layers, 1, layers, layer)
+
+
+def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepCost, PlacePages, str]:
+    kind = sheet(table.text("device"), option="model.device")
+    size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
+    compute, memory = (table.number(name, 1.0, least=1e-3) for name in ("compute_share", "memory_share"))
+    kind = _with_shares(kind, compute, memory, table.number("link_gb_s", kind.link_bytes_s / 1e9, least=1e-3))
+    configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
+    layout = layout_of(_config(table, folder))
+    load = Load(1, table.whole("most_tokens", MOST_TOKENS, least=2) - 1)
+    table.done()
+    devices = several(kind, configuration.tp, size)
+    estimator = Estimator(layout, devices, load, options.max_batch_tokens, options.block_tokens, 0, planned=True)
+    candidate = estimator.candidate(configuration)
+    assert candidate.cost is not None
+    pages = _pages(estimator, layout, configuration)
+    basis = f"data sheet of {kind.name}, {compute:g} of its operations and {memory:g} of its memory's rate"
+    return SheetSteps.of(candidate.cost), pages, basis
+
+
+def _with_shares(kind: DeviceKind, compute: float, memory: float, link_gb_s: float) -> DeviceKind:
+    """Return a device of which shares of the rates are reached."""
+    flops_s, bytes_s = kind.flops_s * compute, kind.bytes_s * memory
+    return replace(kind, flops_s=flops_s, bytes_s=bytes_s, link_bytes_s=1e9 * link_gb_s)
+
+
+def _config(table: Table, folder: Path) -> Any:
+    """Return the model's config: that of a directory, or the one written down."""
+    if "path" in table:
+        return str(folder / table.text("path"))
+    from transformers import AutoConfig
+
+    values = table.table("config").rest()
+    if "model_type" not in values:
+        raise ConfigError("model.path is missing: name a model's directory, or write its [model.config] down")
+    try:
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.config is no config: {error}") from error
+
+
+def _pages(estimator: Estimator, layout: ModelLayout, configuration: Configuration) -> PlacePages:
+    """Return the memory of one rank. Raises `ConfigError` for a model with several forms of attention."""
+    layers = range(len(layout.decoder.layers))
+    kv = kv_shape_of(layout.config, layout.dtype.itemsize, configuration.kv)
+    groups = estimator.room(kv, configuration.tp, layers).groups
+    if len(groups) != 1 or groups[0][0] is not None:
+        raise ConfigError("model: layers with a sliding window are not simulated; take one whose layers are all alike")
+    (_, sector, blocks) = groups[0]
+    device, page = estimator.devices[0], estimator.pages.page_bytes
+    held = estimator.rank(device, layers, configuration, 1)
+    budget = device.memory_bytes // page
+    own = -(-(held.total - held.kv) // page)
+    layer = estimator.pages.layers(range(1), configuration.weights, configuration.tp)
+    if budget - own < sector:
+        raise ConfigError(f"model: it needs {own} of {budget} pages, which leaves no room for keys and values")
+    return PlacePages(budget, own, sector, blocks, len(layers), layer)

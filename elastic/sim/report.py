@@ -1,0 +1,153 @@
+"""What came of a simulated run: latencies, throughput, room, and what was done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.engines.base import Listener, Output
+from elastic.engines.continuous.active_requests import OUTCOMES
+from elastic.sim.quantiles import Quantiles
+from elastic.sim.workload import Job
+
+MOST_ACTIONS = 1000
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that a policy, or a fault, has done."""
+
+    at_s: float
+    kind: str
+    about: str
+    seconds: float = 0.0
+    """How long it took."""
+
+
+@dataclass
+class Sample:
+    """One moment of the run."""
+
+    at_s: float
+    kv_use: float
+    """The share of blocks that requests have or were promised."""
+    running: int
+    queued: int
+    """Requests at the fleet and at instances that have no blocks."""
+    tokens_per_s: float
+    """Since the moment before."""
+    ttft_s: float
+    """The mean of first tokens since the moment before; 0.0 without one."""
+
+
+@dataclass
+class Report:
+    """Figures of a run, which grow with neither requests nor tokens. Times are seconds of the run."""
+
+    ttft_s: Quantiles = field(default_factory=Quantiles)
+    tpot_s: Quantiles = field(default_factory=Quantiles)
+    """Of answers with two tokens or more."""
+    queued_s: Quantiles = field(default_factory=Quantiles)
+    """Until a request was first in a step."""
+    by_source: dict[str, Quantiles] = field(default_factory=dict)
+    """TTFT."""
+    requests: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    """When the last token came."""
+    actions: list[Action] = field(default_factory=list)
+    action_counts: Counter[str] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+    _since: tuple[int, int, float] = (0, 0, 0.0)
+
+    def action(self, at_s: float, kind: str, about: str, seconds: float = 0.0) -> None:
+        """Note something that was done; the first of them are told one by one, all are counted."""
+        self.action_counts[kind] += 1
+        if len(self.actions) < MOST_ACTIONS:
+            self.actions.append(Action(at_s, kind, about, seconds))
+
+    def listener(self, job: Job, ended: Callable[[], object] = lambda: None) -> Listener:
+        """Return the listener of a request that comes now."""
+        self.requests["arrived"] += 1
+        if self.first_s is None:
+            self.first_s = job.at_s
+        return _Listener(self, job, ended)
+
+    def refused(self) -> None:
+        """Note that the request which came was refused."""
+        self.requests["rejected"] += 1
+
+    def sample(self, at_s: float, kv_use: float, running: int, queued: int) -> None:
+        """Note one moment."""
+        tokens, firsts, total = self._since
+        before = self.samples[-1].at_s if self.samples else 0.0
+        count = self.ttft_s.count - firsts
+        ttft_s = (self.ttft_s.total - total) / count if count else 0.0
+        rate = (self.tokens - tokens) / (at_s - before) if at_s > before else 0.0
+        self.samples.append(Sample(at_s, kv_use, running, queued, rate, ttft_s))
+        self._since = self.tokens, self.ttft_s.count, self.ttft_s.total
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second, from the first arrival to the last token."""
+        span_s = self.last_s - (self.first_s or 0.0)
+        return self.tokens / span_s if span_s > 0 else 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return all figures, as JSON has them: the same for the same scenario and seed."""
+        uses = [sample.kv_use for sample in self.samples]
+        requests = {name: self.requests[name] for name in ("arrived", "completed", "rejected", "failed", "cancelled")}
+        return {
+            "requests": {**requests, "unfinished": requests["arrived"] - sum(list(requests.values())[1:])},
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "span_s": self.last_s - (self.first_s or 0.0),
+            "tokens_per_s": self.tokens_per_s,
+            "ttft_s": self.ttft_s.described(),
+            "tpot_s": self.tpot_s.described(),
+            "queued_s": self.queued_s.described(),
+            "ttft_s_by_source": {name: each.described() for name, each in sorted(self.by_source.items())},
+            "kv_use": {"mean": sum(uses) / len(uses) if uses else 0.0, "max": max(uses, default=0.0)},
+            "action_counts": dict(sorted(self.action_counts.items())),
+            "actions": [vars(action) for action in self.actions],
+            "timeline": [vars(sample) for sample in self.samples],
+        }
+
+
+class _Listener:
+    """One request's outputs."""
+
+    __slots__ = ("_ended", "_first_s", "_job", "_report", "_tokens")
+
+    def __init__(self, report: Report, job: Job, ended: Callable[[], object]) -> None:
+        self._report, self._job, self._ended = report, job, ended
+        self._first_s: float | None = None
+        self._tokens = 0
+
+    def __call__(self, output: Output) -> None:
+        report = self._report
+        if output.tokens:
+            self._tokens += len(output.tokens)
+            report.tokens += len(output.tokens)
+            report.last_s = max(report.last_s, output.at_s)
+            if self._first_s is None:
+                self._begin(output)
+        if output.finish is not None:
+            report.requests[OUTCOMES[output.finish]] += 1
+            if self._first_s is not None and self._tokens > 1 and OUTCOMES[output.finish] == "completed":
+                report.tpot_s.add((output.at_s - self._first_s) / (self._tokens - 1))
+            self._ended()
+
+    def _begin(self, output: Output) -> None:
+        report, job = self._report, self._job
+        self._first_s = output.at_s
+        ttft_s = output.at_s - job.at_s
+        report.ttft_s.add(ttft_s)
+        report.by_source.setdefault(job.source, Quantiles()).add(ttft_s)
+        report.prompt_tokens += job.prompt
+        if output.scheduled_s is not None:
+            report.queued_s.add(output.scheduled_s - job.at_s)

@@ -1,0 +1,144 @@
+"""One run of a scenario."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from elastic.errors import CapacityError, Overloaded
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.fleet import SimulatedFleet
+from elastic.sim.core.threads import SimulatedThreads
+from elastic.sim.mechanisms.fleet import ElasticFleet
+from elastic.sim.policies import befall, make_fleet
+from elastic.sim.report import Report
+from elastic.sim.scenario import Scenario
+from elastic.sim.workload import Job, merged, request_of
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a run was."""
+
+    wall_s: float
+    events: int
+    steps: int
+    """Steps of all instances."""
+    simulated_s: float
+
+    @property
+    def events_per_s(self) -> float:
+        """Events in a second of the simulator's own."""
+        return self.events / self.wall_s if self.wall_s else 0.0
+
+
+class Run:
+    """A scenario that is being run, on one clock."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.clock = VirtualClock()
+        self.threads = SimulatedThreads(self.clock)
+        self.report = Report()
+        options = scenario.fleet
+        self.fleets = [
+            make_fleet(
+                self.threads,
+                scenario.model,
+                scenario.mechanisms,
+                options.instances,
+                routing=options.routing,
+                max_queue=options.max_queue,
+                seed=scenario.seed,
+                name=f"{number}." if options.fleets > 1 else "r",
+            )
+            for number in range(options.fleets)
+        ]
+        if scenario.mechanisms is not None and isinstance(self.fleets[0], ElasticFleet):
+            befall(self.fleets[0], scenario.mechanisms.faults)
+        self._jobs = merged(scenario.sources, scenario.seed, scenario.duration_s)
+        self._numbers = count()
+        self._choose = stream(scenario.seed, "fleets")
+
+    def play(self, progress: Callable[[float], object] = lambda at_s: None) -> Speed:
+        """Have all requests come, and all end; what has not `drain_s` after the last could come, does not.
+
+        `progress` is told the time of the run now and then.
+        """
+        began, scenario = time.perf_counter(), self.scenario
+        _Arrivals(self.clock, self._jobs, self._submit).next()
+        self._sample()
+        every_s = scenario.duration_s / scenario.samples
+        end_s = scenario.duration_s + scenario.drain_s
+        while self.clock.now < end_s:
+            self.threads.run(min(end_s, self.clock.now + every_s))
+            if self.clock.now <= scenario.duration_s or self._live:
+                self._sample()
+            elif not self._live:
+                break
+            progress(self.clock.now)
+        for fleet in self.fleets:
+            fleet.check()
+            self._note_events(fleet)
+        self.close()
+        steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
+        return Speed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
+
+    def close(self) -> None:
+        """Have nothing happen any more. Can be called twice; `play` does so at its end."""
+        for fleet in self.fleets:
+            if isinstance(fleet, ElasticFleet):
+                fleet.finish()
+        self.threads.close()
+
+    @property
+    def _live(self) -> bool:
+        return any(fleet.dispatcher.records for fleet in self.fleets)
+
+    def _note_events(self, fleet: SimulatedFleet) -> None:
+        """Tell what a fleet did."""
+        for event in fleet.log.events():
+            words = ", ".join(filter(None, (event.rank, event.why)))
+            self.report.action(event.when_s, event.kind, words, event.seconds)
+
+    def _submit(self, job: Job) -> None:
+        number = next(self._numbers)
+        fleet = self._fleet(self._choose)
+        request = request_of(job, number)
+        if job.answer < job.most:
+            fleet.answers[request.id] = job.answer
+        listener = self.report.listener(job, lambda: fleet.answers.pop(request.id, None))
+        try:
+            fleet.submit(request, listener)
+        except (CapacityError, Overloaded):
+            fleet.answers.pop(request.id, None)
+            self.report.refused()
+
+    def _fleet(self, choose: random.Random) -> SimulatedFleet:
+        return self.fleets[0] if len(self.fleets) == 1 else self.fleets[choose.randrange(len(self.fleets))]
+
+    def _sample(self) -> None:
+        loads = [instance.load for fleet in self.fleets for instance in fleet.dispatcher.instances.values()]
+        total = sum(load.total_blocks for load in loads)
+        use = 1 - sum(load.free_blocks for load in loads) / total if total else 0.0
+        queued = sum(load.waiting for load in loads) + sum(len(fleet.dispatcher.queue) for fleet in self.fleets)
+        self.report.sample(self.clock.now, use, sum(load.running for load in loads), queued)
+
+
+class _Arrivals:
+    """Submits requests one after another, so that only the next one is there."""
+
+    def __init__(self, clock: VirtualClock, jobs: Iterator[Job], submit: Callable[[Job], object]) -> None:
+        self._clock, self._jobs, self._submit = clock, jobs, submit
+
+    def next(self) -> None:
+        job = next(self._jobs, None)
+        if job is not None:
+            self._clock.at(max(self._clock.now, job.at_s), lambda: self._come(job))
+
+    def _come(self, job: Job) -> None:
+        self._submit(job)
+        self.next()

@@ -1,0 +1,133 @@
+"""Scenarios: what is simulated, read from a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from elastic.cluster.fleet.planning.router import Routing
+from elastic.errors import ConfigError
+from elastic.sim.core.fleet import RankModel
+from elastic.sim.policies import Mechanisms, read_mechanisms
+from elastic.sim.rank_model import read_rank_model
+from elastic.sim.sources import read_source
+from elastic.sim.tables import Table
+from elastic.sim.workload import Source
+
+SHIPPED = resources.files("elastic.sim") / "scenarios"
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """The fleets that requests go to."""
+
+    instances: int
+    """Of each fleet."""
+    fleets: int = 1
+    """Fleets side by side, each with a dispatcher of its own; requests come to one of them by chance."""
+    routing: Routing = "prefix"
+    max_queue: int | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A simulation that is to be run."""
+
+    title: str
+    duration_s: float
+    """While requests come."""
+    fleet: FleetOptions
+    model: RankModel
+    sources: tuple[Source, ...]
+    drain_s: float = 600.0
+    """How long requests may still take after that."""
+    samples: int = 240
+    """Moments at which room and queues are told."""
+    seed: int = 0
+    basis: str = "fitted"
+    """Where the seconds of steps are from."""
+    predicts: str = ""
+    """Of what the figures are a prediction, and which hardware numbers were used; "": of nothing."""
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of a paper, to be told beside."""
+    mechanisms: Mechanisms | None = None
+    """What instances do besides serving."""
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the scenarios that come with the package."""
+    return tuple(sorted(file.name.removesuffix(".toml") for file in SHIPPED.iterdir() if file.name.endswith(".toml")))
+
+
+def read_scenario(source: str | Path, *, seed: int | None = None) -> Scenario:
+    """Read a scenario from a file, or one that is shipped, by its name. `seed`: another one than the file's.
+
+    Raises `ConfigError` for a file that cannot be read, and for what is wrong in it, by its key.
+    """
+    return parse_scenario(_document(str(source)), Path(source).parent, seed=seed)
+
+
+def _document(source: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a scenario's tables, with those of the one that it `extends` where it has none of that name."""
+    if source in before:
+        raise ConfigError(f"scenario {source} extends itself, by {', '.join(before)}")
+    try:
+        shown = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
+        values = tomllib.loads(shown.read_text())
+    except OSError as error:
+        names = ", ".join(shipped())
+        raise ConfigError(
+            f"scenario {source} cannot be read: {error.strerror}; there come {names} with the package"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"scenario {source} is no TOML: {error}") from error
+    other = values.pop("extends", None)
+    if other is None:
+        return values
+    if not isinstance(other, str):
+        raise ConfigError(f"extends = {other!r} must be the name of a scenario, or of a file")
+    return {**_document(other, (*before, source)), **values}
+
+
+def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int | None = None) -> Scenario:
+    """Return the scenario of a document. Files in it are relative to `folder`. Raises `ConfigError`."""
+    table = Table(values, "")
+    own_seed = table.whole("seed", 0, least=0)
+    fleet = _fleet(table.table("fleet"))
+    model, basis = read_rank_model(table, folder)
+    sources = tuple(read_source(each, folder) for each in table.tables("requests"))
+    if not sources:
+        raise ConfigError("requests are missing: give one [[requests]] table or more")
+    if len({each.name for each in sources}) < len(sources):
+        raise ConfigError("two [[requests]] have the same name; name each")
+    scenario = Scenario(
+        table.text("title", ""),
+        table.number("duration_s", least=1e-3),
+        fleet,
+        model,
+        sources,
+        table.number("drain_s", 600.0),
+        table.whole("samples", 240),
+        own_seed if seed is None else seed,
+        basis,
+        table.text("predicts", ""),
+        table.table("published").rest(),
+        read_mechanisms(table.table("mechanisms"), model),
+    )
+    table.done()
+    return scenario
+
+
+def _fleet(table: Table) -> FleetOptions:
+    options = FleetOptions(
+        table.whole("instances"),
+        table.whole("fleets", 1),
+        cast(Routing, table.text("routing", "prefix", among=get_args(Routing))),
+        table.optional("max_queue"),
+    )
+    table.done()
+    return options

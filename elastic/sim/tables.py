@@ -1,0 +1,116 @@
+"""Tables of a scenario file, read key by key: what is unknown, or of another type, is an error in words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.errors import ConfigError
+
+_MISSING = object()
+
+
+class Table:
+    """One table of a TOML file. `done` raises `ConfigError` for keys that nobody has read."""
+
+    def __init__(self, values: dict[str, Any], name: str) -> None:
+        self.name = name
+        self._values = dict(values)
+        self._known: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def number(self, key: str, default: float | object | None = _MISSING, *, least: float = 0.0) -> float:
+        """Take a number. Raises `ConfigError` where it is missing without a default, or below `least`."""
+        value = self._take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+            raise self.wrong(key, value, f"a number, at least {least:g}")
+        return float(value)
+
+    def whole(self, key: str, default: int | object = _MISSING, *, least: int = 1) -> int:
+        """Take a whole number."""
+        value = self._take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, value, f"a whole number, at least {least}")
+        return value
+
+    def optional(self, key: str, *, least: int = 1) -> int | None:
+        """Take a whole number; None where there is none."""
+        if key not in self:
+            self._known.append(key)
+            return None
+        return self.whole(key, least=least)
+
+    def text(self, key: str, default: str | object = _MISSING, *, among: Sequence[str] = ()) -> str:
+        """Take text, one of some."""
+        value = self._take(key, default)
+        if not isinstance(value, str) or (among and value not in among):
+            raise self.wrong(key, value, f"one of {', '.join(among)}" if among else "text")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Take true or false."""
+        value = self._take(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def numbers(self, key: str, count: int | None = None) -> tuple[float, ...]:
+        """Take a list of numbers, so many of them."""
+        value = self._take(key, _MISSING)
+        good = isinstance(value, list) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in value)
+        if not good or (count is not None and len(value) != count):
+            raise self.wrong(key, value, f"a list of {count} numbers" if count else "a list of numbers")
+        return tuple(map(float, value))
+
+    def table(self, key: str) -> Table:
+        """Take a table within; an empty one where there is none."""
+        value = self._take(key, {})
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "a table")
+        return Table(value, f"{self.name}.{key}" if self.name else key)
+
+    def tables(self, key: str) -> list[Table]:
+        """Take a list of tables; none where there is none."""
+        value = self._take(key, [])
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise self.wrong(key, value, f"[[{key}]] tables")
+        return [Table(each, f"{key}[{number}]") for number, each in enumerate(value)]
+
+    def texts(self, key: str, *, among: Sequence[str]) -> tuple[str, ...]:
+        """Take a list of texts, each one of some; none where there is none."""
+        value = self._take(key, [])
+        if not isinstance(value, list) or not all(each in among for each in value):
+            raise self.wrong(key, value, f"a list of {', '.join(among)}")
+        return tuple(value)
+
+    @property
+    def left(self) -> bool:
+        """Whether there is a key that was not taken."""
+        return bool(self._values)
+
+    def rest(self) -> dict[str, Any]:
+        """Take all that is left, as it is."""
+        left, self._values = self._values, {}
+        return left
+
+    def done(self) -> None:
+        """Raise `ConfigError` for a key that was not taken."""
+        for key in self._values:
+            near = difflib.get_close_matches(key, self._known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._known))}"
+            raise ConfigError(f"{self._path(key)} is not known{hint}")
+
+    def wrong(self, key: str, value: object, wanted: str) -> ConfigError:
+        """Return the error for a value."""
+        said = "is missing: give" if value is _MISSING else f"= {value!r} must be"
+        return ConfigError(f"{self._path(key)} {said} {wanted}")
+
+    def _take(self, key: str, default: object) -> Any:
+        self._known.append(key)
+        return self._values.pop(key, default)
+
+    def _path(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key

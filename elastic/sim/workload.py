@@ -1,0 +1,141 @@
+"""Requests as they come in simulated time: from traces, or drawn one after another."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.bench.traces.generator import ArrivalProcess, Lengths, Poisson
+from elastic.bench.traces.trace import Trace
+from elastic.engines.base import Request
+from elastic.errors import ConfigError
+from elastic.sim.core.clock import stream
+from elastic.sim.core.executor import STOP, TOKEN
+
+_DIGIT_BITS = 8
+_DIGITS = 4
+
+
+class Job(NamedTuple):
+    """A request to come."""
+
+    at_s: float
+    prompt: int
+    """Tokens."""
+    answer: int
+    """Tokens that it gets."""
+    most: int
+    """Tokens that it asks for, at least `answer`."""
+    shared: int
+    """Of its prompt, the first tokens, which all of its source have."""
+    source: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kind of requests."""
+
+    name: str
+    arrivals: ArrivalProcess | None
+    """None: those of the trace."""
+    lengths: Lengths | None
+    trace: Trace | None = None
+    ask: float = 1.0
+    """What requests ask for, of the tokens that they get."""
+    most_tokens: int | None = None
+    """Prompt and answer together have no more: a longer one is shortened."""
+    shared_prefix: int = 0
+
+    def jobs(self, seed: int, until_s: float) -> Iterator[Job]:
+        """Yield the requests that come before then, in order."""
+        for at_s, prompt, answer in self._rows(seed):
+            if at_s >= until_s:
+                return
+            if self.most_tokens is not None and prompt + answer > self.most_tokens:
+                answer = min(self.most_tokens - 1, max(1, answer * self.most_tokens // (prompt + answer)))
+                prompt = self.most_tokens - answer
+            most = max(answer, round(self.ask * answer))
+            yield Job(at_s, prompt, answer, most, min(self.shared_prefix, prompt - 1), self.name)
+
+    def _rows(self, seed: int) -> Iterator[tuple[float, int, int]]:
+        if self.arrivals is None or self.lengths is None:
+            assert self.trace is not None
+            yield from ((r.arrival_s, r.prompt_tokens, r.output_tokens) for r in self.trace.requests)
+            return
+        lengths = stream(seed, f"lengths {self.name}")
+        for at_s in self.arrivals.times(stream(seed, f"arrivals {self.name}")):
+            yield (at_s, *self.lengths.draw(lengths))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Poisson arrivals at a rate that goes in straight lines from one value to the next, and begins anew."""
+
+    rates: tuple[float, ...]
+    """Requests a second, `every_s` apart."""
+    every_s: float
+
+    def __post_init__(self) -> None:
+        if not self.rates or min(self.rates) < 0 or not 0 < max(self.rates) < 1e6 or not self.every_s > 0:
+            raise ConfigError(
+                f"rates {self.rates} every {self.every_s} s: give rates of 0 or more, one above 0, and seconds above 0"
+            )
+
+    def rate(self, at_s: float) -> float:
+        """Return the rate at a time."""
+        number, share = divmod(at_s / self.every_s, 1.0)
+        first = int(number) % len(self.rates)
+        before, after = self.rates[first], self.rates[(first + 1) % len(self.rates)]
+        return before + share * (after - before)
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Yield arrivals: those at the highest rate, each kept with its share."""
+        highest = max(self.rates)
+        return (at_s for at_s in Poisson(highest).times(rng) if rng.random() * highest < self.rate(at_s))
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """Poisson arrivals at a rate, and at others within windows."""
+
+    rate: float
+    windows: tuple[tuple[float, float, float], ...]
+    """(from, until, requests a second), in order, one not within another."""
+
+    def __post_init__(self) -> None:
+        edges = [edge for begin, end, _ in self.windows for edge in (begin, end)]
+        if self.rate < 0 or edges != sorted(edges) or any(rate < 0 for _, _, rate in self.windows):
+            raise ConfigError(f"bursts {self.windows}: give (from, until, rate) in order, and rates of 0 or more")
+        if not max(self.rate, *(rate for _, _, rate in self.windows)) > 0:
+            raise ConfigError("bursts without a rate above 0 bring no request")
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Yield arrivals: those at the highest rate, each kept with its share."""
+        starts = [begin for begin, _, _ in self.windows]
+        highest = max(self.rate, *(rate for _, _, rate in self.windows))
+
+        def rate(at_s: float) -> float:
+            number = bisect_right(starts, at_s) - 1
+            if number >= 0 and at_s < self.windows[number][1]:
+                return self.windows[number][2]
+            return self.rate
+
+        return (at_s for at_s in Poisson(highest).times(rng) if rng.random() * highest < rate(at_s))
+
+
+def merged(sources: Sequence[Source], seed: int, until_s: float) -> Iterator[Job]:
+    """Yield the requests of all sources in the order in which they come."""
+    return heapq.merge(*(source.jobs(seed, until_s) for source in sources), key=lambda job: job.at_s)
+
+
+def request_of(job: Job, number: int) -> Request:
+    """Return the request of a job. No two prompts are alike behind what a source shares."""
+    digits = tuple((number >> (_DIGIT_BITS * digit)) & 0xFF for digit in range(_DIGITS))
+    own = job.prompt - job.shared
+    prompt = (*itertools.repeat(TOKEN, job.shared), *digits[:own], *itertools.repeat(TOKEN, own - _DIGITS))
+    return Request(prompt, job.most, stop_tokens=(STOP,), ignore_eos=True, id=f"{job.source}-{number}")

@@ -1,0 +1,1 @@
+"""Fleets in simulated time, for tests."""

@@ -1,0 +1,186 @@
+"""The real groups, moves and policies of a fleet over simulated ranks: nothing is lost, nothing is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elastic.config import Overload
+from elastic.controller.policies.overload import OverloadPolicy
+from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.sim.mechanisms.model import Links
+from support.sim.layered_fleet import BLOCK, LAYERS, SECTORS, WEIGHTS, Play, burst, model, play
+
+Fleets = Callable[..., Play]
+
+
+@pytest.fixture
+def fleets() -> Iterator[Fleets]:
+    made: list[Play] = []
+
+    def make(*args: Any, **options: Any) -> Play:
+        made.append(play(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.fleet.finish()
+
+
+def worst_s(made: Play) -> float:
+    return max(told.ttft_s for told in made.told)
+
+
+def loads(made: Play) -> dict[str, int]:
+    return {name: instance.load().total_blocks for name, instance in made.fleet.instances.items()}
+
+
+def test_a_drop_under_load_makes_room_and_a_restore_takes_it_back(fleets: Fleets) -> None:
+    made = fleets(None, 2)
+    made.come(burst(16))
+    seen: dict[str, int] = {}
+    clock = made.fleet.clock
+    clock.at(0.6, lambda: made.fleet.call(lambda verbs: verbs.drop(LAYERS * WEIGHTS * 4096)))
+    clock.at(3.0, lambda: seen.update(loads(made)))
+    clock.at(12.0, lambda: made.fleet.call(lambda verbs: verbs.restore()))
+    made.run()
+    made.check_ends()
+    made.check_computed()
+    assert made.kinds() == ["dropped", "parted", "restored"]
+    assert sum(seen.values()) == 2 * SECTORS + WEIGHTS  # the pages of one model, in sectors of all layers
+    assert loads(made) == {"r0": SECTORS, "r1": SECTORS}
+    dropped = made.fleet.log.events()[0]
+    assert dropped.moved_bytes > 0
+    assert 0 < dropped.stalled_ms < 1e3 * dropped.seconds
+
+
+def test_the_policy_of_drops_helps_where_requests_wait_for_memory(fleets: Fleets) -> None:
+    waits, drops = fleets(None, 2), fleets("drop", 2)
+    for made in (waits, drops):
+        made.come(burst(16))
+        made.run()
+        made.check_ends()
+        made.check_computed()
+    assert waits.kinds() == []
+    assert drops.kinds() == ["dropped", "parted", "restored"]
+    assert worst_s(drops) < 0.5 * worst_s(waits)
+
+
+def test_nothing_is_done_where_nothing_lacks(fleets: Fleets) -> None:
+    made = fleets("drop", 2)
+    made.come([(0.5 + number, 40, 20) for number in range(6)])
+    made.run()
+    made.check_ends()
+    assert made.kinds() == []
+
+
+def test_what_is_done_is_what_the_policy_said(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, frozenset[str]]] = []
+    decide = OverloadPolicy.decide
+
+    def noted(self: OverloadPolicy, snapshot: Any, state: Any) -> Any:
+        plan = decide(self, snapshot, state)
+        assert decide(OverloadPolicy(Overload()), snapshot, state) == plan
+        said.extend(("dropped", frozenset(group.members)) for group in plan.drops)
+        said.extend(("restored", frozenset(members)) for members in plan.restores)
+        return plan
+
+    monkeypatch.setattr(OverloadPolicy, "decide", noted)
+    made = fleets("drop", 3)
+    made.come(burst(20))
+    made.run()
+    made.check_ends()
+    events = [event for event in made.fleet.log.events() if event.kind in ("dropped", "restored")]
+    assert said == [(event.kind, frozenset(event.rank.split(","))) for event in events]
+    assert {kind for kind, _ in said} == {"dropped", "restored"}
+
+
+def test_layers_are_swapped_where_longer_steps_would_cost_more(fleets: Fleets) -> None:
+    quick = model(packed=True, cost=ChunkCost(0.0, 0.0, 0.0, 3e-3, 3e-3))  # a hop between two ranks is a tenth of it
+    made = fleets(Overload(lookahead=True, dwell_s=2.0), 2, layered=quick)
+    made.come(burst(9, answer=256))
+    made.run(more_s=20.0)
+    made.check_ends()
+    made.check_computed()
+    assert set(made.kinds()) == {"overloaded", "swapped", "swapped back"}
+    assert not any(rank.books.packed for rank in made.fleet.world.ranks.values())
+
+
+def test_requests_move_with_what_they_have(fleets: Fleets) -> None:
+    made = fleets("balance", 2, routing="round_robin")
+    made.come([(0.1 + 0.05 * n, 64, 150 if n % 2 else 8) for n in range(8)])
+    made.run()
+    made.check_ends()
+    made.check_computed()
+    assert "moved" in made.kinds()
+    assert made.fleet.log.totals().recomputed_tokens == 0
+
+
+def test_requests_that_no_rank_could_hold_are_served_by_shards(fleets: Fleets) -> None:
+    made = fleets("lengths", 2, layered=model(shards=2, kv_shards=2))
+    long = (SECTORS + 10) * BLOCK
+    made.come([*burst(3), (1.0, long - 50, 50)])
+    made.run(more_s=20.0)
+    made.check_ends()
+    made.check_computed()
+    assert made.kinds() == ["resharded", "resharded", "parted"]
+    assert not made.fleet.verbs.groups()
+
+
+def test_an_instance_comes_where_no_drop_is_enough(fleets: Fleets) -> None:
+    made = fleets(Overload(scale_out=1), 1, start_s=1.0)
+    made.come(burst(12))
+    made.run()
+    made.check_ends()
+    assert "joined" in made.kinds()
+    assert len(made.fleet.dispatcher.instances) == 2
+
+
+@pytest.mark.parametrize("at_s", [0.55, 1.2, 2.0, 5.0])
+@pytest.mark.parametrize("kind", ["kill", "hang"])
+def test_faults_of_a_group_lose_no_request(fleets: Fleets, kind: str, at_s: float) -> None:
+    made = fleets("drop", 3, watch=True, moves=kind == "kill")
+    made.come(burst(24))
+    made.fleet.clock.at(at_s, lambda: getattr(made.fleet, kind)("r1"))
+    made.run()
+    made.check_ends()
+    assert made.fleet.log.totals().ranks_lost == 1
+    assert "r1" not in made.fleet.dispatcher.instances
+
+
+def test_a_lost_rank_is_replaced_and_its_requests_keep_what_they_had(fleets: Fleets) -> None:
+    made = fleets(None, 2, watch=True, moves=True, replaces=True, start_s=1.0)
+    made.come(burst(8))
+    made.fleet.clock.at(2.0, lambda: made.fleet.kill("r0"))
+    made.run()
+    made.check_ends()
+    assert set(made.kinds()) == {"lost", "joined", "replaced", "requests resumed"}
+    assert made.fleet.log.totals().recomputed_tokens == 0
+
+
+def test_copies_that_are_not_coordinated_make_tokens_late(fleets: Fleets) -> None:
+    slow, ends = model(links=Links(bytes_s=2e6, hop_s=1e-4)), []
+    for coordinated in (True, False):
+        made = fleets(Overload(coordinated=coordinated), 2, layered=slow)
+        made.come(burst(16))
+        made.run()
+        made.check_ends()
+        assert "dropped" in made.kinds()
+        ends.append([told.outputs[-1].at_s for told in made.told])
+    assert ends[0] != ends[1]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_the_same_seed_is_the_same_run(fleets: Fleets, noise: float) -> None:
+    runs = []
+    for seed in (3, 3, 4):
+        made = fleets(("balance", Overload(scale_out=1)), 2, layered=model(noise=noise), seed=seed, start_s=1.0)
+        made.come(burst(14))
+        made.run()
+        made.check_ends()
+        events = [(event.kind, event.when_s, event.rank) for event in made.fleet.log.events()]
+        runs.append((events, [[output.at_s for output in told.outputs] for told in made.told]))
+    assert runs[0] == runs[1]
+    assert (runs[0] == runs[2]) is (noise == 0.0)

@@ -1,0 +1,87 @@
+"""Steps that several ranks compute: their seconds are those of the planner's own formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from elastic.engines.base import Request
+from elastic.engines.core.step import Chunk, SequenceState, Step
+from elastic.engines.pipeline.path import LayerPath
+from elastic.planning.pipeline import chunk_cost
+from elastic.planning.pipeline.timeline import run_pipeline
+from elastic.sim.core.clock import VirtualClock, stream
+from elastic.sim.core.executor import AnswerEnds
+from elastic.sim.core.step_seconds import Noise
+from elastic.sim.mechanisms.model import LayeredModel, Links
+from elastic.sim.mechanisms.path_executor import ComputeTurn, PathExecutor
+from elastic.sim.mechanisms.wires import Wires
+from support.sim.layered_fleet import model
+
+RANKS = ("a", "b", "c", "h")
+
+
+def executor(
+    layered: LayeredModel, path: LayerPath, clock: VirtualClock, turns: dict[str, ComputeTurn]
+) -> PathExecutor:
+    wires, noise = Wires(clock, layered.links), Noise(0.0, stream(0, "none"))
+    return PathExecutor(clock, layered, wires, turns, AnswerEnds({}), noise, lambda rank, layer: 1.0, path)
+
+
+def step(number: int, tokens: int) -> Step:
+    name = f"s{number}"
+    chunk = Chunk(name, 0, (1,) * tokens, True, ((),))
+    return Step(number, 0, (chunk,), (SequenceState(name, Request((1,) * tokens, 5), 0, 0),))
+
+
+def ends(layered: LayeredModel, home: str, ranks: Sequence[str], sizes: Sequence[int]) -> list[float]:
+    """Have steps of so many tokens, all given at once, go by a path; return when each was over."""
+    clock = VirtualClock()
+    turns = {rank: ComputeTurn(clock) for rank in RANKS}
+    made, found = executor(layered, LayerPath(home, tuple(ranks), shards=layered.shards), clock, turns), []
+    for number, tokens in enumerate(sizes):
+        made.execute(step(number, tokens)).add_done_callback(lambda _: found.append(clock.now))
+    clock.run()
+    return found
+
+
+def parts_s(layered: LayeredModel, tokens: int) -> tuple[float, float]:
+    return layered.parts_s([chunk_cost.Chunk("", 0, tokens)])
+
+
+@pytest.mark.parametrize("ranks", ["aabb", "abbb", "abcc"])
+def test_batches_go_through_stages_as_the_timeline_has_them(ranks: str) -> None:
+    layered = model(links=Links(bytes_s=1e12, hop_s=0.002))
+    sizes = [40, 10, 100, 30, 64]
+    stages = [ranks.count(rank) for rank in RANKS if rank in ranks]
+    parts = [parts_s(layered, tokens) for tokens in sizes]
+    seconds = [[*(layer_s * layers for layers in stages), rest_s] for layer_s, rest_s in parts]
+    expected = [0.002 + done[-1] for done in run_pipeline(seconds, 0.002).ends_s]  # and the ids' way there
+    assert ends(layered, "h", ranks, sizes) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_step_that_one_rank_computes_takes_what_it_does_alone() -> None:
+    layered = model()
+    (found,) = ends(layered, "a", "aaaa", [50])
+    assert found == pytest.approx(layered.step_s([chunk_cost.Chunk("", 0, 50)]))
+
+
+def test_shards_halve_the_layers_and_add_two_exchanges_each() -> None:
+    layered = model(shards=2, kv_shards=2, links=Links(bytes_s=1e8, hop_s=0.001))
+    (found,) = ends(layered, "a", "abababab", [50])
+    layer_s, rest_s = parts_s(layered, 50)
+    once = 0.001 + 50 * layered.token_bytes / 1e8
+    assert found == pytest.approx(once + 4 * layer_s / 2 + 8 * once + rest_s)  # the first are the ids' hidden states
+
+
+def test_a_rank_that_hangs_ends_no_step_and_one_that_is_lost_fails_it() -> None:
+    clock, layered = VirtualClock(), model()
+    turns = {rank: ComputeTurn(clock) for rank in RANKS}
+    made = executor(layered, LayerPath("a", tuple("aabb")), clock, turns)
+    turns["b"].hangs = True
+    future = made.execute(step(0, 10))
+    clock.run()
+    assert not future.done()
+    made.lose("b")
+    assert "was lost" in str(future.exception())

@@ -1,0 +1,86 @@
+"""Mechanisms of a scenario: they are read in words, and its fleets do what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.errors import ConfigError
+from elastic.sim.run import Run
+from elastic.sim.scenario import Scenario, parse_scenario, read_scenario, shipped
+
+STEPS = {"token": 1e-4, "chunk": 5.5e-2, "shared": 5e-2}
+BURST = {"arrivals": "bursts", "rate": 0.1, "bursts": [{"from_s": 1, "until_s": 3, "rate": 12}]}
+LENGTHS = {"lengths": "lognormal", "prompt_median": 64, "prompt_sigma": 0.0, "answer_median": 64, "answer_sigma": 0.0}
+
+
+def scenario(mechanisms: dict[str, Any], instances: int = 2) -> Scenario:
+    values = {
+        "duration_s": 20,
+        "samples": 20,
+        "fleet": {"instances": instances},
+        "engine": {"block_tokens": 16, "max_batch_tokens": 128},
+        "memory": {"kv_tokens": 640, "layers": 4, "layer_kv_tokens": 160},
+        "steps": STEPS,
+        "requests": [BURST | LENGTHS],
+        "mechanisms": {"page_bytes": 4096, "token_bytes": 256, **mechanisms},
+    }
+    return parse_scenario(values)
+
+
+def figures(mechanisms: dict[str, Any], instances: int = 2) -> Run:
+    run = Run(scenario(mechanisms, instances))
+    run.play()
+    return run
+
+
+def test_a_scenario_with_a_policy_of_drops_has_shorter_waits() -> None:
+    waits, drops = figures({}), figures({"policies": ["drop"]})
+    assert drops.report.action_counts["dropped"] >= 1
+    assert not waits.report.action_counts
+    assert drops.report.document()["ttft_s"]["p99"] < waits.report.document()["ttft_s"]["p99"]
+    for run in (waits, drops):
+        assert run.report.requests["completed"] == run.report.requests["arrived"] > 0
+
+
+@pytest.mark.parametrize("static", [{"stages": 2}, {"tp": 2, "shards": 2, "kv_shards": 2}])
+def test_instances_compute_together_from_the_beginning(static: dict[str, Any]) -> None:
+    run = figures(static)
+    assert set(run.report.action_counts) == {"dropped" if "stages" in static else "resharded"}
+    assert run.report.requests["completed"] == run.report.requests["arrived"]
+
+
+def test_faults_befall_instances_and_lose_nothing() -> None:
+    faults = [{"at_s": 2.0, "kind": "kill", "instance": 1}, {"at_s": 6.0, "kind": "hang", "instance": 0}]
+    run = figures({"policies": ["drop"], "faults": faults, "replaces": True, "start_s": 1.0}, 3)
+    assert run.report.action_counts["lost"] == 2
+    assert run.report.requests["completed"] == run.report.requests["arrived"]
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "words"),
+    [
+        ({"policies": ["dorp"]}, "a list of balance, drop, lengths"),
+        ({"policies": ["drop"], "overload": {"kvhigh": 0.5}}, "overload.kvhigh is not known"),
+        ({"lengths": {"most_ranks": 2}}, "policies have no 'lengths'"),
+        ({"policies": ["drop", "lengths"]}, "choose one"),
+        ({"links": {"bytes_s": 0}}, "links.bytes_s"),
+        ({"stages": 2, "tp": 2, "shards": 2}, "cannot be at the same time"),
+        ({"shards": 3, "kv_shards": 2}, "shards"),
+        ({"faults": [{"at_s": 1, "kind": "bend", "instance": 0}]}, "one of kill, hang"),
+        ({"speed": 3}, "speed is not known"),
+    ],
+)
+def test_what_is_wrong_in_mechanisms_is_said(mechanisms: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        scenario(mechanisms)
+
+
+def test_shipped_scenarios_that_extend_others_have_their_requests() -> None:
+    assert "kunserve-burst-drop" in shipped()
+    base, drops = read_scenario("kunserve-burst"), read_scenario("kunserve-burst-drop")
+    assert drops.sources == base.sources
+    assert base.mechanisms is None
+    assert drops.mechanisms is not None
+    assert drops.mechanisms.policies.overload is not None
