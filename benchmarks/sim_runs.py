@@ -23,12 +23,13 @@ from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.engines.base import Output, Request
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.planning.pipeline.chunk_cost import Sample
+from elastic.sim.core.instance import PlacePages
 from elastic.sim.report import Report
 from elastic.sim.workload import Job
 
 ENGINE = {"block_tokens": 32, "max_requests": 32, "max_batch_tokens": 256, "share_prefixes": False}
 CORES = [(0,), (1,)]
-LONGEST = 4096
+LONGEST, LAYERS, HIDDEN, PAGE_BYTES = 4096, 4, 256, 64 << 10
 IDLE_S = 0.005
 """Between two steps: longer, and the engine had nothing to do."""
 SAMPLE_S = 0.1
@@ -39,9 +40,9 @@ def save_attentive_model(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
+        hidden_size=HIDDEN,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=LONGEST,
@@ -113,6 +114,18 @@ def recorded(folder: Path) -> list[Sample]:
 
 
 @dataclass(frozen=True)
+class System:
+    """How a fleet serves."""
+
+    ranks: int
+    busy: float
+    """The share of the time in which prompts, and answers by fours, keep two ranks busy."""
+    policy: Any = None
+    tp: int = 1
+    """So many ranks share each layer from the start."""
+
+
+@dataclass(frozen=True)
 class Load:
     """Arrivals of a kind: (seconds, requests a second) one after another, and lengths."""
 
@@ -138,18 +151,26 @@ class Load:
 
 
 @contextmanager
-def serving(path: Path, place: str, ranks: int, policy: Any = None, **engine: Any) -> Iterator[elastic.Fleet]:
-    """Serve with so many ranks, a core each."""
-    with fleet(path, CORES[:ranks], place=place, engine={**ENGINE, **engine}, policy=policy) as started:
+def serving(path: Path, place: str, system: System, **engine: Any) -> Iterator[tuple[elastic.Fleet, PlacePages]]:
+    """Serve with a core for each rank; give the fleet, and the pages of a rank before layers are shared."""
+    options = {"policy": system.policy, "shards": system.tp}
+    with fleet(path, CORES[: system.ranks], place=place, engine={**ENGINE, **engine}, **options) as started:
         warm_up(started)
-        yield started
+        pages = pages_of(started, system.tp)
+        if system.tp > 1:
+            started.reshard([instance.name for instance in started.status().instances], tp=system.tp)
+            warm_up(started)
+        yield started, pages
 
 
-def blocks_of(engine: elastic.Fleet) -> int:
-    """Return the blocks that each instance has."""
+def pages_of(engine: elastic.Fleet, parts: int) -> PlacePages:
+    """Return the pages of a rank; a block of this model is a page in each layer, or a share of one in each part."""
     time.sleep(0.5)  # two beats
     (blocks,) = {instance.load.total_blocks for instance in engine.status().instances}
-    return blocks
+    (place,) = engine.look(engine.status().ranks[0].name).status.places
+    weights = sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("layer:"))
+    budget = place.budget_bytes // PAGE_BYTES
+    return PlacePages(budget, budget - blocks * LAYERS, LAYERS * parts, parts, LAYERS, weights // LAYERS // PAGE_BYTES)
 
 
 def played(engine: elastic.Fleet, trace: Trace) -> Report:

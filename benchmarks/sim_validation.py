@@ -19,41 +19,49 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import SEED, arguments, finish, table
 from sim_runs import (
     ENGINE,
+    HIDDEN,
+    LAYERS,
     LONGEST,
+    PAGE_BYTES,
     SAMPLE_S,
     Load,
     Recorded,
-    blocks_of,
+    System,
     played,
     recorded,
     save_attentive_model,
     serving,
 )
 
+import elastic
 from elastic.bench.traces.trace import Trace
+from elastic.cluster.fleet.planning.policies import chosen
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions, PlacePages
+from elastic.sim.mechanisms.model import LayeredModel, Links
+from elastic.sim.policies import Mechanisms
 from elastic.sim.quantiles import Quantiles
 from elastic.sim.report import Report
 from elastic.sim.run import Run
 from elastic.sim.scenario import FleetOptions, Scenario
 from elastic.sim.workload import Source
 
-PLACES = {"roomy": "cpu#{}=256MiB", "tight": "cpu#{}=72MiB"}
-SYSTEMS = {"one": 1, "two": 2}
-"""How many ranks there are; requests wait until an instance has room for all that they may need."""
-BUSY = {"one": 0.35, "two": 0.55}
-"""The share of the time in which prompts, and answers by fours, keep a rank busy; one rank gets the same requests."""
-SECONDS, QUICK_S = 20.0, 8.0
+PLACES = {"roomy": "cpu#{}=256MiB", "tight": "cpu#{}=40MiB"}
+OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
+SYSTEMS = {"one": System(1, 0.3), "two": System(2, 0.5), "drop": System(2, 0.5, OVERLOAD), "tp": System(2, 0.5, tp=2)}
+"""In the first two requests wait until an instance has room for all that they may need."""
+LINK_BYTES_S = 1e9
+"""Between ranks: assumed; what a message takes besides is fitted to a run of its own."""
+SECONDS, QUICK_S = 14.0, 6.0
 LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
     "conv": ((300.0, 0.8), (80.0, 0.5)),
     "code": ((800.0, 0.6), (20.0, 0.6)),
@@ -73,6 +81,10 @@ class Fitted:
     factors: tuple[float, ...]
     """Seconds of steps over what the cost says."""
     message_s: float
+    rest: float = 0.05
+    """The share of a step's seconds that ranks which share layers do not share."""
+    hop_s: float = 3e-4
+    """An exchange of ranks that share layers."""
 
     @property
     def error(self) -> float:
@@ -85,7 +97,7 @@ def calibrated(path: Path, folder: Path, seconds: float) -> dict[str, Fitted]:
     folder.mkdir()
     rates = [(seconds / 4, rate) for rate in (0.5, 1.5, 3.0, 1.0)]
     load = Load("calibration", rates, (500.0, 0.8), (60.0, 0.6))
-    with serving(path, PLACES["roomy"], 2, step_budget=Recorded(folder)) as engine:
+    with serving(path, PLACES["roomy"], SYSTEMS["two"], step_budget=Recorded(folder)) as (engine, _):
         report = played(engine, load.trace(SEED))
     samples = recorded(folder)
     (message_s,) = report.queued_s.read(0.1)
@@ -94,6 +106,21 @@ def calibrated(path: Path, folder: Path, seconds: float) -> dict[str, Fitted]:
         cost = LayerCost.fit(samples, block=ENGINE["block_tokens"], attention=attention)
         factors = tuple(s.seconds / cost.batch([Chunk("", *chunk) for chunk in s.chunks]) for s in samples)
         found[name] = Fitted(cost, factors[:: 1 + len(factors) // MOST_FACTORS], message_s)
+    return found
+
+
+def with_links(fitted: Mapping[str, Fitted], path: Path, folder: Path, seconds: float) -> dict[str, Fitted]:
+    """Serve once more with shared layers; a straight line over seconds without tells what is not shared, and hops."""
+    folder.mkdir()
+    load = Load("calibration of links", [(seconds, 1.0)], (400.0, 0.8), (60.0, 0.6))
+    with serving(path, PLACES["roomy"], SYSTEMS["tp"], step_budget=Recorded(folder)) as (engine, _):
+        played(engine, load.trace(SEED))
+    samples, found = recorded(folder), {}
+    for name, each in fitted.items():
+        alone = [each.cost.batch([Chunk("", *chunk) for chunk in sample.chunks]) for sample in samples]
+        slope, once = statistics.linear_regression(alone, [sample.seconds for sample in samples])
+        rest, hop_s = min(0.95, max(0.0, 2 * slope - 1)), max(0.0, once / (2 * LAYERS))
+        found[name] = replace(each, rest=rest, hop_s=hop_s)
     return found
 
 
@@ -111,21 +138,25 @@ def load_of(name: str, busy: float, seconds: float, cost: LayerCost) -> Load:
     return Load(name, [calm, burst, calm, burst], *LENGTHS[name])
 
 
-def simulated(trace: Trace, fitted: Fitted, blocks: int, instances: int) -> dict[str, float]:
+def simulated(trace: Trace, fitted: Fitted, pages: PlacePages, system: System) -> dict[str, float]:
     """Return the median figures of some runs of the simulator."""
     options = EngineOptions(**ENGINE)
-    pages = PlacePages(blocks, 0, 1)
     model = RankModel(options, pages, fitted.cost, noise=fitted.factors, message_s=fitted.message_s)
+    links = Links(bytes_s=LINK_BYTES_S, hop_s=fitted.hop_s)
+    layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, fitted.rest, links)
+    plain = system.policy is None and system.tp == 1
+    mechanisms = None if plain else Mechanisms(chosen(system.policy), layered, tp=system.tp)
     runs = []
     for seed in range(SEEDS):
         scenario = Scenario(
             trace.source,
             trace.duration_s,
-            FleetOptions(instances),
+            FleetOptions(system.ranks),
             model,
             (Source("r", None, None, trace),),
             samples=round(trace.duration_s / SAMPLE_S),
             seed=seed,
+            mechanisms=mechanisms,
         )
         run = Run(scenario)
         run.play()
@@ -184,17 +215,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save_attentive_model(Path(folder) / "model")
         fitted = calibrated(path, Path(folder) / "steps", 2 * seconds)
+        if not {"drop", "tp"}.isdisjoint(options.systems):
+            fitted = with_links(fitted, path, Path(folder) / "shared", seconds)
         for number, memory in enumerate(PLACES):
             for system in options.systems:
                 for load in loads:
-                    trace = load_of(load, BUSY[system], seconds, fitted["simulated"].cost).trace(SEED + 1 + number)
-                    with serving(path, PLACES[memory], SYSTEMS[system]) as engine:
-                        blocks = blocks_of(engine)
+                    chosen_one, cost = SYSTEMS[system], fitted["simulated"].cost
+                    trace = load_of(load, chosen_one.busy, seconds, cost).trace(SEED + 1 + number)
+                    with serving(path, PLACES[memory], chosen_one) as (engine, pages):
+                        blocks = (pages.budget - pages.weights) // LAYERS
                         trace = trace.with_tokens(1.0, most=min(LONGEST, blocks * int(ENGINE["block_tokens"])) // 2)
                         run: dict[str, Any] = {"load": load, "memory": memory, "system": system}
                         run["real"] = figures(played(engine, trace))
                     for name, each in fitted.items():
-                        run[name] = simulated(trace, each, blocks, SYSTEMS[system])
+                        run[name] = simulated(trace, each, pages, chosen_one)
                     runs.append({**run, "requests": len(trace.requests), "blocks": blocks})
                     told = [f"{f} {run['real'][f]:.3g}/{run['simulated'][f]:.3g}" for f in FIGURES]
                     print(f"{load}, {memory}, {system}, real/simulated: {', '.join(told)}", flush=True)

@@ -9,8 +9,6 @@ a refused token can be asked for again, the ledgers are right; in the end no tra
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
 import sys
 import time
@@ -22,14 +20,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a script
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import elastic
 from elastic.controller.snapshot import Quantiles, Snapshot
 from elastic.memory import places as open_places
 from elastic.planning.measured_cost import Calibration, LinearLatency
+from laws.machine_process import machine_parser, prepare_process, run_examples
 from support.architectures import build
 from support.lossless_variant import HALF, exact
 from support.wrapped_model import PAGE, assert_same_bits, bits, small
@@ -246,15 +244,10 @@ def settle(rt: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--examples", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--timeout", type=float, default=600)
+    parser = machine_parser(examples=6, steps=50, timeout=600)
     parser.add_argument("--least", type=int, default=0, help="fail with fewer actions of a kind")
-    parser.add_argument("--random", action="store_true", help="other examples each time")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.timeout, exit=True)
-    torch.set_num_threads(1)
+    prepare_process(args)
     torch.set_grad_enabled(False)
     known = Calibration(dict.fromkeys(NAMES, LinearLatency(1.0, 1.0)), {NAMES: LinearLatency(0.01, 0.0)})
     sys.modules["elastic.wrap"].measure = lambda *_: known  # type: ignore[attr-defined]
@@ -263,18 +256,7 @@ def main() -> None:
         Plain.get(name, 1)
     gc.collect()
     gc.freeze()  # what is imported and built by now stays: a collection then looks only through what an example made
-    run_state_machine_as_test(
-        Controlled,
-        settings=settings(
-            max_examples=args.examples,
-            stateful_step_count=args.steps,
-            deadline=None,
-            database=None,
-            derandomize=not args.random,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_examples(Controlled, args)
     print(dict(done), *reasons.most_common(), sep="\n")
     for kind in ("Swap", "Restore", "Replicate", "Evict", "Migrate", "asks"):
         assert done[kind] >= args.least, f"only {done[kind]} of {kind}"

@@ -8,8 +8,6 @@ or one that meets an injected fault; weights keep their bits; the ledger is righ
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import functools
 import gc
 import sys
@@ -23,13 +21,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a script
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import elastic
 from elastic.memory import copy_engine, host_store, places
+from laws.machine_process import machine_parser, prepare_process, run_examples
 from support.architectures import build
 from support.faulty_backend import CALLS, FaultyBackend
 from support.lossless_variant import HALF, exact
@@ -617,37 +615,21 @@ class Machine(RuleBasedStateMachine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--examples", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=50)
+    parser = machine_parser(examples=6, steps=50, timeout=600)
     parser.add_argument("--device", default="cpu", choices=list(PLACES))
-    parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument(
         "--least", type=int, default=0, help="fail with fewer commits of a kind, or none of a rarer one"
     )
-    parser.add_argument("--random", action="store_true", help="other examples each time")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.timeout, exit=True)
+    prepare_process(args)
     sys.setswitchinterval(1e-4)
-    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     Machine.device = args.device
     for name in MODELS:
         Plain.get(name)
     gc.collect()
     gc.freeze()  # what is imported and built by now stays: a collection then looks only through what an example made
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=args.examples,
-            stateful_step_count=args.steps,
-            deadline=None,
-            database=None,
-            derandomize=not args.random,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_examples(Machine, args)
     print(dict(done))
     for kind in ("resizes", "releases", "swaps", "restores", "migrations", "KV migrations"):
         assert done[kind] >= args.least, f"only {done[kind]} {kind}"

@@ -8,8 +8,6 @@ right after each action; no KV leaves the place of the cache.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import functools
 import sys
 from collections import Counter
@@ -18,15 +16,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import elastic
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.memory import places as opened
+from laws.machine_process import machine_parser, prepare_process, run_examples
 from support.architectures import VOCAB, build
 from support.faulty_backend import CALLS, FaultyBackend
 from support.lossless_variant import HALF, exact
@@ -148,27 +145,10 @@ class Serving(RuleBasedStateMachine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--examples", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--timeout", type=float, default=240)
-    parser.add_argument("--random", action="store_true", help="other examples each time")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.timeout, exit=True)
+    args = machine_parser(examples=8, steps=30, timeout=240).parse_args()
+    prepare_process(args)
     sys.setswitchinterval(1e-4)
-    torch.set_num_threads(1)
-    run_state_machine_as_test(
-        Serving,
-        settings=settings(
-            max_examples=args.examples,
-            stateful_step_count=args.steps,
-            deadline=None,
-            database=None,
-            derandomize=not args.random,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_examples(Serving, args)
     print(dict(done))
     assert all(done[kind] for kind in ("replicated", "evicted", "swapped", "migrated", "length", "passes")), done
 

@@ -13,7 +13,6 @@ import torch
 
 import elastic
 from elastic.engines.base import Request
-from elastic.engines.continuous.layer_exchange import Flipped
 from support import architectures
 from support.child_process import in_child
 from support.cluster.engine_group import EngineGroup
@@ -103,17 +102,8 @@ def test_a_flip_changes_no_bit_of_keys_and_values(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = group("abc")
-    engine, compared = ranks["a"], []
-    flip = engine._flip
-
-    def compare(*args: Any) -> Flipped:
-        engine._settle()
-        before = live_blocks(ranks, "a")
-        flipped = flip(*args)
-        compared.append((before, live_blocks(ranks, "a")))
-        return flipped
-
-    monkeypatch.setattr(engine, "_flip", compare)
+    engine = ranks["a"]
+    compared = ranks.record_flips("a", lambda: live_blocks(ranks, "a"), monkeypatch)
     for guest in "bc":
         ranks.join("a", guest)
     heard = Collector()

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from elastic.engines.base import Request
-from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
-from support.cluster.engine_group import EngineGroup
-from support.serving.generations import Collector, prompts, same_unless_close
+from support.cluster.engine_group import EngineGroup, require_plain_tokens, shards_of
+from support.serving.generations import Collector, prompts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("simulator")]
 TWO_DEVICES = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="there is one CUDA device")
@@ -41,28 +40,12 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[..., EngineGroup]
         each.close()
 
 
-def shards_of(parts: range, shards: int, layers: range = range(LAYERS)) -> tuple[int, ...]:
-    """These parts of these layers."""
-    return tuple(layer * shards + part for layer in layers for part in parts)
-
-
 def begin(ranks: EngineGroup, homes: str, tokens: int = TOKENS) -> dict[str, Collector]:
-    """Submit all prompts at each home."""
-    heard = {home: Collector() for home in homes}
-    for home in homes:
-        for name, prompt in zip(NAMES, PROMPTS, strict=True):
-            ranks[home].submit(Request(prompt, tokens, id=name), heard[home])
-    return heard
+    return ranks.submit(homes, PROMPTS, tokens)
 
 
 def end(heard: dict[str, Collector], architecture: str = "llama-gqa", tokens: int = TOKENS) -> None:
-    """See that each request has the plain model's tokens, nearly equal ones apart."""
-    model = architectures.build(architecture)
-    for told in heard.values():
-        told.wait(NAMES)
-        for name, prompt in zip(NAMES, PROMPTS, strict=True):
-            assert len(told.tokens[name]) == tokens, told.ends[name]
-            assert same_unless_close(model, prompt, told.tokens[name])
+    require_plain_tokens(heard, PROMPTS, tokens, architecture)
 
 
 def share(ranks: EngineGroup, shards: int) -> None:
@@ -159,17 +142,8 @@ def test_a_flip_of_shards_changes_no_bit_of_keys_and_values(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = group("abc", 4)
-    engine, compared = ranks["a"], []
-    flip = engine._flip
-
-    def compare(*args: Any) -> Flipped:
-        engine._settle()
-        before = live_blocks(ranks, "a")
-        flipped = flip(*args)
-        compared.append((before, live_blocks(ranks, "a")))
-        return flipped
-
-    monkeypatch.setattr(engine, "_flip", compare)
+    engine = ranks["a"]
+    compared = ranks.record_flips("a", lambda: live_blocks(ranks, "a"), monkeypatch)
     for guest in "bc":
         ranks.join("a", guest)
     heard = begin(ranks, "a", 400)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.executor import paged_cache
 from elastic.hooks.replicas.load_balance import ThroughputEstimator
+from laws.machine_process import run_machine
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
@@ -286,7 +285,4 @@ def test_replicas_serve_on_a_gpu_and_beside_it(there: str, wrapped: Any) -> None
 
 
 def test_the_laws_hold_while_an_engine_serves_with_replicas() -> None:
-    child = subprocess.run(
-        [sys.executable, str(MACHINE), "--timeout", "240"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert child.returncode == 0, (child.stdout + child.stderr)[-20000:]
+    run_machine(MACHINE, timeout=240)

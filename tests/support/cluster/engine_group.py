@@ -6,10 +6,13 @@ import ctypes
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from elastic.cluster.control.connection import QueueConnection, queue_pair
 from elastic.cluster.peers.hub import PeerHub
+from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import KVSource
@@ -17,11 +20,19 @@ from elastic.engines.pipeline.queue_transport import QueueExchange
 from elastic.kvcache.storage.guest import GuestMemory
 from elastic.memory.backends.shared_file import OpenFile
 from support import architectures
+from support.serving.generations import Collector, same_unless_close
 from support.serving.tracked_engine import TrackedEngine
+
+T = TypeVar("T")
 
 
 def nothing() -> None:
     pass
+
+
+def shards_of(parts: range, shards: int, layers: range = range(3)) -> tuple[int, ...]:
+    """These parts of these layers, each of so many shards."""
+    return tuple(layer * shards + part for layer in layers for part in parts)
 
 
 def read_file(file: OpenFile, offset: int, nbytes: int) -> bytes:
@@ -29,6 +40,19 @@ def read_file(file: OpenFile, offset: int, nbytes: int) -> bytes:
     buffer = ctypes.create_string_buffer(nbytes)
     file.read_into(ctypes.addressof(buffer), offset, nbytes)
     return buffer.raw
+
+
+def require_plain_tokens(
+    heard: dict[str, Collector], prompts: Sequence[list[int]], tokens: int, architecture: str
+) -> None:
+    """Wait for all requests, and see that each has the plain model's tokens, nearly equal ones apart."""
+    model = architectures.build(architecture)
+    for told in heard.values():
+        told.wait([f"r{number}" for number in range(len(prompts))])
+        for number, prompt in enumerate(prompts):
+            got = told.tokens[f"r{number}"]
+            assert len(got) == tokens, told.ends[f"r{number}"]
+            assert same_unless_close(model, prompt, got)
 
 
 class EngineGroup:
@@ -108,6 +132,29 @@ class EngineGroup:
                 raise
         finally:
             engine.end_exchange()
+
+    def submit(self, homes: str, prompts: Sequence[list[int]], tokens: int) -> dict[str, Collector]:
+        """Submit prompts as r0, r1 and so on at each home; return who hears of them."""
+        heard = {home: Collector() for home in homes}
+        for home in homes:
+            for number, prompt in enumerate(prompts):
+                self[home].submit(Request(prompt, tokens, id=f"r{number}"), heard[home])
+        return heard
+
+    def record_flips(self, home: str, read: Callable[[], T], monkeypatch: pytest.MonkeyPatch) -> list[tuple[T, T]]:
+        """Have a home read something before and after each flip, when nothing is in flight; return the pairs so far."""
+        engine, pairs = self[home], list[tuple[T, T]]()
+        flip = engine._flip
+
+        def record(*args: Any) -> Flipped:
+            engine._settle()
+            before = read()
+            flipped = flip(*args)
+            pairs.append((before, read()))
+            return flipped
+
+        monkeypatch.setattr(engine, "_flip", record)
+        return pairs
 
     def part(self, home: str) -> None:
         """Have all layers of a home come back to it, and other ranks forget it."""

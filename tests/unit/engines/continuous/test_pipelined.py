@@ -13,7 +13,6 @@ import pytest
 from elastic import CapacityError, ConfigError, StateError
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.pipeline.stage import GuestStage
 from elastic.errors import RankLost
 from elastic.memory.backends.shared_file import OpenFile, open_shared
@@ -126,17 +125,8 @@ def test_a_flip_changes_no_bit_of_keys_and_values(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, architecture: str, rounds: int
 ) -> None:
     ranks = group("abc", architecture)
-    engine, compared = ranks["a"], []
-    flip = engine._flip
-
-    def compare(*args: Any) -> Flipped:
-        engine._settle()
-        before = live_bytes(ranks, "a")
-        flipped = flip(*args)
-        compared.append((before, live_bytes(ranks, "a")))
-        return flipped
-
-    monkeypatch.setattr(engine, "_flip", compare)
+    engine = ranks["a"]
+    compared = ranks.record_flips("a", lambda: live_bytes(ranks, "a"), monkeypatch)
     for guest in "bc":
         ranks.join("a", guest)
     heard = Collector()

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from elastic import ConfigError
-from elastic.engines.base import Request
-from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.memory.backends.shared_file import open_shared
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
-from support.cluster.engine_group import EngineGroup, read_file
-from support.serving.generations import Collector, prompts, same_unless_close
+from support.cluster.engine_group import EngineGroup, read_file, require_plain_tokens, shards_of
+from support.serving.generations import Collector, prompts
 
 LAYERS = 3
 PROMPTS = prompts([40, 25, 9], architectures.VOCAB)
@@ -36,29 +34,12 @@ def group() -> Iterator[Callable[..., EngineGroup]]:
         each.close()
 
 
-def shards_of(parts: range, shards: int, layers: range = range(LAYERS)) -> tuple[int, ...]:
-    """These parts of these layers."""
-    return tuple(layer * shards + part for layer in layers for part in parts)
-
-
 def begin(ranks: EngineGroup, homes: str, tokens: int = TOKENS) -> dict[str, Collector]:
-    """Submit all prompts at each home."""
-    heard = {home: Collector() for home in homes}
-    for home in homes:
-        for number, prompt in enumerate(PROMPTS):
-            ranks[home].submit(Request(prompt, tokens, id=f"r{number}"), heard[home])
-    return heard
+    return ranks.submit(homes, PROMPTS, tokens)
 
 
 def end(heard: dict[str, Collector], architecture: str, tokens: int = TOKENS) -> None:
-    """See that each request has the plain model's tokens, nearly equal ones apart."""
-    model = architectures.build(architecture)
-    for told in heard.values():
-        told.wait([f"r{number}" for number in range(len(PROMPTS))])
-        for number, prompt in enumerate(PROMPTS):
-            got = told.tokens[f"r{number}"]
-            assert len(got) == tokens, told.ends[f"r{number}"]
-            assert same_unless_close(model, prompt, got)
+    require_plain_tokens(heard, PROMPTS, tokens, architecture)
 
 
 def finish(ranks: EngineGroup, heard: dict[str, Collector], architecture: str) -> None:
@@ -139,17 +120,7 @@ def test_a_flip_of_shards_changes_no_bit_of_keys_and_values(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     ranks = group("abc", 4, architecture)
-    engine, compared = ranks["a"], []
-    flip = engine._flip
-
-    def compare(*args: Any) -> Flipped:
-        engine._settle()
-        before = live_bytes(ranks, "a")
-        flipped = flip(*args)
-        compared.append((before, live_bytes(ranks, "a")))
-        return flipped
-
-    monkeypatch.setattr(engine, "_flip", compare)
+    compared = ranks.record_flips("a", lambda: live_bytes(ranks, "a"), monkeypatch)
     for guest in "bc":
         ranks.join("a", guest)
     heard = begin(ranks, "a")
