@@ -82,22 +82,27 @@ class Run:
             progress(self.clock.now)
         for fleet in self.fleets:
             fleet.check()
-            self._finish(fleet)
-        self.threads.close()
+            self._tell_of(fleet)
+        self.close()
         steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
         return Speed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
+
+    def close(self) -> None:
+        """End what fleets do by themselves; nothing happens any more then. Can be called twice."""
+        self.threads.close()
+        for fleet in self.fleets:
+            if isinstance(fleet, ElasticFleet):
+                fleet.finish()
 
     @property
     def _live(self) -> bool:
         return any(fleet.dispatcher.records for fleet in self.fleets)
 
-    def _finish(self, fleet: SimulatedFleet) -> None:
-        """Have a fleet do nothing more, and tell what it did."""
+    def _tell_of(self, fleet: SimulatedFleet) -> None:
+        """Tell what a fleet did."""
         for event in fleet.log.events():
             words = ", ".join(filter(None, (event.rank, event.why)))
             self.report.action(event.when_s, event.kind, words, event.seconds)
-        if isinstance(fleet, ElasticFleet):
-            fleet.finish()
 
     def _submit(self, job: Job) -> None:
         number = next(self._numbers)

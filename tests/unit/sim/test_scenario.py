@@ -117,7 +117,7 @@ def test_shipped_scenarios_begin(name: str) -> None:
     scenario = read_scenario(name)
     run = Run(scenario)
     run.threads.run(0.5)
-    run.threads.close()
+    run.close()
     assert scenario.title
     assert scenario.predicts or scenario.basis == "fitted"
 
