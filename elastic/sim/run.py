@@ -82,23 +82,23 @@ class Run:
             progress(self.clock.now)
         for fleet in self.fleets:
             fleet.check()
-            self._note_events(fleet)
+            self._tell_of(fleet)
         self.close()
         steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
         return Speed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
 
     def close(self) -> None:
-        """Have nothing happen any more. Can be called twice; `play` does so at its end."""
+        """End what fleets do by themselves; nothing happens any more then. Can be called twice."""
+        self.threads.close()
         for fleet in self.fleets:
             if isinstance(fleet, ElasticFleet):
                 fleet.finish()
-        self.threads.close()
 
     @property
     def _live(self) -> bool:
         return any(fleet.dispatcher.records for fleet in self.fleets)
 
-    def _note_events(self, fleet: SimulatedFleet) -> None:
+    def _tell_of(self, fleet: SimulatedFleet) -> None:
         """Tell what a fleet did."""
         for event in fleet.log.events():
             words = ", ".join(filter(None, (event.rank, event.why)))
