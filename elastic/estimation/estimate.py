@@ -169,8 +169,7 @@ class Estimator:
 
     def quality_loss(self, configuration: Configuration) -> float | None:
         """Return by how much the mean loss of a token rises; None where it was not said of a form."""
-        names = [name for name in configuration.compressed.split(", ") if name]
-        known = [self.losses.get(name) for name in names]
+        known = [self.losses.get(name) for name in configuration.compressed]
         return math.fsum(loss for loss in known if loss is not None) if None not in known else None
 
     def room(self, kv: KVShape, tp: int, layers: range) -> KVRoom:

@@ -36,10 +36,10 @@ class Configuration:
         return self.tp * self.pp
 
     @property
-    def compressed(self) -> str:
-        """What is not as the model has it, such as `int4, KV int8`; "" for nothing."""
+    def compressed(self) -> tuple[str, ...]:
+        """What is not as the model has it, such as `int4` and `KV int8`."""
         forms = (self.weights, self.weights), (self.kv, f"KV {self.kv}")
-        return ", ".join(name for form, name in forms if form != FULL)
+        return tuple(name for form, name in forms if form != FULL)
 
     def __str__(self) -> str:
         """Return such as `TP2 PP1 int4`; keys and values are named where they have a form of their own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -60,12 +61,13 @@ class Intent:
             return f"a request costs {cost:.3g} GiB s, above the {self.cost:g} GiB s of the intent"
         return ""
 
-    def too_lossy(self, compressed: str, loss: float | None) -> str:
+    def too_lossy(self, compressed: Sequence[str], loss: float | None) -> str:
         """Say why what is compressed loses too much; "" if it does not. `loss`: None where it is not known."""
+        names = ", ".join(compressed)
         if self.quality_loss is None or not compressed:
             return ""
         if loss is None:
-            return f"what {compressed} loses of the quality is not known; measure it, or give its loss"
+            return f"what {names} loses of the quality is not known; measure it, or give its loss"
         if loss > self.quality_loss:
-            return f"{compressed} loses {loss:.3g} nats a token, above the {self.quality_loss:g} of the intent"
+            return f"{names} loses {loss:.3g} nats a token, above the {self.quality_loss:g} of the intent"
         return ""

@@ -20,6 +20,7 @@ from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import Profile
 from elastic.estimation.work import activation_bytes
+from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 
@@ -54,6 +55,22 @@ def test_a_model_larger_than_this_machine_is_ranked_from_its_config() -> None:
     assert all(rank.used + rank.copied + rank.kv == rank.total for rank in best.ranks)
     hours = min(fitting, key=lambda each: each.gpu_hours)
     assert hours.configuration.ranks == 1
+
+
+def test_intents_choose_configurations_of_their_own() -> None:
+    """Of the model of the paper's figure 1 on its eight devices: many ranks are fast, fewer cheap, one is small."""
+    load = elastic.Load(prompt=1024, new=100)
+    chosen = {}
+    for intent in OBJECTIVES:
+        found = estimate(LLAMA_2_70B, "8*a6000", load=load, weights=("full", "int4"), intent=intent, planned=True)
+        chosen[intent] = str(found[0].configuration)
+        assert found[0].value(intent) == min(each.value(intent) for each in found if each.fits)
+    assert chosen == {
+        "latency": "TP8 PP1 int4",
+        "cost": "TP4 PP1 int4",
+        "memory": "TP1 PP1 int4",
+        "gpu_hours": "TP1 PP1 int4",
+    }
 
 
 def test_keys_and_values_in_8_bits_leave_room_for_more_requests() -> None:
