@@ -12,14 +12,14 @@ import torch
 
 from elastic.config import Place
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import fit_cost
+from elastic.engines.continuous.chunk_profile import Pace, fit_cost
 from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVRoom, kv_shape_of
-from elastic.estimation.model_layout import LayerKind, layout_of
+from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
-from elastic.planning.pipeline.chunk_cost import ChunkCost, ModelCost
+from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.wrap import unwrap, wrap
 
 CACHED_BYTES = 128 << 20
@@ -47,12 +47,13 @@ def measure_fingerprints(
     context: int = 512,
     step_tokens: int = 512,
     most_s: float = 2.0,
+    pace: Pace | None = None,
 ) -> Profile:
     """Measure a fingerprint of each kind of layer, in the model's weights and in variants: `most_s` seconds for each.
 
     `model` is a directory, of whose layers only those of fingerprints are read, or a loaded model, which stays as it
-    is. Costs are fitted to batches of up to `step_tokens` new tokens and contexts of up to `context`. Raises
-    `ConfigError` for a model that the engine cannot serve.
+    is. Costs are fitted to batches of up to `step_tokens` new tokens and contexts of up to `context`. `pace` is called
+    behind each batch, and may wait or raise. Raises `ConfigError` for a model that the engine cannot serve.
     """
     target = torch.device(device)
     dtype = torch.float32 if target.type == "cpu" else None
@@ -65,7 +66,8 @@ def measure_fingerprints(
             small = (
                 take_layers(model, chosen) if not isinstance(model, str | Path) else fingerprint(model, chosen, dtype)
             )
-            cost = _measure(small.to(target), name, target, context, step_tokens, most_s)
+            with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
+                cost = fit_cost(engine, step_tokens, most_s, pace=pace)
             layers[kind.name, name] = cost.layer
             around.setdefault(name, cost.rest)
     return Profile(target.type, layers, around)
@@ -77,11 +79,12 @@ def fingerprint_layers(kind: LayerKind) -> tuple[int, ...]:
     return kind.layers[:count]
 
 
-def _measure(
-    model: Any, weights: str, device: torch.device, context: int, step_tokens: int, most_s: float
-) -> ModelCost:
-    with engine_for(model, weights, device, context + step_tokens, step_tokens) as engine:
-        return fit_cost(engine, step_tokens, most_s)
+def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, weights: str, tokens: int) -> int:
+    """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a variant."""
+    chosen = fingerprint_layers(kind)
+    forms = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
+    kv = kv_shape_of(layout.config, layout.dtype.itemsize).token_bytes * len(chosen) * _SEQUENCES * tokens
+    return sum(layout.fixed.values()) + forms * len(chosen) * kind.full.nbytes + kv
 
 
 @contextmanager
