@@ -40,6 +40,7 @@ INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the r
     "controller": (("",), ("sensors",), ("policies",)),
     "actions": (("pages",), ("shards",), ("",), ("transactions",)),
     "engines": (("",), ("sampling", "structured"), ("core",), ("executor",), ("pipeline",), ("continuous", "vllm")),
+    "estimation": (("",), ("profiles",)),
     "cluster": (("control",), ("peers",), ("rank",), ("launch",), ("fleet",), ("deployment",), ("",)),
     "server": (("protocol", "tools"), ("fleets",), ("generation",), ("formats",), ("routes",), ("",)),
     "bench": (("traces",), ("replay",), ("report",)),

@@ -46,6 +46,12 @@ class BusyShares:
         """Return the same of the last seconds."""
         return self._within(NOW_S, "")
 
+    def settled(self, device: str) -> bool:
+        """Return whether a device was looked at for long enough to say how busy it is; one without ranks is idle."""
+        with self._lock:
+            told = [each for (name, _), each in self._told.items() if name == device]
+            return all(each[-1][0] - each[0][0] >= NOW_S for each in told)
+
     def _within(self, seconds: float, without: str) -> dict[str, float]:
         with self._lock:
             shares = {device: 0.0 for device, _ in self._told}

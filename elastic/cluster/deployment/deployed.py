@@ -20,7 +20,7 @@ from elastic.cluster.deployment.steps import same, steps_between, whole
 from elastic.cluster.deployment.transition import Transition, observed
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import CapacityError, ElasticError
-from elastic.estimation.profile_store import ProfileStore
+from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.estimate.configuration import FULL, Configuration

@@ -22,7 +22,7 @@ from elastic.config import parse_bytes
 from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import Profile
-from elastic.estimation.profile_store import ProfileStore
+from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.policies import PolicyName, preferred
 from elastic.planning.estimate.configuration import FULL

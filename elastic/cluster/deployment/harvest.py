@@ -9,9 +9,9 @@ from typing import Protocol
 
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.errors import CapacityError, ElasticError, StateError
-from elastic.estimation.guest import SHARE, Guest, guest_bytes
 from elastic.estimation.profile import Profile
-from elastic.estimation.profile_store import ProfileStore
+from elastic.estimation.profiles.guest import SHARE, Guest, guest_bytes
+from elastic.estimation.profiles.store import ProfileStore
 
 logger = logging.getLogger(__name__)
 SPARE_LOAD = 0.3
@@ -94,6 +94,8 @@ class Harvester:
 
     def require_spare(self, device: str, nbytes: int) -> None:
         """Raise for a device where a guest would disturb: `StateError` for its load, `CapacityError` for its memory."""
+        if not self._book.busy.settled(device):
+            raise StateError(f"{device} was not looked at for long enough to say how busy it is; try again in seconds")
         load = max(self._book.busy.recent().get(device, 0.0), self._book.busy.shares().get(device, 0.0))
         if load >= SPARE_LOAD:
             raise StateError(

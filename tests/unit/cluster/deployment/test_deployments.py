@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,28 @@ def test_ranks_that_will_share_layers_need_room_for_all_of_them_before(paths: An
     alone, shared = found[Configuration(1)], found[Configuration(2)]
     assert shared.need(range(3), 1) >= shared.begin_bytes > shared.option.estimate.ranks[0].layers
     assert alone.need(range(3), 1) == alone.held(range(3), 1)
+
+
+@pytest.mark.slow
+def test_load_and_memory_change_a_deployment_by_themselves(paths: Any) -> None:
+    quick = elastic.Replanning(tick_s=0.05, patience_s=0.2, dwell_s=0.2)
+    with Deployments(DEVICES, weights=("full", "int8"), **{**OPTIONS, "replanning": quick}) as fleet:
+        fleet.deploy(paths["qwen3"], "latency", load=LOAD, name="model", weights=("full",))
+        deployed, heard, sent = fleet._named("model"), Collector(), requests(2)
+        for request in sent:
+            fleet["model"].submit(request, heard)
+        (home,) = deployed.ranks
+        fleet.resize(home, "64KiB")
+        wait_until(lambda: home not in deployed.ranks, fleet)
+        assert fleet.status()[0].changes == 1
+        assert "cannot stay" in fleet.status()[0].reason or "nothing is much better" in fleet.status()[0].reason
+        heard.wait([request.id for request in sent])
+        assert {heard.ends[request.id].finish for request in sent} == {"length"}
+        assert not next(device for device in fleet.devices() if device.name == home).models
+
+
+def wait_until(condition: Callable[[], bool], fleet: Deployments, patience_s: float = 60) -> None:
+    until_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < until_s, fleet.status()
+        time.sleep(0.05)

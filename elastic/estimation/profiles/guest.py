@@ -22,7 +22,7 @@ import torch
 from elastic.errors import ConfigError, ElasticError
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import Profile, fingerprint_bytes, measure_fingerprints
-from elastic.estimation.profile_store import from_json, to_json
+from elastic.estimation.profiles.store import from_json, to_json
 from elastic.planning.estimate.configuration import FULL
 
 SHARE = 0.2
@@ -38,7 +38,7 @@ class Guest:
     def __init__(self, model: str | Path, weights: Sequence[str], device: str, *, context: int, share: float) -> None:
         arguments = [str(model), *weights, "--device", device, "--context", str(context), "--share", str(share)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.estimation.guest", *arguments],
+            [sys.executable, "-m", "elastic.estimation.profiles.guest", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

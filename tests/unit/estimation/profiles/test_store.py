@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from elastic.errors import ConfigError
-from elastic.estimation import profile_store
-from elastic.estimation.guest import Guest, guest_bytes
 from elastic.estimation.profile import Profile, measure_fingerprints
-from elastic.estimation.profile_store import ProfileKey, ProfileStore, merged, model_digest
+from elastic.estimation.profiles import store as profile_store
+from elastic.estimation.profiles.guest import Guest, guest_bytes
+from elastic.estimation.profiles.store import ProfileKey, ProfileStore, merged, model_digest
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 
