@@ -128,6 +128,14 @@ class Chooser:
         sizes = self._step_tokens, self._block_tokens
         return Estimator(self.layout, self.devices, load, *sizes, 0, self.profile, losses=self.losses)
 
+    def bounded(self, load: Load) -> Load:
+        """Return a load whose requests are no longer than the model was made for."""
+        most = getattr(self.layout.config, "max_position_embeddings", None)
+        if not most or load.tokens <= most:
+            return load
+        prompt = min(load.prompt, max(1, most - min(load.new, most // 4)))
+        return replace(load, prompt=prompt, new=max(1, most - prompt))
+
     def kept_bytes(self) -> int:
         """Return what each rank keeps back, so that it can swap to any of the forms."""
         pages = self.estimator(Load(1, 1)).pages
@@ -158,7 +166,7 @@ class Chooser:
             return placed
         chosen = next(each for each in found if each.configuration == placed.configuration)
         again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA)
-        return _settled(chosen, again if isinstance(again, Deployment) else placed, states)
+        return settled(chosen, again if isinstance(again, Deployment) else placed, states)
 
     def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:
         """Return what is expected of a configuration that is there, with other requests or another intent.
@@ -185,7 +193,7 @@ def unreachable(configuration: Configuration) -> str:
     return ""
 
 
-def _settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceState]) -> Deployment:
+def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceState]) -> Deployment:
     """Return a deployment with what its ranks have when they are as they are to be, with more room where there is."""
     own = [state for state in states if state.name in placed.devices]
     requests = HEADROOM * placed.requests

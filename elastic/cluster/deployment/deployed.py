@@ -71,6 +71,11 @@ class Deployed:
         return self.chooser.weights
 
     @property
+    def load(self) -> Load:
+        """The requests that it is planned for: those of the last minute, and no less than is expected."""
+        return self.chooser.bounded(self.meter.load)
+
+    @property
     def ranks(self) -> dict[str, str]:
         """Device -> the rank that is there."""
         return dict(self._ranks)
@@ -104,7 +109,7 @@ class Deployed:
 
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
-        found = self.chooser.now(load or self.meter.load, intent or self.intent, self.plan)
+        found = self.chooser.now(load or self.load, intent or self.intent, self.plan)
         lacking = self._lacking()
         return replace(found, why_not=found.why_not or lacking)
 
@@ -112,7 +117,7 @@ class Deployed:
         """Return the best that it could be, if what it has of devices were free. Keys and values keep their form."""
         states = self._book.states(self.name, self._kept_bytes)
         kv = self.plan.configuration.kv
-        return self.chooser.choose(load or self.meter.load, intent or self.intent, states, kv, self.plan.devices)
+        return self.chooser.choose(load or self.load, intent or self.intent, states, kv, self.plan.devices)
 
     def change(self, intent: Intent, load: Load, why: str, *, dry_run: bool = False) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
@@ -142,10 +147,10 @@ class Deployed:
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
             present, best = self.estimate(), self.best()
-            moved = isinstance(best, Deployment) and not same(self.plan, best)
+            moved = isinstance(best, Deployment) and not (present.fits and same(self.plan, best))
             if not self.hysteresis.look(now_s, present, best, self.intent, moved=moved):
                 return None
-            return self.change(self.intent, self.meter.load, self.hysteresis.reason)
+            return self.change(self.intent, self.load, self.hysteresis.reason)
 
     def status(self) -> DeploymentStatus:
         """Return what it is."""
@@ -158,7 +163,7 @@ class Deployed:
             str(self.plan.configuration),
             stages,
             self.intent,
-            self.meter.load,
+            self.load,
             self.plan.estimate,
             self.hysteresis.reason,
             self.changes,
@@ -236,7 +241,7 @@ class Deployed:
 
     def _limit(self, transition: Transition, wanted: Deployment) -> None:
         """Give ranks what they are to have for keys and values, and give the rest of the devices back."""
-        estimator, free = self.chooser.estimator(self.meter.load), self._book.free(self.name)
+        estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
         reserved = {}
         for stage in wanted.stages:
             for device in stage.devices:

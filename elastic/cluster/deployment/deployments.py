@@ -132,7 +132,7 @@ class Deployments:
         the reasons of each configuration where none fits.
         """
         name = name or Path(path).resolve().name
-        wanted, expected = Intent.of(intent), load or Load(512, 128)
+        wanted = Intent.of(intent)
         with self._lock:
             self._require_open()
             if name in self._deployed:
@@ -141,6 +141,7 @@ class Deployments:
             options = {**self._fleet_options, **(fleet or {})}
             forms = weights or self._weights, kv or self._kv
             chooser = Chooser(path, devices, *forms, self._policy, self._losses, options.get("engine"))
+            expected = load or chooser.bounded(Load(512, 128))
             try:
                 deployed = Deployed(
                     name, str(path), chooser, self._book, wanted, expected, self._replanning, options, self._store
@@ -171,7 +172,7 @@ class Deployments:
             wanted = deployed.intent if intent is None else Intent.of(intent)
             if load is not None and not dry_run:
                 deployed.meter.expect(load)
-            expected = load if load is not None else deployed.meter.load
+            expected = load if load is not None else deployed.load
             return deployed.change(wanted, expected, f"the intent is {describe(wanted)}", dry_run=dry_run)
 
     def plan(self, name: str) -> Deployment | Refusal:

@@ -41,7 +41,7 @@ class Hysteresis:
         """What was said last."""
 
     def look(self, now_s: float, present: Estimate, best: Deployment | Refusal, intent: Intent, *, moved: bool) -> bool:
-        """Return whether to change to `best` now. `moved`: whether that is another configuration, or elsewhere."""
+        """Return whether to change to `best` now. `moved`: whether that differs from what there is."""
         wish = _wish(present, best, intent, self._settings.better) if moved else ""
         if wish != self._wish:
             self._wish, self._since_s = wish, now_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from elastic.controller.snapshot import RequestStats
 from elastic.planning.estimate.performance import Load
@@ -31,14 +30,14 @@ class LoadMeter:
 
     @property
     def load(self) -> Load:
-        """The load that was measured, and no lower rate than is expected; what was not measured is as expected."""
+        """The load that was measured, and no less than is expected: nor a lower rate, nor shorter requests."""
         if len(self._told) < 2:
             return self._expected
         (since_s, before), (now_s, after) = self._told[0], self._told[-1]
         arrived, ended = after.arrived - before.arrived, after.completed - before.completed
         if now_s - since_s < LEAST_S or not arrived:
             return self._expected
-        prompt = max(1, round((after.prompt_tokens - before.prompt_tokens) / arrived))
-        measured = replace(self._expected, prompt=prompt, rate=max(self._expected.rate, arrived / (now_s - since_s)))
-        generated = round((after.generated_tokens - before.generated_tokens) / ended) if ended else 0
-        return replace(measured, new=generated) if generated >= 1 else measured
+        prompt = round((after.prompt_tokens - before.prompt_tokens) / arrived)
+        new = round((after.generated_tokens - before.generated_tokens) / ended) if ended else 0
+        least = self._expected
+        return Load(max(least.prompt, prompt), max(least.new, new), max(least.rate, arrived / (now_s - since_s)))
