@@ -1,157 +1,266 @@
-"""How well estimates from fingerprints predict the seconds of a model's steps, beside the paper's method (iServe).
+"""How well estimates from fingerprints predict latency and memory, beside the paper's methods, and what they cost.
 
-    python benchmarks/estimate.py
+    python benchmarks/estimate.py [--only SHAPE ...] [--quick]
 
-Three random models of different kinds (llama; qwen3_moe; gemma3, of sliding and full layers), in full precision and in
-variants. Fingerprints of a few layers are measured first: ours by kind of layer, at lengths that `fit_cost` chooses;
-the paper's with one layer of each kind and one more, at one prompt and two outputs of one request (L2). Then the whole
-model computes prompts and decode steps at other lengths, behind other contexts, at batches of 1, 2 and 8. Printed are
-errors of both, and processor seconds and the largest model that each way of measuring needs. One process, so neither
-shards nor stages. Targets: a mean of 4.9 % and P90 of 10 %.
+Six random models of three kinds (llama; qwen3_moe; gemma3, of sliding and full layers). Fingerprints of a few layers of
+each are measured first, in one process. Then two ranks, processes pinned to a core each, serve the whole model: in full
+precision, int8, int4 and 2:4; one alone, as a pipeline of two stages, and sharing all layers (full precision: layers in
+a variant are not shared). Prompts, answers and batches are such as no fingerprint was measured at. Targets:
+
+- `latency`: TTFT + (n - 1) TPOT of requests that are alone, TPOT of batches of 2 and 8: mean error at most 4.9 %, P90
+  at most 10 %. Beside it the paper's method L2, which knows one prompt, and neither context nor batch
+- `memory`: bytes of the fullest rank, by its ledger; where one is alone also what a fresh process has more in its
+  largest batch, with keys and values: mean error at most 3 %. Beside it the paper's M1, divided evenly among the ranks
+- `cost`: processor seconds of measuring fingerprints: at least 6 times fewer than measuring the same batches in every
+  configuration, 4 times fewer than in the whole model for each form (L1 and M1); and the most bytes of a fingerprint's
+  process over the share of the model that it has: at most 1.1
+- `r_squared`: how linear seconds are in what they are fitted to, for each kind of layer and form; figure 7
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from common import SEED, arguments, finish, table
+from common import arguments, finish, table
+from estimate_fleets import Measured, measure
+from estimate_links import measured_link
+from estimate_memory import MIXES, peaks
+from estimate_shapes import CONTEXT, DEGREES, FORMS, STEP_TOKENS, save, shapes
 
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
-from elastic.estimation.fingerprint import paper_fingerprints, take_layers
-from elastic.estimation.model_layout import LayerKind, layout_of
-from elastic.estimation.profile import engine_for, fingerprint_layers, measure_fingerprints
-from elastic.planning.estimate.paper import Latency, extrapolated_latency
-from elastic.planning.estimate.performance import InstanceCost
-from elastic.planning.pipeline.chunk_cost import Chunk
+from elastic.estimation.activations import bound_bytes
+from elastic.estimation.estimate import Estimator
+from elastic.estimation.fingerprint import fingerprint, paper_fingerprints
+from elastic.estimation.kv_room import KVRoom, kv_shape_of
+from elastic.estimation.model_layout import ModelLayout, layout_of
+from elastic.estimation.profile import (
+    ROUNDS,
+    engine_for,
+    fingerprint_layers,
+    measure_fingerprints,
+)
+from elastic.planning.estimate.configuration import Configuration, even_stages
+from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
+from elastic.planning.estimate.paper import Latency, MemoryParts, extrapolated_latency
+from elastic.planning.estimate.performance import InstanceCost, Load
+from elastic.planning.estimate.ranking import RankBytes
 
-WEIGHTS = ("full", "int8", "int4", "2:4")
 PROMPT, OUTPUTS = 64, (4, 12)
 """Of the paper's requests."""
-CONTEXT, STEP_TOKENS = 640, 256
-HELD_OUT: tuple[Mix, ...] = (
-    ((0, 90),),
-    ((0, 200),),
-    ((170, 120),),
-    ((77, 1),),
-    ((333, 1),),
-    ((560, 1),),
-    ((150, 1),) * 2,
-    ((410, 1),) * 2,
-    ((210, 1),) * 8,
-    ((480, 1),) * 8,
-)
-LLAMA: dict[str, Any] = {
-    "vocab_size": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
+GIB = 1 << 30
+Row = dict[str, Any]
 
 
-def models(*, quick: bool) -> dict[str, Callable[[], Any]]:
-    """Return makers of configs, by name."""
-    layers, hidden = (4, 128) if quick else (24, 512)
-    shape = {**LLAMA, "num_hidden_layers": layers, "hidden_size": hidden}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * hidden, "head_dim": hidden // 8}
-    types = [("full_attention" if layer % 3 == 2 else "sliding_attention") for layer in range(layers)]
-    sliding = {"layer_types": types, "sliding_window": 128, "head_dim": hidden // 8}
+class Shape:
+    """One model, what its fingerprints tell of it, and the errors of that."""
+
+    def __init__(self, name: str, path: Path, forms: Sequence[str], most_s: float, link: Any) -> None:
+        self.name, self.path, self.forms, self.most_s = name, path, forms, most_s
+        self.layout: ModelLayout = layout_of(str(path), torch.float32)
+        found = measure_fingerprints(path, forms, context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
+        self.profile = replace(found, link=link)
+
+    @property
+    def layers(self) -> int:
+        return len(self.layout.decoder.layers)
+
+    def estimator(self, load: Load) -> Estimator:
+        devices = [Device(f"cpu#{i}", of_cpu(GIB, 1e11, 1e10, 1e9), GIB) for i in range(4)]
+        return Estimator(self.layout, devices, load, STEP_TOKENS, None, 1, self.profile, planned=True)
+
+    def cost(self, form: str, tp: int, pp: int) -> InstanceCost:
+        estimator, stages = self.estimator(Load(90, 12)), even_stages(self.layers, pp)
+        kv = kv_shape_of(self.layout.config, 4)
+        found = estimator.instance_cost(Configuration(tp, pp, form), stages, kv)
+        assert found is not None
+        return found
+
+    def latency(self, measured: Mapping[tuple[str, int, int], Measured]) -> list[Row]:
+        """Return the relative errors of each configuration, ours and the paper's."""
+        rows, paper = [], {form: self.paper_latency(form) for form in self.forms}
+        for (form, tp, pp), taken in measured.items():
+            cost = self.cost(form, tp, pp)
+            ours, papers = {}, {}
+            for point, seconds in taken.latency_s.items():
+                batch, prompt, new = point
+                load = Load(prompt, new)
+                guess = cost.round_s(load, batch)
+                theirs = paper[form].tpot_s
+                if batch == 1:
+                    guess = cost.ttft_s(load) + (new - 1) * guess
+                    theirs = paper[form](new)
+                ours[str(point)], papers[str(point)] = guess / seconds - 1, theirs / seconds - 1
+                if batch == 1:
+                    ours[f"TTFT {point}"] = cost.ttft_s(load) / taken.ttft_s[point] - 1
+                    ours[f"TPOT {point}"] = cost.round_s(load, 1) / taken.tpot_s[point] - 1
+            rows.append({"shape": self.name, "form": form, "tp": tp, "pp": pp, "ours": ours, "paper": papers})
+        return rows
+
+    def paper_latency(self, form: str) -> Latency:
+        """Return the model's TTFT and TPOT by the paper's method L2."""
+        found = []
+        steps: list[Mix] = [((0, PROMPT),), *(((PROMPT + n, 1),) for n in range(max(OUTPUTS) - 1))]
+        for layers in paper_fingerprints(self.layout.kinds):
+            seconds = [each.seconds for each in self.batches(layers, form, steps)]
+            short, long = ((n, sum(seconds[:n])) for n in OUTPUTS)
+            found.append(Latency.solve(short, long))
+        return extrapolated_latency(found[0], dict(zip(self.counts, found[1:], strict=True)), self.counts)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {kind.name: len(kind.layers) for kind in self.layout.kinds}
+
+    def batches(self, layers: Sequence[int], form: str, mixes: Sequence[Mix], rounds: int = ROUNDS) -> Sequence[Any]:
+        """Measure batches in some layers of the model."""
+        small = fingerprint(self.path, layers, torch.float32)
+        with engine_for(small, form, torch.device("cpu"), CONTEXT + STEP_TOKENS, STEP_TOKENS) as engine:
+            return profile_chunks(engine, mixes, rounds, most_s=self.most_s).whole
+
+    def memory(self, measured: Mapping[tuple[str, int, int], Measured]) -> list[Row]:
+        """Return the bytes of the fullest rank, with keys and values of a load where it is alone, ours and measured."""
+        rows = []
+        alone = peaks(self.path, self.forms)
+        for (form, tp, pp), taken in measured.items():
+            rank = self.rank(form, tp, pp)
+            ours, real = rank.fixed + rank.layers, max(taken.rank_bytes)
+            if tp * pp == 1:
+                weights, more = alone[form]
+                ours, real = ours + rank.staging + self.batch_bytes(form), weights + more
+            rows.append({"shape": self.name, "form": form, "tp": tp, "pp": pp, "ours": ours, "measured": real})
+            rows[-1]["paper"] = self.paper_bytes(measured, tp, pp) if form == "full" and tp * pp > 1 else None
+        return rows
+
+    def paper_bytes(self, measured: Mapping[tuple[str, int, int], Measured], tp: int, pp: int) -> float:
+        """Return the bytes of a rank by the paper's method M1: all together, solved at three, and divided evenly."""
+        sums = [sum(measured["full", *each].rank_bytes[: each[0] * each[1]]) for each in DEGREES]
+        return MemoryParts.solve(*sums).footprint(tp, pp) / (tp * pp)
+
+    def rank(self, form: str, tp: int, pp: int) -> RankBytes:
+        """Return the fullest rank of a configuration."""
+        estimator, configuration = self.estimator(Load(250, 12)), Configuration(tp, pp, form)
+        stages = even_stages(self.layers, pp)
+        ranks = [estimator.rank(estimator.devices[0], layers, configuration, 8) for layers in stages]
+        return max(ranks, key=lambda each: each.used)
+
+    def batch_bytes(self, form: str) -> int:
+        """Return what the largest of the batches that are measured takes, with its keys and values."""
+        shape = kv_shape_of(self.layout.config, 4)
+        room = KVRoom(self.layout.config, shape, None, CPU_PAGE_BYTES, range(self.layers))
+        share = self.profile.activations[form]
+        found = []
+        for mix in MIXES:
+            pages = room.pages(len(mix), max(start + count for start, count in mix))
+            found.append(share * bound_bytes(self.layout, mix, "full") + pages * CPU_PAGE_BYTES)
+        return int(max(found)) + self.profile.scratch_bytes[form]
+
+    def cost_row(self, measured: Mapping[tuple[str, int, int], Measured]) -> Row:
+        """Return processor seconds of the same batches in fingerprints and in the whole model, loading included.
+
+        They are measured once each, in full precision. Every configuration keeps as many processors as it has ranks.
+        """
+        mixes = [*MIXES, ((0, STEP_TOKENS // 2),), ((205, 1),), ((205, 1),) * 2]
+        ours = sum(self.core_s(fingerprint_layers(kind), mixes) for kind in self.layout.kinds)
+        whole = self.core_s(range(self.layers), mixes)
+        return {
+            "shape": self.name,
+            "layers": {kind.name: [len(fingerprint_layers(kind)), len(kind.layers)] for kind in self.layout.kinds},
+            "ours_core_s": ours,
+            "over_all": whole * sum(tp * pp for _, tp, pp in measured) / (ours * len(self.forms)),
+            "over_whole": whole / ours,
+            "fingerprint_bytes": self.fingerprint_bytes(),
+        }
+
+    def core_s(self, layers: Sequence[int], mixes: Sequence[Mix]) -> float:
+        began = time.process_time()
+        self.batches(layers, "full", mixes, rounds=1)
+        return time.process_time() - began
+
+    def fingerprint_bytes(self) -> list[float]:
+        """Return, by kind, the ledger's share of the whole model's bytes, over the share of its layers and the rest."""
+        found, page = [], CPU_PAGE_BYTES
+        pages = self.estimator(Load(90, 12)).pages
+        for kind in self.layout.kinds:
+            small = fingerprint(self.path, fingerprint_layers(kind), torch.float32)
+            with engine_for(small, "full", torch.device("cpu"), CONTEXT, STEP_TOKENS):
+                (place,) = small.elastic.status().places
+                held = sum(nbytes for owner, nbytes in place.owners.items() if owner != "staging")
+            due = (pages.fixed + pages.of_kind(kind.name, "full", 1) * len(fingerprint_layers(kind))) * page
+            found.append(held / due)
+        return found
+
+
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    off = sorted(map(abs, errors))
+    return {"mean": statistics.mean(off), "p90": off[int(0.9 * (len(off) - 1))], "most": off[-1]}
+
+
+def shown(errors: Sequence[float]) -> list[str]:
+    return [f"{value:.1%}" for value in summary(errors).values()]
+
+
+def report(latency: Sequence[Row], memory: Sequence[Row], costs: Sequence[Row], fits: Mapping[str, float]) -> Row:
+    """Print the tables, and return the sums of all."""
+    rows = [
+        [r["shape"], r["form"], f"{r['tp']}x{r['pp']}", *shown(_whole(r, "ours")), *shown(_whole(r, "paper"))]
+        for r in latency
+    ]
+    every = {who: [error for row in latency for error in _whole(row, who)] for who in ("ours", "paper")}
+    rows.append(["all", "", "", *shown(every["ours"]), *shown(every["paper"])])
+    table(["shape", "weights", "TPxPP", "ours: mean", "P90", "most", "paper: mean", "P90", "most"], rows)
+    off = [row["ours"] / row["measured"] - 1 for row in memory]
+    paper = [row["paper"] / row["measured"] - 1 for row in memory if row["paper"] is not None]
+    table(
+        ["memory", "mean", "P90", "most"],
+        [["ours", *shown(off)], ["paper", *shown(paper)]],
+    )
+    table(
+        ["shape", "core s", "all / ours", "whole / ours"],
+        [[r["shape"], *(f"{r[key]:.1f}" for key in ("ours_core_s", "over_all", "over_whole"))] for r in costs],
+    )
+    table(["kind, weights", "R2"], [[name, f"{value:.4f}"] for name, value in fits.items()])
+    found = [(key, error, row) for row in latency for key, error in row["ours"].items()]
+    parts = {part: summary([error for key, error, _ in found if key.startswith(part)]) for part in ("TTFT", "TPOT")}
+    worst = max(found, key=lambda each: abs(each[1]))
     return {
-        "llama": lambda: transformers.LlamaConfig(**shape, intermediate_size=3 * hidden),
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**shape, **experts),
-        "gemma3": lambda: transformers.Gemma3TextConfig(**shape, **sliding, intermediate_size=3 * hidden),
+        "latency": {who: summary(errors) for who, errors in every.items()} | parts,
+        "memory": {"ours": summary(off), "paper": summary(paper)},
+        "worst": {"at": worst[0], "error": worst[1], **{key: worst[2][key] for key in ("shape", "form", "tp", "pp")}},
     }
 
 
-def step_s(model: Any, weights: str, mixes: Sequence[Mix], rounds: int) -> list[float]:
-    """Return the seconds of batches in a model, medians of the rounds."""
-    with engine_for(model, weights, torch.device("cpu"), CONTEXT + STEP_TOKENS, STEP_TOKENS) as engine:
-        return [sample.seconds for sample in profile_chunks(engine, mixes, rounds, SEED).whole]
-
-
-def paper_latency(model: Any, kinds: Sequence[LayerKind], weights: str, rounds: int) -> Latency:
-    """Return the model's TTFT and TPOT by the paper's method L2."""
-    found = []
-    for layers in paper_fingerprints(kinds):
-        small = take_layers(model, layers)
-        steps: list[Mix] = [((0, PROMPT),), *(((PROMPT + n, 1),) for n in range(max(OUTPUTS) - 1))]
-        seconds = step_s(small, weights, steps, rounds)
-        short, long = ((n, sum(seconds[:n])) for n in OUTPUTS)
-        found.append(Latency.solve(short, long))
-    names = {kind.name: len(kind.layers) for kind in kinds}
-    return extrapolated_latency(found[0], dict(zip(names, found[1:], strict=True)), names)
-
-
-def predicted(mix: Mix, cost: InstanceCost) -> float:
-    return cost.pass_s([Chunk(str(i), start, count) for i, (start, count) in enumerate(mix)])
-
-
-def compare(name: str, config: Any, weights: Sequence[str], rounds: int, most_s: float) -> list[dict[str, Any]]:
-    """Measure fingerprints of one model, then the model; return a record for each form of its weights."""
-    torch.manual_seed(SEED)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    kinds = layout_of(model).kinds
-    whole = sum(p.nbytes for p in model.parameters())
-    records = []
-    for form in weights:
-        began = time.process_time()
-        profile = measure_fingerprints(model, (form,), context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
-        ours_s, began = time.process_time() - began, time.process_time()
-        paper = paper_latency(model, kinds, form, rounds)
-        paper_s, began = time.process_time() - began, time.process_time()
-        seconds = step_s(model, form, HELD_OUT, rounds)
-        parts = [(profile.layers[kind.name, form], len(kind.layers)) for kind in kinds]
-        cost = InstanceCost(((*parts, (profile.around[form], 1)),))
-        pairs = list(zip(HELD_OUT, seconds, strict=True))
-        by_paper = [paper.ttft_s if mix[0][1] > 1 else paper.tpot_s for mix in HELD_OUT]
-        records.append(
-            {
-                "model": name,
-                "weights": form,
-                "kinds": {kind.name: [len(fingerprint_layers(kind)), len(kind.layers)] for kind in kinds},
-                "model_bytes": whole,
-                "ours": [predicted(mix, cost) / taken - 1 for mix, taken in pairs],
-                "paper": [guess / taken - 1 for guess, (_, taken) in zip(by_paper, pairs, strict=True)],
-                "seconds": seconds,
-                "ours_core_s": ours_s,
-                "paper_core_s": paper_s,
-                "whole_core_s": time.process_time() - began,
-            }
-        )
-    return records
-
-
-def summary(errors: Sequence[float]) -> list[str]:
-    off = sorted(map(abs, errors))
-    return [f"{statistics.mean(off):.1%}", f"{off[int(0.9 * (len(off) - 1))]:.1%}", f"{off[-1]:.1%}"]
+def _whole(row: Row, who: str) -> list[float]:
+    """Return the errors of latencies, and of TPOT of batches; those of the parts of a latency are in these."""
+    return [error for key, error in row[who].items() if key.startswith("(")]
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0])
-    rounds, most_s = (2, 0.3) if options.quick else (7, 3.0)
-    weights = WEIGHTS[:2] if options.quick else WEIGHTS
-    records = []
-    for name, config in models(quick=options.quick).items():
-        records += compare(name, config(), weights, rounds, most_s)
-    rows = [
-        [r["model"], r["weights"], *summary(r["ours"]), *summary(r["paper"]), f"{r['ours_core_s']:.1f}"]
-        for r in records
-    ]
-    rows.append(
-        [
-            "all",
-            "",
-            *(summary([e for r in records for e in r["ours"]])),
-            *summary([e for r in records for e in r["paper"]]),
-            "",
-        ]
-    )
-    table(["model", "weights", "ours: mean", "P90", "most", "paper: mean", "P90", "most", "core s"], rows)
-    finish("estimate", options.device, {"records": records, "held_out": HELD_OUT})
+    options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
+    rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
+    link = measured_link()
+    latency: list[Row] = []
+    memory: list[Row] = []
+    costs: list[Row] = []
+    fits: dict[str, float] = {}
+    for name, config in shapes(quick=options.quick).items():
+        if options.only and name not in options.only:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            shape = Shape(name, save(config, Path(folder)), forms, most_s, link)
+            measured = measure(Path(folder), shape.layers, rounds, forms)
+            latency += shape.latency(measured)
+            memory += shape.memory(measured)
+            costs.append(shape.cost_row(measured))
+            fits |= {f"{name}: {kind}, {form}": value for (kind, form), value in shape.profile.r_squared.items()}
+    sums = report(latency, memory, costs, fits)
+    rows = {"latency": latency, "memory": memory, "cost": costs, "r_squared": fits}
+    finish("estimate", options.device, {**sums, "link": [link.fixed_s, link.each_s], "rows": rows})
 
 
 if __name__ == "__main__":

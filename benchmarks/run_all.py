@@ -50,6 +50,7 @@ BENCHMARKS = (
     "padding",
     "chunk_cost",
     "lending",
+    "estimate",
     "server_stall",
 )
 GPU = (

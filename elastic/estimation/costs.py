@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVShape
 from elastic.estimation.model_layout import LayerKind
+from elastic.estimation.profile import Profile
 from elastic.estimation.weight_pages import WeightPages
 from elastic.estimation.work import layer_work, rest_work
 from elastic.planning.estimate.devices import LINK_LATENCY_S, DeviceKind
+from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.estimate.roofline import BatchCost, Roofline, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
-from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 
 class Costs(Protocol):
@@ -66,27 +66,25 @@ class MeasuredCosts:
 
     pages: WeightPages
     device: DeviceKind
-    """Of which the links are: they were not measured."""
-    layers: Mapping[tuple[str, str], ChunkCost]
-    """(kind of layer, weights) -> the cost of one layer."""
-    around: Mapping[str, ChunkCost]
-    """Weights -> the cost of what is around the layers."""
+    """Of which the links are where they were not measured."""
+    profile: Profile
     basis: str = "measured"
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""
-        found = self.layers.get((kind.name, weights))
+        found = self.profile.layers.get((kind.name, weights))
         if found is None:
             raise ConfigError(f"{kind.name} in {weights} was not measured; profile it too")
-        return sharded_cost(found, self.pages.cut_share(kind, tp), tp)
+        share = self.pages.cut_share(kind, tp)
+        return found.shared(share, tp, kv.parts(tp)) if isinstance(found, LayerCost) else sharded_cost(found, share, tp)
 
     def rest(self, weights: str) -> BatchCost:
         """Return the cost of what is around the layers."""
-        return self.around[weights]
+        return self.profile.around[weights]
 
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""
-        return _link(self.device)
+        return _link(self.device) if self.profile.link is None else self.profile.link
 
 
 def _link(device: DeviceKind) -> LinearLatency:

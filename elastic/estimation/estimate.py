@@ -199,10 +199,17 @@ class Estimator:
         fixed = self.pages.fixed * page
         own = self.pages.layers(layers, configuration.weights, configuration.tp) * page
         staging = self.pages.staging(configuration.weights, self.prefetch_buffers) * page
-        batch = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        batch = self.batch_bytes(configuration.weights, running)
         left = device.memory_bytes - fixed - own - staging - batch
         copied = int(self.copied_share(configuration, layers) * left) if left > 0 else 0
         return RankBytes(device.name, device.memory_bytes, fixed, own, staging, batch, copied)
+
+    def batch_bytes(self, weights: str, running: int) -> int:
+        """Return what a batch takes with so many requests, but for what decode steps copy: a bound, or as measured."""
+        bound = activation_bytes(self.layout, self.step_tokens, running, self.load.tokens)
+        if self.profile is None or weights not in self.profile.activations:
+            return bound
+        return int(self.profile.activations[weights] * bound) + self.profile.scratch_bytes.get(weights, 0)
 
     def request_bytes(self, room: KVRoom, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""
@@ -249,7 +256,7 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: Profile | None) -> Cos
         raise ConfigError(
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
-    return MeasuredCosts(pages, kind, profile.layers, profile.around)
+    return MeasuredCosts(pages, kind, profile)
 
 
 def _exchange(link: LinearLatency, tp: int) -> LinearLatency:

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic.config import Place
+from elastic.config import Place, parse_bytes
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import Pace, fit_cost
+from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
+from elastic.errors import ConfigError
+from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVRoom, kv_shape_of
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
+from elastic.estimation.work import window_of
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, CUDA_PAGE_BYTES
+from elastic.planning.estimate.layer_cost import LayerCost, r_squared
+from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.quant.kernels.workspace import kept_bytes
 from elastic.wrap import unwrap, wrap
 
-CACHED_BYTES = 128 << 20
-"""What caches of a processor hold at most: a fingerprint has more weights, or layers would be read from there."""
+CACHED_BYTES = 64 << 20
+"""What caches of a processor hold where it does not say."""
+_CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+ROUNDS = 5
 _SEQUENCES = 9
 
 
@@ -33,10 +41,18 @@ class Profile:
 
     device: str
     """Its type: "cpu" or "cuda"."""
-    layers: Mapping[tuple[str, str], ChunkCost]
+    layers: Mapping[tuple[str, str], LayerCost | ChunkCost]
     """(kind of layer, weights) -> the cost of one layer."""
-    around: Mapping[str, ChunkCost]
+    around: Mapping[str, LayerCost | ChunkCost]
     """Weights -> the cost of what is around the layers."""
+    link: LinearLatency | None = None
+    """Seconds for so many bytes from one rank to another; None: as the data sheet has it."""
+    activations: Mapping[str, float] = field(default_factory=dict)
+    """Weights -> the share of the bound on a batch's bytes that batches were seen to take."""
+    scratch_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Weights -> what kernels keep from batch to batch."""
+    r_squared: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(kind of layer, weights) -> the share of the variance of what was measured that its cost explains."""
 
 
 def measure_fingerprints(
@@ -57,34 +73,79 @@ def measure_fingerprints(
     """
     target = torch.device(device)
     dtype = torch.float32 if target.type == "cpu" else None
-    kinds = layout_of(model, dtype).kinds
-    layers: dict[tuple[str, str], ChunkCost] = {}
-    around: dict[str, ChunkCost] = {}
-    for kind in kinds:
-        chosen = fingerprint_layers(kind)
+    layout = layout_of(model, dtype)
+    layers: dict[tuple[str, str], LayerCost] = {}
+    around: dict[str, LayerCost] = {}
+    explained: dict[tuple[str, str], float] = {}
+    taken: dict[str, float] = {}
+    kept: dict[str, int] = {}
+    for kind in layout.kinds:
+        chosen = fingerprint_layers(kind, target.type)
         for name in weights:
             small = (
                 take_layers(model, chosen) if not isinstance(model, str | Path) else fingerprint(model, chosen, dtype)
             )
             with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
-                cost = fit_cost(engine, step_tokens, most_s, pace=pace)
-            layers[kind.name, name] = cost.layer
-            around.setdefault(name, cost.rest)
-    return Profile(target.type, layers, around)
+                mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
+                measured = profile_chunks(engine, mixes, ROUNDS, most_s=most_s, pace=pace)
+                block = engine.kv_format.block_tokens
+                share = measured_share(engine, layout, largest(mixes), FULL)
+            cost = LayerCost.fit(measured.layer, window_of(layout.config, kind), block)
+            layers[kind.name, name], explained[kind.name, name] = cost, r_squared(cost, measured.layer)
+            around.setdefault(name, LayerCost.fit(measured.rest, attention=False))
+            taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
+    return Profile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
 
 
-def fingerprint_layers(kind: LayerKind) -> tuple[int, ...]:
+def fingerprint_layers(kind: LayerKind, device: str = "cpu") -> tuple[int, ...]:
     """Choose the layers of a kind that are measured: two, or as many as no cache of a processor holds."""
-    count = max(2, -(-CACHED_BYTES // max(1, kind.full.nbytes)))
+    count = max(2, -(-2 * cached_bytes(device) // max(1, kind.full.nbytes)))
     return kind.layers[:count]
 
 
-def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, weights: str, tokens: int) -> int:
+def cached_bytes(device: str) -> int:
+    """Return what caches of a type of device hold."""
+    if device == "cpu":
+        with suppress(OSError, ConfigError):
+            return parse_bytes(_CACHE_SIZE.read_text().strip() + "iB", option=str(_CACHE_SIZE))
+    return CACHED_BYTES
+
+
+def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, weights: str, tokens: int, device: str = "cpu") -> int:
     """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a variant."""
-    chosen = fingerprint_layers(kind)
+    chosen = fingerprint_layers(kind, device)
     forms = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
     kv = kv_shape_of(layout.config, layout.dtype.itemsize).token_bytes * len(chosen) * _SEQUENCES * tokens
     return sum(layout.fixed.values()) + forms * len(chosen) * kind.full.nbytes + kv
+
+
+def telling_mixes(
+    engine: ContinuousEngine, context: int, step_tokens: int, most_s: float, pace: Pace | None = None
+) -> list[Mix]:
+    """Return batches that tell what tokens, chunks and contexts cost: prompts, some behind a prefix, and decode steps.
+
+    A slow model is measured in smaller batches.
+    """
+    longest = min(engine.load().total_blocks * engine.kv_format.block_tokens // (_SEQUENCES - 1), context + step_tokens)
+    most, limit = 16, max(16, min(step_tokens, longest // 2))
+    while 2 * most <= limit and profile_chunks(engine, [((0, most),)], 1, pace=pace).whole[0].seconds < most_s / 5:
+        most *= 2
+    half = (longest - most) // 2
+    prompts: list[Mix] = [((0, size),) for size in (most, most // 2, most // 4, most // 8)]
+    behind: list[Mix] = [((half, most // 2),), ((2 * half, most // 2),), ((half, most // 8),)]
+    decodes: list[Mix] = [((start, 1),) * count for count in (1, 2, 4, 8) for start in (half // 4, 2 * half)]
+    return [*prompts, *behind, *decodes, ((0, most // 4),) * 2, (*((half, 1),) * 4, (0, most // 4))]
+
+
+def largest(mixes: Sequence[Mix]) -> list[Mix]:
+    """Return the batches of the most new tokens, with and without a prefix, and of the most decode steps."""
+    alone = [mix for mix in mixes if len(mix) == 1]
+    most = [max((mix for mix in alone if bool(mix[0][0]) == behind), key=_size) for behind in (False, True)]
+    return [*most, max((mix for mix in mixes if all(count == 1 for _, count in mix)), key=_size)]
+
+
+def _size(mix: Mix) -> tuple[int, int]:
+    return sum(count for _, count in mix), sum(start for start, _ in mix)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.engines.executor.layer_groups import layer_groups
-from elastic.estimation.kv_room import KVShape
+from elastic.estimation.kv_room import KVShape, kv_shape_of
 from elastic.estimation.model_layout import LayerKind, ModelLayout
 from elastic.estimation.weight_pages import WeightPages, variant_config
 from elastic.memory.weight_layout import LayerLayout
@@ -51,9 +51,13 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
 
 
 def _attention(config: Any, kind: LayerKind, kv: KVShape) -> Work:
-    windows = {layer: group.window for group in layer_groups(config) for layer in group.layers}
     flops = 4.0 * config.num_attention_heads * kv.dim
-    return Work(pair_flops=flops, kv_bytes=float(kv.token_bytes), window=windows.get(kind.layers[0]))
+    return Work(pair_flops=flops, kv_bytes=float(kv.token_bytes), window=window_of(config, kind))
+
+
+def window_of(config: Any, kind: LayerKind) -> int | None:
+    """Return the most tokens that a token sees in a layer; None: all before it."""
+    return next((group.window for group in layer_groups(config) if kind.layers[0] in group.layers), None)
 
 
 def rest_work(layout: ModelLayout) -> Work:
@@ -92,6 +96,12 @@ def copied_share(layers: int, read_bytes: int = 1) -> float:
     `read_bytes`: how many a byte of the cache takes while it is read; more than one where it is kept in 8 bits.
     """
     return 2 * read_bytes / (layers + 2 * read_bytes)
+
+
+def copied_bytes(layout: ModelLayout, seen: int, form: str) -> int:
+    """Bound what decode steps copy of one layer, whose requests have so many tokens in all."""
+    itemsize = layout.dtype.itemsize
+    return 2 * read_bytes(form, itemsize) * seen * kv_shape_of(layout.config, itemsize, form).token_bytes
 
 
 def read_bytes(form: str, itemsize: int) -> int:

@@ -59,6 +59,7 @@ class Deployed:
         self._kept_bytes = chooser.kept_bytes()
         self._numbers = itertools.count()
         self._ranks: dict[str, str] = {}
+        self._places: dict[str, str] = {}  # device -> the place of its rank
         self._begin_s: float | None = None  # that ranks took to begin
         self.meter = LoadMeter(load)
         self.plan = self._fitting(load, intent)
@@ -126,6 +127,8 @@ class Deployed:
         that is stopped on the way is `partial`, and stays so until it is changed again.
         """
         with self._lock:
+            if self._replaced():
+                self.plan = whole(self.plan)
             best = self.best(load, intent)
             if isinstance(best, Refusal):
                 raise _refused(self.name, best)
@@ -146,6 +149,9 @@ class Deployed:
         """Look whether it should change by itself, and do that; None: it stays as it is."""
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
+            if self._replaced():
+                wanted, self.plan = self.plan, whole(self.plan)
+                return self._carry_out(wanted, steps_between(self.plan, wanted), "a rank was lost, and replaced")
             present, best = self.estimate(), self.best()
             moved = isinstance(best, Deployment) and not (present.fits and same(self.plan, best))
             if not self.hysteresis.look(now_s, present, best, self.intent, moved=moved):
@@ -189,12 +195,23 @@ class Deployed:
             **options,
         )
 
+    def _replaced(self) -> bool:
+        """See which ranks have taken the place of lost ones, and return whether any has: it begins with all layers."""
+        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.state == "serving"}
+        before = dict(self._ranks)
+        for device, rank in before.items():
+            if rank not in there:
+                new = (name for name, places in there.items() if places == (self._places[device],))
+                self._ranks[device] = next(new, rank)
+        return self._ranks != before
+
     def _place(self, device: str) -> str:
         """Return a place on a device of its own, with all that is free there."""
         base, _, label = device.partition("#")
         slug = re.sub(r"\W", "_", self.name, flags=re.ASCII)
         own = f"{label}_{slug}_{next(self._numbers)}".lstrip("_")
-        return f"{base}#{own}={self._book.free(self.name)[device]}"
+        self._places[device] = f"{base}#{own}={self._book.free(self.name)[device]}"
+        return self._places[device]
 
     def _reserve_all(self, devices: Sequence[str]) -> None:
         """Have all that is free on some devices, as ranks that begin or change need more than they keep."""

@@ -60,9 +60,7 @@ def profile_chunks(
     return ChunkProfile(tuple(layer), tuple(rest), stopwatch.layers)
 
 
-def fit_cost(
-    engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5, pace: Pace | None = None
-) -> ModelCost:
+def fit_cost(engine: ContinuousEngine, most_tokens: int, most_s: float = 2.0, rounds: int = 5) -> ModelCost:
     """Fit the cost of an engine's model to batches of up to so many tokens, in about `most_s` seconds.
 
     A slow model is measured in smaller batches. The engine has not been started; raises as `profile_chunks` does.
@@ -70,14 +68,14 @@ def fit_cost(
     began_s = time.perf_counter()
     longest = engine.load().total_blocks * engine.kv_format.block_tokens // _MOST_SEQUENCES
     longest = min(longest, getattr(engine._config, "max_position_embeddings", None) or longest)
-    tokens, limit, stopwatch = min(8, longest // 2), min(most_tokens, longest // 2), _Stopwatch(engine, pace)
+    tokens, limit, stopwatch = min(8, longest // 2), min(most_tokens, longest // 2), _Stopwatch(engine)
     if tokens < 1:
         raise ConfigError("the cost of chunks cannot be measured: the KV cache has room for no batch; give it more")
     with stopwatch.attached():
         while 2 * tokens <= limit and stopwatch.run_s(((0, tokens),)) < most_s / 50:
             tokens *= 2
-    left_s = max(0.0, most_s - (time.perf_counter() - began_s - stopwatch.paced_s))
-    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds, most_s=left_s, pace=pace).fit()
+    left_s = max(0.0, most_s - (time.perf_counter() - began_s))
+    return profile_chunks(engine, _telling_mixes(longest, tokens), rounds, most_s=left_s).fit()
 
 
 _MOST_SEQUENCES = 8

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ import torch
 
 from elastic.errors import ConfigError
 from elastic.estimation.profile import Profile
+from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,15 @@ class ProfileStore:
 
 def merged(known: Profile, measured: Profile) -> Profile:
     """Return two measurements of one model as one; of what both have the second counts."""
-    return Profile(known.device, {**known.layers, **measured.layers}, {**known.around, **measured.around})
+    return Profile(
+        known.device,
+        {**known.layers, **measured.layers},
+        {**known.around, **measured.around},
+        measured.link or known.link,
+        {**known.activations, **measured.activations},
+        {**known.scratch_bytes, **measured.scratch_bytes},
+        {**known.r_squared, **measured.r_squared},
+    )
 
 
 def model_digest(model: str | Path) -> str:
@@ -121,23 +131,47 @@ def device_name(device: str) -> str:
     return platform.machine()
 
 
+_FIGURES = ("activations", "scratch_bytes")
+_COSTS: Mapping[str, Callable[[Mapping[str, Any]], LayerCost | ChunkCost]] = {
+    "layer": LayerCost.of,
+    "chunk": lambda fields: _chunk_cost(fields),
+}
+
+
 def to_json(profile: Profile) -> dict[str, Any]:
     """Return a profile as what JSON can hold."""
+    link = profile.link
     return {
         "device": profile.device,
-        "layers": [[kind, weights, asdict(cost)] for (kind, weights), cost in profile.layers.items()],
-        "around": {weights: asdict(cost) for weights, cost in profile.around.items()},
+        "layers": [[*key, *_told(cost)] for key, cost in profile.layers.items()],
+        "around": {weights: _told(cost) for weights, cost in profile.around.items()},
+        "link": None if link is None else asdict(link),
+        "r_squared": [[*key, value] for key, value in profile.r_squared.items()],
+        **{name: dict(getattr(profile, name)) for name in _FIGURES},
     }
 
 
 def from_json(content: Mapping[str, Any]) -> Profile:
     """Return the profile that `to_json` gave. Raises `ValueError`, `KeyError` or `TypeError` for what is none."""
-    layers = {(str(kind), str(weights)): _cost(cost) for kind, weights, cost in content["layers"]}
-    around = {str(weights): _cost(cost) for weights, cost in content["around"].items()}
-    return Profile(str(content["device"]), layers, around)
+    layers = {(str(kind), str(weights)): _COSTS[form](fields) for kind, weights, form, fields in content["layers"]}
+    around = {str(weights): _COSTS[form](fields) for weights, (form, fields) in content["around"].items()}
+    link = content["link"]
+    return Profile(
+        str(content["device"]),
+        layers,
+        around,
+        None if link is None else LinearLatency(**{name: float(value) for name, value in link.items()}),
+        {str(weights): float(share) for weights, share in content["activations"].items()},
+        {str(weights): int(nbytes) for weights, nbytes in content["scratch_bytes"].items()},
+        {(str(kind), str(weights)): float(value) for kind, weights, value in content["r_squared"]},
+    )
 
 
-def _cost(fields: Mapping[str, Any]) -> ChunkCost:
+def _told(cost: LayerCost | ChunkCost) -> tuple[str, dict[str, Any]]:
+    return "layer" if isinstance(cost, LayerCost) else "chunk", asdict(cost)
+
+
+def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
     cost = ChunkCost(**{name: float(value) for name, value in fields.items()})
     if not all(math.isfinite(each) and each >= 0 for each in cost.coefficients):
         raise ValueError(f"coefficients {cost.coefficients} are no seconds")

@@ -47,20 +47,26 @@ def _cuda(
     return DeviceKind(name, "cuda", instructions, nbytes, tflops * 1e12, gb_s * 1e9, link_gb_s * 1e9, source)
 
 
-_A100 = "NVIDIA A100 data sheet, SXM; NVLink 600 GB/s both ways"
-_HOPPER = "SXM; 1,979 TFLOPS with sparsity; NVLink 900 GB/s both ways"
+_A100 = "NVIDIA A100 data sheet (1758950 r4), SXM: 312 of 624 TFLOPS with sparsity; NVLink 600 GB/s both ways"
+_A6000 = "NVIDIA Ampere GA102 white paper 2.0, appendix C: 154.8 of 309.7 TFLOPS with sparsity; PCIe 4.0 x16"
+_L40S = "NVIDIA L40S data sheet: 362.05 of 733 TFLOPS with sparsity; PCIe 4.0 x16, 64 GB/s both ways"
+_HOPPER = "SXM: half of 1,979 TFLOPS with sparsity (989.4 in the white paper); NVLink 900 GB/s both ways"
+# Read in publications that quote these documents, two for each kind, which agree: A100 glennklockwood.com and the PC2
+# of Paderborn; A6000 servethehome.com and llmperf.net (NVLink joins two cards at most, at 112.5 GB/s both ways); L40S
+# mullet.se and omegaco.ae; H100 archive-lib.hpctech.co.jp and glennklockwood.com; H200 NVIDIA's own system file in
+# MLPerf Inference 4.1 (memory, NVLink) and aiminingco.com (rate of memory). The documents themselves were not at hand.
 SHEETS: Mapping[str, DeviceKind] = {
     kind.name: kind
     for kind in (
         _cuda("a100-40gb", "sm80", 40, 312, 1555, 300, _A100),
         _cuda("a100-80gb", "sm80", 80, 312, 2039, 300, _A100),
-        _cuda("a6000", "sm86", 48, 154.8, 768, 32, "NVIDIA RTX A6000 data sheet; PCIe 4.0 x16, as NVLink joins pairs"),
-        _cuda("l40s", "sm89", 48, 362, 864, 32, "NVIDIA L40S data sheet; PCIe 4.0 x16, 64 GB/s both ways"),
+        _cuda("a6000", "sm86", 48, 154.8, 768, 32, _A6000),
+        _cuda("l40s", "sm89", 48, 362.05, 864, 32, _L40S),
         _cuda("h100", "sm90", 80, 989.4, 3350, 450, f"NVIDIA H100 data sheet, {_HOPPER}"),
         _cuda("h200", "sm90", 141, 989.4, 4800, 450, f"NVIDIA H200 data sheet, {_HOPPER}"),
     )
 }
-"""By name. The figures are as other publications quote these data sheets."""
+"""By name."""
 
 
 @dataclass(frozen=True)

@@ -21,3 +21,8 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
         with torch.inference_mode(False):
             buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
     return buffers[name][:nbytes].view(dtype).view(shape)
+
+
+def kept_bytes() -> int:
+    """Return the bytes of this thread's scratch memory: it is kept from product to product."""
+    return sum(buffer.nbytes for buffer in _local.__dict__.values())

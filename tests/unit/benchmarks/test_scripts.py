@@ -14,6 +14,10 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 HAVE_A_VENV_OF_THEIR_OWN = {"vllm"}
 WITHOUT_OPTIONS = {
     "common",
+    "estimate_fleets",
+    "estimate_links",
+    "estimate_memory",
+    "estimate_shapes",
     "evaluation_quality",
     "evaluation_report",
     "evaluation_run",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +14,19 @@ import transformers
 import elastic
 from elastic.assets import MODEL_DIR
 from elastic.cli.main import main
+from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import profile_chunks
 from elastic.errors import ConfigError
+from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import Profile
-from elastic.estimation.work import activation_bytes
+from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
+from support.serving.generations import serve
 
 LLAMA_2_70B = transformers.LlamaConfig(
     hidden_size=8192,
@@ -73,6 +77,30 @@ def test_intents_choose_configurations_of_their_own() -> None:
     }
 
 
+def test_the_chosen_configuration_computes_as_many_requests_at_a_time_as_it_says() -> None:
+    """The best one of a config, for real: all of its requests have blocks at the same time, and end."""
+    model = architectures.build("llama-gqa")
+    load = elastic.Load(prompt=60, new=40)
+    options: dict[str, Any] = {"weights": ("full", "int8", "2:4"), "kv": ("full", "int8"), "prefetch_buffers": 1}
+    found = estimate(model.config, "cpu=4MiB", load=load, intent="memory", **options)
+    best = next(each for each in found if each.fits)
+    weights, kv = best.configuration.weights, best.configuration.kv
+    elastic.wrap(model, places=f"cpu={best.ranks[0].place_bytes}", variants=(weights,) if weights != "full" else ())
+    try:
+        if weights != "full":
+            model.elastic.swap(range(3), weights)
+        engine = ContinuousEngine(model, share_prefixes=False, kv_cache_dtype="auto" if kv == "full" else kv)
+        together: list[int] = []
+        engine.on_step = lambda report: together.append(engine.load().running)
+        with engine:
+            requests = [Request((5,) * 60, 40, ignore_eos=True) for _ in range(best.requests)]
+            heard = serve(engine, requests)
+        assert all(heard.ends[request.id].finish == "length" for request in requests)
+        assert max(together) == best.requests > 2
+    finally:
+        elastic.unwrap(model)
+
+
 def test_keys_and_values_in_8_bits_leave_room_for_more_requests() -> None:
     """1,124 tokens are 36 blocks of 32, or 37 of half the bytes; a step copies 2 layers of 20 more, or thrice that."""
     load = elastic.Load(prompt=1024, new=100)
@@ -90,7 +118,9 @@ def test_keys_and_values_in_8_bits_leave_room_for_more_requests() -> None:
 def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> None:
     """A place of the estimated budget has room for the estimated requests and not for one more."""
     load = elastic.Load(prompt=100, new=28)
-    found = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int4"), prefetch_buffers=1)
+    forms: dict[str, Any] = {"weights": ("full", "int4"), "kv": ("full", "int8")}
+    found = estimate(MODEL_DIR, "cpu=40MiB", load=load, prefetch_buffers=1, **forms)
+    assert len(found) == 4
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     for each in found:
         weights = each.configuration.weights
@@ -98,7 +128,8 @@ def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> No
         try:
             if weights != "full":
                 model.elastic.swap(range(12), weights)
-            engine = ContinuousEngine(model, share_prefixes=False)
+            dtype = "auto" if each.configuration.kv == "full" else "int8"
+            engine = ContinuousEngine(model, share_prefixes=False, kv_cache_dtype=dtype)
             names = [str(number) for number in range(each.requests + 1)]
             for name in names:
                 engine._blocks.expect([name], load.tokens)
@@ -121,17 +152,7 @@ def test_batches_take_no_more_memory_than_is_estimated(name: str) -> None:
     layout = layout_of(model)
     try:
         for mix in (((0, 128),), ((256, 64),), ((100, 1),) * 16, ((0, 64), (200, 1), (180, 32))):
-            with torch.profiler.profile(profile_memory=True) as profiler:
-                profile_chunks(engine, [mix], 1)
-            alive = most = 0
-            for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-                if event.name() == "[memory]":
-                    alive += event.nbytes()
-                    most = max(most, alive)
-            tokens, context = sum(new for _, new in mix), max(start + new for start, new in mix)
-            seen = sum(start + new for start, new in mix if new == 1)
-            kv = layout.config.num_key_value_heads * layout.config.hidden_size // layout.config.num_attention_heads
-            bound = activation_bytes(layout, tokens, len(mix), context) + 2 * seen * 2 * kv * 4
+            most, bound = peak_bytes(engine, mix), bound_bytes(layout, mix, FULL)
             assert bound / 4 < most <= bound, mix
     finally:
         engine.stop()
@@ -148,6 +169,11 @@ def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> No
     assert full.ttft_s == pytest.approx(13 * (100 * (1e-8 * 101 + 1e-5) + 1e-4))
     assert full.latency_s == pytest.approx(full.ttft_s + 49 * full.tpot_s)
     assert "measure it" in int8.why_not
+    bound = full.ranks[0].activations
+    profile = replace(profile, activations={"full": 0.5}, scratch_bytes={"full": 1000})
+    measured, _ = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int8"), profile=profile)
+    assert measured.ranks[0].activations == pytest.approx(bound / 2 + 1000, abs=1)
+    assert measured.ranks[0].kv > full.ranks[0].kv, "what batches do not take is room for keys and values"
     with pytest.raises(ConfigError, match="it was measured on cpu, the devices are h100"):
         estimate(MODEL_DIR, "h100", profile=profile)
 

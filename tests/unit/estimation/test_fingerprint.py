@@ -78,7 +78,9 @@ def test_costs_of_every_kind_and_variant_are_measured_and_models_stay_as_they_ar
     names = {kind.name for kind in layout_of(model).kinds}
     assert profile.layers.keys() == {(name, weights) for name in names for weights in ("full", "int8")}
     assert profile.around.keys() == {"full", "int8"}
-    assert all(max(cost.coefficients) > 0 for cost in profile.layers.values())
+    assert all(cost.matrices[-1][1] > 0 for cost in profile.layers.values())
+    assert all(share <= 1 for share in profile.r_squared.values())
+    assert {cost.window for cost in profile.layers.values()} == {None, model.config.sliding_window}
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, before)
     assert not hasattr(model, "elastic")

@@ -248,3 +248,18 @@ def test_more_load_gets_more_room_without_another_configuration(fleet: Deploymen
     assert deployed.estimate().fits
     heard = serve(fleet["model"], [Request(PROMPTS[2] * 4, 200)])
     assert [len(tokens) for tokens in heard.tokens.values()] == [200]
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_the_place_of_a_lost_one_gets_the_configuration(fleet: Deployments, paths: Any) -> None:
+    fleet.deploy(paths["qwen3"], "latency", load=LOAD, weights=("int8",), name="model")
+    deployed = fleet._named("model")
+    limit = fleet["model"].look("r0").status.kv[0].limit_bytes
+    fleet["model"].kill("r0")
+    wait_until(lambda: [r.name for r in fleet["model"].status().ranks if r.state == "serving"] == ["r1"], fleet)
+    told = deployed.look(time.monotonic())
+    assert told is not None
+    assert (told.status, told.why) == ("applied", "a rank was lost, and replaced")
+    assert deployed.observed() == Configuration(weights="int8")
+    assert deployed.ranks == {"cpu#a": "r1"}
+    assert fleet["model"].look("r1").status.kv[0].limit_bytes == limit

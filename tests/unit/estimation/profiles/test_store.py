@@ -15,13 +15,18 @@ from elastic.estimation.profile import Profile, measure_fingerprints
 from elastic.estimation.profiles import store as profile_store
 from elastic.estimation.profiles.guest import Guest, guest_bytes
 from elastic.estimation.profiles.store import ProfileKey, ProfileStore, merged, model_digest
+from elastic.planning.estimate.layer_cost import LayerCost
+from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 
 
 def profile(weights: str = "full", token: float = 0.1 + 0.2) -> Profile:
     cost = ChunkCost(1e-9, 2e-9, token, 4e-4, 1e-4)
-    return Profile("cpu", {("Layer full_attention", weights): cost}, {weights: cost.times(3)})
+    layer = LayerCost(((1, token), (64, 2.0)), 1e-5, 1e-9, 1e-8, 1e-8, 128, 32)
+    key = "Layer full_attention", weights
+    link = LinearLatency(1e-5, 1e-9)
+    return Profile("cpu", {key: layer}, {weights: cost}, link, {weights: 0.5}, {weights: 7}, {key: 0.9})
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +98,10 @@ def test_a_damaged_map_is_as_none(model: Path, store: ProfileStore, text: str) -
 
 
 def test_seconds_below_zero_are_none(model: Path, store: ProfileStore) -> None:
-    cost = replace(next(iter(profile().layers.values())), token=-1.0)
-    store.save(model, replace(profile(), layers={("Layer full_attention", "full"): cost}))
-    assert store.load(model, "cpu") is None
+    wrong = replace(next(iter(profile().layers.values())), chunk=-1.0), ChunkCost(0, 0, -1.0, 0, 0)
+    for cost in wrong:
+        store.save(model, replace(profile(), layers={("Layer full_attention", "full"): cost}))
+        assert store.load(model, "cpu") is None
 
 
 def test_a_map_that_can_be_written_nowhere_says_where_to(model: Path, tmp_path: Path) -> None:

@@ -144,8 +144,9 @@ def test_actions_in_any_order_keep_every_bit(wrapped: Any) -> None:
     model, choose = build("llama-gqa"), random.Random(3)
     before, expected = bits(model), model(**prompt(2)).logits
     places = [small(4 << 20, f"cpu#{name}") for name in "ab"]
-    names = [*NAMES, "int4"]
-    rt = wrapped(model, places, variants=names).elastic
+    calibrated = [*CALIBRATED, Variant("rows", Unstructured(0.5, "wanda"), calibration=TEXT)]
+    names = [*NAMES, "int4", *(variant.name for variant in calibrated)]
+    rt = wrapped(model, places, variants=[*NAMES, "int4", *calibrated]).elastic
     alone = {}
     for name in names:
         rt.swap(1, name)
@@ -270,7 +271,20 @@ def test_adapters_stay_and_what_is_under_them_is_pruned(wrapped: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["2:4", "sparse50", "ffn75", SemiStructured(2, 4, "wanda"), Structured(ffn=0.5, by="wanda")], ids=label
+    "variant",
+    [
+        "2:4",
+        "4:8",
+        "sparse50",
+        "ffn75",
+        "heads50",
+        SemiStructured(2, 4, "wanda"),
+        SemiStructured(4, 8, "sparsegpt"),
+        Unstructured(0.5, "wanda"),
+        Unstructured(0.5, "sparsegpt"),
+        Structured(ffn=0.5, by="wanda"),
+    ],
+    ids=label,
 )
 def test_layers_have_sensitivities(variant: Any, tmp_path: Path) -> None:
     model = build("llama-gqa")

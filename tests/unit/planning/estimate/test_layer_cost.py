@@ -1,0 +1,114 @@
+"""Costs of layers, fitted to batches whose seconds are known, and tested at others."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import ConfigError
+from elastic.planning.estimate.layer_cost import LayerCost, r_squared
+from elastic.planning.estimate.least_squares import not_negative
+from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, Sample
+
+EXPANDED = LayerCost(
+    ((1, 2e-3), (2, 5e-3), (64, 5.5e-3), (256, 2e-2)), chunk=1e-5, pair=2e-9, prefix=2e-6, seen=1e-6, block=16
+)
+"""A variant whose weights are expanded for two tokens and more, and products that are bound by bytes up to 64."""
+MIXES = (
+    *(((0, size),) for size in (256, 128, 64, 32)),
+    *(((start, size),) for start, size in ((200, 128), (400, 128), (200, 32))),
+    *(((start, 1),) * count for count in (1, 2, 4, 8) for start in (50, 400)),
+    ((0, 64),) * 2,
+    (*((200, 1),) * 4, (0, 64)),
+)
+HELD_OUT = (((0, 90),), ((170, 120),), ((333, 1),), ((150, 1),) * 2, ((210, 1),) * 8, ((0, 200), (310, 1)))
+
+
+def seconds(cost: LayerCost | ChunkCost, mix: tuple[tuple[int, int], ...]) -> float:
+    return cost.batch([Chunk(str(i), start, count) for i, (start, count) in enumerate(mix)])
+
+
+def samples(cost: LayerCost) -> list[Sample]:
+    return [Sample(mix, seconds(cost, mix)) for mix in MIXES]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_lengths_and_batches_that_were_not_fitted_are_near(window: int | None) -> None:
+    """Within 2 %, where a cost that is linear in tokens is off by more than 20 %."""
+    true = replace(EXPANDED, window=window)
+    found, linear = LayerCost.fit(samples(true), window, 16), ChunkCost.fit(samples(true), "two alphas")
+    errors = {
+        cost: max(abs(seconds(cost, mix) / seconds(true, mix) - 1) for mix in HELD_OUT) for cost in (found, linear)
+    }
+    assert errors[found] < 0.02 < 0.2 < errors[linear]
+    assert r_squared(found, samples(true)) > 0.9999 > r_squared(linear, samples(true))  # type: ignore[arg-type]
+
+
+def test_a_window_that_is_not_known_costs_accuracy() -> None:
+    """Tokens that left a window are not read: a term of all that came before is no term of a sliding layer."""
+    true = replace(EXPANDED, seen=2e-5, window=100, block=1)
+    errors = {}
+    for window in (100, None):
+        cost = LayerCost.fit(samples(true), window)
+        errors[window] = max(abs(seconds(cost, mix) / seconds(true, mix) - 1) for mix in HELD_OUT)
+    assert errors[100] < 0.02 < 0.1 < errors[None]
+
+
+def test_without_the_attention_terms_context_costs_nothing() -> None:
+    true = replace(EXPANDED, seen=1e-5)
+    blind = LayerCost.fit(samples(true), attention=False)
+    assert (blind.pair, blind.seen) == (0, 0)
+    short, long = (((start, 1),) * 8 for start in (20, 480))
+    assert seconds(blind, short) == seconds(blind, long)
+    assert seconds(true, long) > 2 * seconds(true, short)
+
+
+def test_ranks_divide_weights_that_are_cut_and_heads() -> None:
+    half = EXPANDED.shared(0.75, 2, kv_parts=1)
+    assert [each for _, each in half.matrices] == pytest.approx([0.625 * each for _, each in EXPANDED.matrices])
+    assert (half.pair, half.prefix, half.seen) == (EXPANDED.pair / 2, EXPANDED.prefix, EXPANDED.seen)
+    assert half.chunk == EXPANDED.chunk
+    assert EXPANDED.shared(0.0, 1, 1) == EXPANDED
+
+
+def test_costs_go_through_json() -> None:
+    for cost in (EXPANDED, replace(EXPANDED, window=64)):
+        assert LayerCost.of(json.loads(json.dumps(asdict(cost)))) == cost
+    good = asdict(EXPANDED)
+    for wrong in ({"matrices": [[1, 2.0]]}, {"matrices": [[2, 1.0], [1, 2.0]]}, {"pair": -1.0}, {"seen": math.nan}):
+        with pytest.raises(ValueError, match="is no cost"):
+            LayerCost.of({**good, **wrong})
+
+
+def test_too_little_to_fit_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"batches of \[4\] tokens cannot be fitted; measure two numbers or more"):
+        LayerCost.fit([Sample(((0, 4),), 1.0), Sample(((8, 4),), 1.1)])
+    with pytest.raises(ConfigError, match="in seconds above 0"):
+        LayerCost.fit([Sample(((0, 4),), 1.0), Sample(((0, 8),), 0.0)])
+
+
+@given(st.integers(0, 10_000))
+def test_no_coefficient_below_zero_is_nearer(seed: int) -> None:
+    """Conditions of the best: where a coefficient is above zero the slope is zero, elsewhere it points below zero."""
+    choose = random.Random(seed)
+    count = choose.randint(1, 7)
+    rows = [[choose.random() * (choose.random() < 0.7) for _ in range(count)] for _ in range(choose.randint(count, 20))]
+    found = not_negative(rows)
+    left = [1 - math.fsum(a * x for a, x in zip(row, found, strict=True)) for row in rows]
+    for column, x in enumerate(found):
+        slope = math.fsum(row[column] * rest for row, rest in zip(rows, left, strict=True))
+        assert x >= 0
+        assert slope < 1e-6
+        assert x == 0 or abs(slope) < 1e-6
+
+
+def test_columns_alike_and_columns_of_zeros_do_no_harm() -> None:
+    found = not_negative([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0]])
+    assert found[2] == 0
+    assert sum(found) == pytest.approx(0.6)
