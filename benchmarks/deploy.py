@@ -187,7 +187,8 @@ def main() -> None:
         store = ProfileStore(folder)
         store.save(folder, measure_fingerprints(folder, FORMS, context=256, most_s=0.5 if options.quick else 3.0))
         devices = "cpu#a=1GiB,cpu#b=1GiB"
-        made = Deployments(devices, weights=FORMS, replanning=None, store=store)
+        options_of_fleets = {"beat_timeout_s": 20.0}
+        made = Deployments(devices, weights=FORMS, replanning=None, store=store, fleet=options_of_fleets)
         with made as fleet:
             fleet.deploy(folder, "latency", name="model", load=load)
             deployed = fleet._named("model")

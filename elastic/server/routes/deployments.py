@@ -40,11 +40,12 @@ class IntentBody(_Body):
     latency_s: float | None = None
     cost: float | None = None
     quality_loss: float | None = None
+    tolerance: float = 0.0
 
     @property
     def intent(self) -> Intent:
         """The intent. Raises `ConfigError` for bounds that cannot be."""
-        return Intent(self.minimize, self.latency_s, self.cost, self.quality_loss)
+        return Intent(self.minimize, self.latency_s, self.cost, self.quality_loss, self.tolerance)
 
 
 class LoadBody(_Body):
