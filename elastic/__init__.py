@@ -44,6 +44,8 @@ from elastic.wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from elastic.cluster.control.status import FleetStatus
+    from elastic.cluster.deployment.deployments import Deployments
+    from elastic.cluster.deployment.hysteresis import Replanning
     from elastic.cluster.fleet.fleet import Fleet
     from elastic.controller.decision import Plan
     from elastic.controller.snapshot import Snapshot
@@ -68,6 +70,7 @@ __all__ = [
     "Change",
     "ConfigError",
     "ContinuousEngine",
+    "Deployments",
     "Drop",
     "ElasticCache",
     "ElasticError",
@@ -99,6 +102,7 @@ __all__ = [
     "Profile",
     "RankLost",
     "Release",
+    "Replanning",
     "Replicate",
     "Request",
     "Residency",
@@ -133,6 +137,8 @@ _LATER = {
     "Intent": "elastic.planning.estimate.intent",
     "Load": "elastic.planning.estimate.performance",
     "estimate": "elastic.estimation.estimate",
+    "Deployments": "elastic.cluster.deployment.deployments",
+    "Replanning": "elastic.cluster.deployment.hysteresis",
     "Fleet": "elastic.cluster.fleet.fleet",
     "FleetStatus": "elastic.cluster.control.status",
     "ElasticCache": "elastic.kvcache.hf_cache",  # needs transformers, which `import elastic` does not

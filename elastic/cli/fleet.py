@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic.cli.acts.deployments import DEPLOYING, add_deploying, complete_deploying
 from elastic.cli.inputs.checks import read_secret
 from elastic.cli.inputs.exchange_options import add_exchange, exchange_form
 from elastic.errors import ConfigError
@@ -29,7 +30,8 @@ def add_options(command: ArgumentParser) -> None:
     reshard = what.add_parser("reshard", help="have ranks share every layer of their instances, or share none any more")
     merge = what.add_parser("merge", help="connect ranks, so that they can compute each other's layers")
     split = what.add_parser("split", help="restore a group of ranks, and close its connections")
-    acting = (move, add, remove, drop, restore, reshard, merge, split)
+    deploying = add_deploying(what)
+    acting = (move, add, remove, drop, restore, reshard, merge, split, *deploying)
     for each in (status, *acting):
         each.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     for each in acting:
@@ -46,6 +48,7 @@ def add_options(command: ArgumentParser) -> None:
         add_exchange(each)
     merge.add_argument("ranks", nargs="+", metavar="RANK", help="their names")
     split.add_argument("rank", metavar="RANK", help="a rank of the group")
+    complete_deploying(*deploying)
 
 
 def _add_drop(command: ArgumentParser) -> None:
@@ -79,6 +82,7 @@ def fleet(options: Namespace) -> int:
 def _status(url: str) -> int:
     from rich.console import Console
 
+    from elastic.cli.views.deployments import deployments
     from elastic.cli.views.fleet import fleet_events, ranks
     from elastic.cli.views.stages import stages, work
     from elastic.cli.views.status_client import NoAnswer, ask
@@ -87,6 +91,8 @@ def _status(url: str) -> int:
     if not document.ranks:
         raise NoAnswer(f"{url} serves one model and no fleet; elastic top {url} shows it")
     console = Console()
+    for panel in deployments(document):
+        console.print(panel)
     console.print(ranks(document))
     for each in filter(None, [stages(document), work(document)]):
         console.print(each)
@@ -245,4 +251,5 @@ _ACTS = {
     "reshard": _reshard,
     "merge": _merge,
     "split": _split,
+    **DEPLOYING,
 }

@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.inputs.checks import read_secret, require_at_least, require_characters
+from elastic.cli.inputs.deployment_options import (
+    add_deployments,
+    check_deployments,
+    first_load,
+    make_deployments,
+    model_path,
+)
 from elastic.cli.inputs.fleet_options import (
     add_fleet,
     check_fleet,
@@ -18,6 +25,7 @@ from elastic.cli.inputs.fleet_options import (
     make_launcher,
     read_configs,
 )
+from elastic.cli.inputs.intent_options import intent_of
 from elastic.config import SLO, Place, parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
@@ -35,6 +43,8 @@ class Served:
     max_model_len: int | None
     sampling_defaults: Mapping[str, float]
     grammars: GrammarCompiler | None
+    deployments: Any = None
+    """Where it is deployed by an intent, with others."""
 
 
 def add_options(command: ArgumentParser) -> None:
@@ -54,6 +64,7 @@ def add_options(command: ArgumentParser) -> None:
     _add_clients(command)
     add_memory(command)
     add_fleet(command)
+    add_deployments(command)
     command.add_argument(
         "--enable-actions", action="store_true", help="open /elastic/actions and /elastic/fleet to holders of the token"
     )
@@ -135,7 +146,10 @@ def serve(options: Namespace) -> int:
         require_characters(name, "--served-model-name")
     with ExitStack() as stack:
         bound = stack.enter_context(bind(options.host, options.port))  # before minutes are spent on the model
-        served = (fleet_of if options.ranks is not None else model_of)(options, chosen, stack)
+        if options.devices is not None:
+            served = deployed(options, name, stack)
+        else:
+            served = (fleet_of if options.ranks is not None else model_of)(options, chosen, stack)
         app = create_app(
             served.engine,
             served.tokenizer,
@@ -150,6 +164,8 @@ def serve(options: Namespace) -> int:
             grammars=served.grammars,
             tool_call_parser=options.tool_call_parser,
             allowed_origins=options.allowed_origins,
+            deployments=served.deployments,
+            model_options=lambda path: answering(path, options),
         )
         return run(
             app,
@@ -189,6 +205,28 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     stack.callback(fleet.stop, drain=False)
     fleet.start()
     return Served(fleet, tokenizer, max_model_len, defaults, grammars)
+
+
+def deployed(options: Namespace, name: str, stack: ExitStack) -> Served:
+    """Deploy the model by its intent, where others can be deployed beside it; `stack` ends all."""
+    path = model_path(options)
+    deployments = make_deployments(options)
+    own = answering(path, options)
+    stack.callback(deployments.stop, drain=False)
+    deployments.start()
+    deployments.deploy(path, intent_of(options), name=name, load=first_load(options))
+    return Served(deployments[name], **own, deployments=deployments)
+
+
+def answering(path: str, options: Namespace) -> dict[str, Any]:
+    """Return what a server needs besides ranks to answer for the model of a directory. Raises `ConfigError`."""
+    tokenizer, model = read_configs(path)
+    return {
+        "tokenizer": tokenizer,
+        "max_model_len": longest(model, options),
+        "sampling_defaults": sampling_defaults(model, options.generation_config),
+        "grammars": compiler(model, tokenizer),
+    }
 
 
 def make_engine(model: Any, tokenizer: Any, options: Namespace) -> tuple[Engine, GrammarCompiler | None]:
@@ -251,7 +289,8 @@ def _check(options: Namespace, token: str | None) -> None:
     if not 0 <= options.port < 65536:
         raise ConfigError(f"--port {options.port} is not a port; use 0 to 65535")
     check_fleet(options)
-    if options.ranks is None:
+    check_deployments(options)
+    if options.ranks is None and options.devices is None:
         require_memory([Place.parse(place) for place in options.place or ["cpu"]])
     require_at_least(0, options.drain_seconds, "--drain-seconds")
     for option in ("header_timeout", "body_timeout"):

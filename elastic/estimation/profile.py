@@ -12,12 +12,12 @@ import torch
 
 from elastic.config import Place, parse_bytes
 from elastic.engines.continuous import ContinuousEngine
-from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
+from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
 from elastic.errors import ConfigError
 from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
 from elastic.estimation.kv_room import KVRoom, kv_shape_of
-from elastic.estimation.model_layout import LayerKind, layout_of
+from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import window_of
 from elastic.planning.estimate.configuration import FULL
@@ -63,12 +63,13 @@ def measure_fingerprints(
     context: int = 512,
     step_tokens: int = 512,
     most_s: float = 2.0,
+    pace: Pace | None = None,
 ) -> Profile:
     """Measure a fingerprint of each kind of layer, in the model's weights and in variants: `most_s` seconds for each.
 
     `model` is a directory, of whose layers only those of fingerprints are read, or a loaded model, which stays as it
-    is. Costs are fitted to batches of up to `step_tokens` new tokens and contexts of up to `context`. Raises
-    `ConfigError` for a model that the engine cannot serve.
+    is. Costs are fitted to batches of up to `step_tokens` new tokens and contexts of up to `context`. `pace` is called
+    behind each batch, and may wait or raise. Raises `ConfigError` for a model that the engine cannot serve.
     """
     target = torch.device(device)
     dtype = torch.float32 if target.type == "cpu" else None
@@ -85,8 +86,8 @@ def measure_fingerprints(
                 take_layers(model, chosen) if not isinstance(model, str | Path) else fingerprint(model, chosen, dtype)
             )
             with engine_for(small.to(target), name, target, context + step_tokens, step_tokens) as engine:
-                mixes = telling_mixes(engine, context, step_tokens, most_s)
-                measured = profile_chunks(engine, mixes, ROUNDS, most_s=most_s)
+                mixes = telling_mixes(engine, context, step_tokens, most_s, pace)
+                measured = profile_chunks(engine, mixes, ROUNDS, most_s=most_s, pace=pace)
                 block = engine.kv_format.block_tokens
                 share = measured_share(engine, layout, largest(mixes), FULL)
             cost = LayerCost.fit(measured.layer, window_of(layout.config, kind), block)
@@ -110,14 +111,24 @@ def cached_bytes(device: str) -> int:
     return CACHED_BYTES
 
 
-def telling_mixes(engine: ContinuousEngine, context: int, step_tokens: int, most_s: float) -> list[Mix]:
+def fingerprint_bytes(layout: ModelLayout, kind: LayerKind, weights: str, tokens: int, device: str = "cpu") -> int:
+    """Return about what the fingerprint of a kind takes while requests of so many tokens are measured, in a variant."""
+    chosen = fingerprint_layers(kind, device)
+    forms = 1 if weights == FULL else 2  # of a layer that is swapped both forms are there for a moment
+    kv = kv_shape_of(layout.config, layout.dtype.itemsize).token_bytes * len(chosen) * _SEQUENCES * tokens
+    return sum(layout.fixed.values()) + forms * len(chosen) * kind.full.nbytes + kv
+
+
+def telling_mixes(
+    engine: ContinuousEngine, context: int, step_tokens: int, most_s: float, pace: Pace | None = None
+) -> list[Mix]:
     """Return batches that tell what tokens, chunks and contexts cost: prompts, some behind a prefix, and decode steps.
 
     A slow model is measured in smaller batches.
     """
     longest = min(engine.load().total_blocks * engine.kv_format.block_tokens // (_SEQUENCES - 1), context + step_tokens)
     most, limit = 16, max(16, min(step_tokens, longest // 2))
-    while 2 * most <= limit and profile_chunks(engine, [((0, most),)], 1).whole[0].seconds < most_s / 5:
+    while 2 * most <= limit and profile_chunks(engine, [((0, most),)], 1, pace=pace).whole[0].seconds < most_s / 5:
         most *= 2
     half = (longest - most) // 2
     prompts: list[Mix] = [((0, size),) for size in (most, most // 2, most // 4, most // 8)]

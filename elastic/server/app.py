@@ -14,13 +14,16 @@ from starlette.middleware.cors import CORSMiddleware
 from elastic.config import parse_bytes
 from elastic.engines.base import Engine, GrammarCompiler
 from elastic.errors import ConfigError
+from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.sampling_defaults import checked
 from elastic.server.generation.state import ServerState
 from elastic.server.middleware import RequestMiddleware
 from elastic.server.protocol import errors
 from elastic.server.request_ids import REQUEST_ID, RequestIdMiddleware
 from elastic.server.routes import actions as action_routes
+from elastic.server.routes import deployments as deployment_routes
 from elastic.server.routes import fleet, openai, responses, status, tokens
+from elastic.server.routes.catalogue import Catalogue, ModelOptions
 from elastic.server.tools.formats import TOOL_FORMATS
 
 MAX_BODY = "4MiB"
@@ -46,6 +49,8 @@ def create_app(
     grammars: GrammarCompiler | None = None,
     tool_call_parser: str | None = None,
     allowed_origins: Sequence[str] = (),
+    deployments: ServedDeployments | None = None,
+    model_options: ModelOptions | None = None,
 ) -> FastAPI:
     """Make an ASGI application that serves one model under `name`.
 
@@ -59,7 +64,9 @@ def create_app(
     `sampling_defaults` are the model's own, for what a request leaves open (`generation/sampling_defaults.py`).
     `grammars` compiles the rules of structured output: the engine's compiler; None: structured output is refused.
     `tool_call_parser` names how the model writes calls of tools (`TOOL_FORMATS`); None: no `tool_choice="auto"`.
-    `allowed_origins` are the origins of web pages that may use the server from a browser; `"*"` is any.
+    `allowed_origins` are the origins of web pages that may use the server from a browser; `"*"` is any. Of
+    `deployments` `name` is one, and requests say which of them they mean; `model_options` reads the tokenizer and such
+    of the others from their paths. Those that a program deploys later are served after `app.state.models.refresh()`.
 
     The endpoints, their metrics and their errors are in docs/serving.md. `app.state.serving` is its `ServerState`: call
     `drain()` on it to refuse new requests. Raises `ConfigError` for options that cannot work.
@@ -78,14 +85,15 @@ def create_app(
     )
     app = FastAPI(title="Elastic", description="An elastic language model", lifespan=partial(_lifespan, serving))
     app.state.serving = serving
+    app.state.models = models = Catalogue(serving, deployments, model_options)
     errors.install(app)
-    app.include_router(openai.routes(serving))
-    app.include_router(responses.routes(serving))
-    app.include_router(tokens.routes(serving))
+    for served in (openai, responses, tokens):
+        app.include_router(served.routes(models))
     app.include_router(action_routes.routes(serving) if actions else action_routes.closed())
     if actions:
         app.include_router(fleet.routes(serving))
-    app.include_router(status.routes(serving))
+        app.include_router(deployment_routes.routes(models))
+    app.include_router(status.routes(models))
     keys = {**dict.fromkeys(KEYED, api_key), **dict.fromkeys(ACTING, token if actions else None)}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
@@ -143,5 +151,6 @@ async def _lifespan(serving: ServerState, app: FastAPI) -> AsyncIterator[None]:
     finally:
         serving.drain()
         serving.close()
+        app.state.models.close()
         if ours:
             await asyncio.to_thread(serving.engine.stop, drain=False, timeout_s=0.0 if serving.forced else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from elastic.cli.inputs.intent_options import add_intent, add_space
+from elastic.cli.inputs.intent_options import add_intent, add_losses, add_space
 
 
 def add_estimate(command: ArgumentParser) -> None:
@@ -12,6 +12,7 @@ def add_estimate(command: ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="model directory; config.json is enough without --profile")
     add_space(command)
     add_intent(command)
+    add_losses(command)
     command.add_argument(
         "--profile", action="store_true", help="measure fingerprints of the model here; else rates of data sheets"
     )

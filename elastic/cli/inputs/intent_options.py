@@ -20,11 +20,7 @@ def add_space(command: ArgumentParser) -> None:
         help="such as 8*h100, 2*a6000=40GiB, cuda:0=80GiB,cuda:1=80GiB or cpu#a=1GiB",
     )
     command.add_argument("--kind", default=None, metavar="NAME", help="the data sheet of cuda:N, such as a100-80gb")
-    command.add_argument(
-        "--rate", type=float, default=0.0, metavar="X", help="requests a second (0: one request at a time)"
-    )
-    command.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of each prompt (512)")
-    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="generated for each (128)")
+    add_load(command)
     command.add_argument(
         "--weights",
         default=None,
@@ -32,6 +28,15 @@ def add_space(command: ArgumentParser) -> None:
         help="full, or names of variants, pruned ones too (full,int8,int4,2:4)",
     )
     command.add_argument("--kv", default="full", metavar="NAMES", help="full, int8 (full)")
+
+
+def add_load(command: ArgumentParser) -> None:
+    """Add the requests that there are to be."""
+    command.add_argument(
+        "--rate", type=float, default=0.0, metavar="X", help="requests a second (0: one request at a time)"
+    )
+    command.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of each prompt (512)")
+    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="generated for each (128)")
 
 
 def add_intent(command: ArgumentParser) -> None:
@@ -53,6 +58,10 @@ def add_intent(command: ArgumentParser) -> None:
         metavar="X",
         help="share above the least that is as good, for the sake of less memory, such as 0.05 (0)",
     )
+
+
+def add_losses(command: ArgumentParser) -> None:
+    """Add what forms lose of the quality, which intents bound."""
     command.add_argument(
         "--losses", default="", metavar="NAME=X,...", help="what forms lose, such as int4=0.03,KV int8=0.001"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from elastic.cli.inputs.intent_options import add_intent, add_space
+from elastic.cli.inputs.intent_options import add_intent, add_losses, add_space
 from elastic.planning.deployment.policies import POLICIES, THETA
 
 
@@ -15,6 +15,7 @@ def add_place(command: ArgumentParser) -> None:
     )
     add_space(command)
     add_intent(command)
+    add_losses(command)
     command.add_argument(
         "--policy", choices=POLICIES, default="hybrid", help="which devices are tried first (%(default)s)"
     )

@@ -120,6 +120,30 @@ class FleetDocument:
 
 
 @dataclass(frozen=True)
+class DeploymentDocument:
+    """A model that is deployed by an intent."""
+
+    name: str
+    configuration: str
+    reason: str = ""
+    """What re-planning said last."""
+    changes: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceDocument:
+    """A device that deployments share."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    load: float = 0.0
+    models: tuple[str, ...] = ()
+    guest: str = ""
+    """Of which model fingerprints are measured there now."""
+
+
+@dataclass(frozen=True)
 class StatusDocument:
     """One status document."""
 
@@ -141,6 +165,9 @@ class StatusDocument:
     instances: tuple[InstanceDocument, ...] = ()
     fleet_events: tuple[FleetEventDocument, ...] = ()
     fleet: FleetDocument | None = None
+    deployments: tuple[DeploymentDocument, ...] = ()
+    """Where models are deployed by intents."""
+    devices: tuple[DeviceDocument, ...] = ()
 
 
 def read_status(document: object) -> StatusDocument:

@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,17 @@ from elastic.weights.decoder import find_decoder
 
 Mix = tuple[tuple[int, int], ...]
 """(earlier tokens, new tokens) of each chunk of a batch."""
+Pace = Callable[[float], object]
+"""Called behind each batch with its seconds: it may wait, which is not counted, or raise, to measure no more."""
 
 
 def profile_chunks(
-    engine: ContinuousEngine, mixes: Sequence[Mix], rounds: int = 7, seed: int = 0, most_s: float = math.inf
+    engine: ContinuousEngine,
+    mixes: Sequence[Mix],
+    rounds: int = 7,
+    seed: int = 0,
+    most_s: float = math.inf,
+    pace: Pace | None = None,
 ) -> ChunkProfile:
     """Run batches of these chunks, and return the median of `rounds` of each: of a decoder layer, and of the rest.
 
@@ -35,13 +42,13 @@ def profile_chunks(
     begins after `most_s` seconds. The engine has not been started. Raises `StateError` if it has, `ConfigError` for
     batches that its cache has no room for.
     """
-    stopwatch, began_s = _Stopwatch(engine), time.perf_counter()
+    stopwatch, began_s = _Stopwatch(engine, pace), time.perf_counter()
     order = list(range(len(mixes)))
     choose = random.Random(seed)
     taken: list[list[tuple[float, float]]] = [[] for _ in mixes]
     with stopwatch.attached():
         for number in range(rounds):
-            if number and time.perf_counter() - began_s > most_s:
+            if number and time.perf_counter() - began_s - stopwatch.paced_s > most_s:
                 break
             choose.shuffle(order)
             for each in order:
@@ -85,7 +92,7 @@ def _telling_mixes(longest: int, most: int) -> list[Mix]:
 class _Stopwatch:
     """Runs batches, and takes the time at which their layers begin and end."""
 
-    def __init__(self, engine: ContinuousEngine) -> None:
+    def __init__(self, engine: ContinuousEngine, pace: Pace | None = None) -> None:
         if engine.serving:
             raise StateError("the engine is serving; profile it before it is started")
         self._blocks, self._runner, self._device = engine._blocks, engine._runner, engine._model.device
@@ -93,6 +100,9 @@ class _Stopwatch:
         self.layers = len(self._decoder.layers)
         self._began = self._ended = 0.0
         self._steps = 0
+        self._pace = pace
+        self.paced_s = 0.0
+        """For how long it was waited between batches."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -118,12 +128,20 @@ class _Stopwatch:
             for name in names:
                 self._blocks.forget(name)
         within = self._ended - self._began
+        self._wait(2 * seconds)
         return within / self.layers, seconds - within
 
     def run_s(self, mix: Mix) -> float:
         """Return the seconds of a batch."""
         layer_s, rest_s = self.run(mix)
         return self.layers * layer_s + rest_s
+
+    def _wait(self, seconds: float) -> None:
+        """Let others compute for as long as the pace says behind so many seconds of measuring."""
+        if self._pace is not None:
+            began_s = time.perf_counter()
+            self._pace(seconds)
+            self.paced_s += time.perf_counter() - began_s
 
     def _step(self, names: Sequence[str], mix: Mix) -> Step:
         """Give the chunks their blocks, those of their prefixes, too."""

@@ -9,7 +9,7 @@ finish reasons is read when it is scraped.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -119,7 +119,27 @@ class Metrics:
     def _observe(self, what: str, value: float) -> None:
         self._of_requests[what].labels(self._name).observe(max(0.0, value))
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the text of a scrape and its content type, in the format that the `Accept` header asks for."""
+    def render(self, accept: str, others: Sequence[Metrics] = ()) -> tuple[bytes, str]:
+        """Return the text of a scrape and its content type, in the format that the `Accept` header asks for.
+
+        `others` are of models beside this one: their samples are in the same families, under their names.
+        """
         encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        return encode(_Together([self._registry, *(each._registry for each in others)])), content_type
+
+
+class _Together:
+    """Several registries as one, for an exposition: what several say of the process is said once."""
+
+    def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each family once."""
+        families: dict[str, Metric] = {}
+        for registry in self._registries:
+            for metric in registry.collect():
+                family = families.setdefault(metric.name, metric)
+                if family is not metric and not metric.name.startswith("process_"):
+                    family.samples += metric.samples
+        yield from families.values()

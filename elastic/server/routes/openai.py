@@ -23,9 +23,10 @@ from elastic.server.generation.response_stream import AnswerOptions, ResponseStr
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.chat import ChatBody
 from elastic.server.protocol.completions import CompletionBody
-from elastic.server.protocol.errors import APIError, invalid
+from elastic.server.protocol.errors import invalid
 from elastic.server.protocol.sampling import SamplingBody, StreamOptions
 from elastic.server.protocol.tools import NamedTool
+from elastic.server.routes.catalogue import Catalogue
 from elastic.server.routes.event_stream import EventStream, data_events, encoded
 from elastic.server.tools.base import ToolParser
 from elastic.server.tools.forced import ArgumentsParser, ListParser
@@ -37,14 +38,14 @@ _LONG = 65_536
 """Characters of answers from which it is too."""
 
 
-def routes(serving: ServerState) -> APIRouter:
+def routes(models: Catalogue) -> APIRouter:
     """Make the endpoints."""
     router = APIRouter(route_class=JSONRoute)
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        check_model(body.model, serving)
+        serving = models.named(body.model)
         body.check()
         requests = await serving.prompts.completion(body, arrived_s)
         echoes = await serving.prompts.echoes(body, requests) if body.echo else ()
@@ -54,29 +55,21 @@ def routes(serving: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        check_model(body.model, serving)
+        serving = models.named(body.model)
         body.check()
         parser = tool_parser(serving, body)
         requests = await serving.prompts.chat(body, arrived_s)
         return await _answer(serving, ChatFormat(body, _logprobs(serving, body), parser), body, requests, http)
 
     @router.get("/v1/models")
-    async def models() -> JSON:
-        return {"object": "list", "data": [_card(serving)]}
+    async def list_models() -> JSON:
+        return {"object": "list", "data": [_card(serving) for serving in models.all()]}
 
     @router.get("/v1/models/{model:path}")
-    async def model(model: str) -> JSON:
-        check_model(model, serving)
-        return _card(serving)
+    async def show_model(model: str) -> JSON:
+        return _card(models.named(model))
 
     return router
-
-
-def check_model(name: str | None, serving: ServerState) -> None:
-    """Raise `APIError` unless the model is the one that is served; None is that one too."""
-    if name is not None and name != serving.name:
-        message = f"the model {name[:200]!r} does not exist here; there is {serving.name!r}"
-        raise APIError(404, message, param="model", code="model_not_found")
 
 
 def tool_parser(serving: ServerState, body: ChatBody) -> Callable[[], ToolParser] | None:

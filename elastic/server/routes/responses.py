@@ -14,23 +14,23 @@ from elastic.server.formats.logprobs import LogprobsFormat
 from elastic.server.formats.responses import ResponsesFormat
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.response_stream import ResponseStream
-from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
 from elastic.server.protocol.responses import ResponsesBody
+from elastic.server.routes.catalogue import Catalogue
 from elastic.server.routes.event_stream import EventStream, caught, encoded
-from elastic.server.routes.openai import answer_options, check_model, tool_parser
+from elastic.server.routes.openai import answer_options, tool_parser
 
 JSON = dict[str, Any]
 
 
-def routes(serving: ServerState) -> APIRouter:
+def routes(models: Catalogue) -> APIRouter:
     """Make the endpoint."""
     router = APIRouter(route_class=JSONRoute)
 
     @router.post("/v1/responses")
     async def responses(body: ResponsesBody, http: HTTPRequest) -> Response:
         arrived_s = time.perf_counter()
-        check_model(body.model, serving)
+        serving = models.named(body.model)
         body.check()
         try:
             chat = body.as_chat()

@@ -29,6 +29,9 @@ Of a fleet (since version 2), else empty:
 - `fleet_events`: the last things that happened to it, oldest first, at most 100: the fields of `FleetEvent`
 - `fleet`: `queued`, `totals` and `policy` of `FleetStatus`, or null
 
+Where models are deployed by intents, `deployments` and `devices` are the fields of `DeploymentStatus` and
+`DeviceStatus` (`elastic.cluster.deployment.status`); all other keys are of the server's own model.
+
 The keys for one model are those of the rank where a fleet has one; where it has several, they are empty or null.
 """
 
@@ -50,14 +53,15 @@ from elastic.server.generation.collector import variants
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import RETRY_AFTER_S
 from elastic.server.routes import STATUS_VERSION
+from elastic.server.routes.catalogue import Catalogue
 from elastic.types import KINDS, Event, Fetch, Status
 
 EVENTS_SHOWN = 100
 
 
-def routes(serving: ServerState) -> APIRouter:
+def routes(models: Catalogue) -> APIRouter:
     """Make the endpoints. Those that read the runtime run in threads: it may be busy for a moment."""
-    router = APIRouter()
+    router, serving = APIRouter(), models.own
 
     @router.get("/health")
     async def health() -> Response:
@@ -72,12 +76,17 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.get("/metrics")
     def metrics(http: HTTPRequest) -> Response:
-        body, content_type = serving.metrics.render(http.headers.get("accept", ""))
+        others = [each.metrics for each in models.all()[1:]]
+        body, content_type = serving.metrics.render(http.headers.get("accept", ""), others)
         return Response(body, headers={"Content-Type": content_type})
 
     @router.get("/elastic/status")
     def status() -> Response:
-        return JSONResponse(document(serving))
+        told = document(serving)
+        if models.deployments is not None:
+            deployed = {"deployments": models.deployments.status(), "devices": models.deployments.devices()}
+            told |= {key: plain(value) for key, value in deployed.items()}
+        return JSONResponse(told)
 
     return router
 

@@ -8,18 +8,17 @@ from fastapi import APIRouter
 
 from elastic import __version__
 from elastic.server.generation.bodies import JSONRoute
-from elastic.server.generation.state import ServerState
 from elastic.server.protocol.tokens import DetokenizeBody, TokenizeBody
-from elastic.server.routes.openai import check_model
+from elastic.server.routes.catalogue import Catalogue
 
 
-def routes(serving: ServerState) -> APIRouter:
+def routes(models: Catalogue) -> APIRouter:
     """Make the endpoints. Texts are tokenized where those of other requests are: never on the event loop."""
     router = APIRouter(route_class=JSONRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        check_model(body.model, serving)
+        serving = models.named(body.model)
         body.check()
         if body.prompt is None:
             tokens = await serving.prompts.encode_chat(body, add_special_tokens=body.add_special_tokens)
@@ -30,7 +29,7 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        check_model(body.model, serving)
+        serving = models.named(body.model)
         body.check()
         return {"prompt": await serving.prompts.decode(body.tokens)}
 

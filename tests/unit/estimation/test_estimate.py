@@ -23,6 +23,7 @@ from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
 from elastic.estimation.profile import Profile
 from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 from support.serving.generations import serve
@@ -60,12 +61,28 @@ def test_a_model_larger_than_this_machine_is_ranked_from_its_config() -> None:
     assert hours.configuration.ranks == 1
 
 
+def test_intents_choose_configurations_of_their_own() -> None:
+    """Of the model of the paper's figure 1 on its eight devices: many ranks are fast, fewer cheap, one is small."""
+    load = elastic.Load(prompt=1024, new=100)
+    chosen = {}
+    for intent in OBJECTIVES:
+        found = estimate(LLAMA_2_70B, "8*a6000", load=load, weights=("full", "int4"), intent=intent, planned=True)
+        chosen[intent] = str(found[0].configuration)
+        assert found[0].value(intent) == min(each.value(intent) for each in found if each.fits)
+    assert chosen == {
+        "latency": "TP8 PP1 int4",
+        "cost": "TP4 PP1 int4",
+        "memory": "TP1 PP1 int4",
+        "gpu_hours": "TP1 PP1 int4",
+    }
+
+
 def test_the_chosen_configuration_computes_as_many_requests_at_a_time_as_it_says() -> None:
     """The best one of a config, for real: all of its requests have blocks at the same time, and end."""
     model = architectures.build("llama-gqa")
     load = elastic.Load(prompt=60, new=40)
     options: dict[str, Any] = {"weights": ("full", "int8", "2:4"), "kv": ("full", "int8"), "prefetch_buffers": 1}
-    found = estimate(model.config, "cpu=4MiB", load=load, **options)
+    found = estimate(model.config, "cpu=4MiB", load=load, intent="memory", **options)
     best = next(each for each in found if each.fits)
     weights, kv = best.configuration.weights, best.configuration.kv
     elastic.wrap(model, places=f"cpu={best.ranks[0].place_bytes}", variants=(weights,) if weights != "full" else ())

@@ -197,6 +197,8 @@ class Books:
         With `staging` each rank keeps room for a layer more of any of them.
         """
         base = {home: self.alone(home) for home in shape.paths}
+        if not any(base.values()):  # none has room by itself: they have equal shares
+            base = dict.fromkeys(base, 1)
         none = dict.fromkeys(base, 0)
         free = {rank: self.free(rank, shape, none) for rank in self.pages}
         layer = {rank: self._layer_pages(rank) if staging else 0 for rank in self.pages}

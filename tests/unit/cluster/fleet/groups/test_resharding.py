@@ -360,3 +360,19 @@ def test_no_rank_ever_needs_more_than_it_has(
 def test_pages_of_shards_are_those_of_a_layer() -> None:
     for shards in (1, 2, 4):
         assert pages_of(shards).pages(range(shards)) == WEIGHT
+
+
+def test_instances_that_have_no_room_by_themselves_have_equal_shares_of_a_group() -> None:
+    world: dict[str, GroupRank] = {}
+    ranks = [GroupRank(f"r{number}", world, 2, 2) for number in range(2)]
+    for rank in ranks:
+        rank.committed, rank.budget = 0, rank.weights()
+    rooms = {rank.name: rank.on_measure_room(None) for rank in ranks}  # type: ignore[arg-type]
+    now = Shape(
+        {name: each.path for name, each in rooms.items()}, {name: each.resident for name, each in rooms.items()}
+    )
+    books = Books(rooms, kv_of(2), now)
+    assert [books.alone(name) for name in rooms] == [0, 0]
+    caps = books.caps(targets.parallel(now, 2))
+    assert caps["r0"] > 0
+    assert abs(caps["r0"] - caps["r1"]) <= 1

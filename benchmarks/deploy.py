@@ -1,0 +1,211 @@
+"""Deployments by intent: what estimates choose, what changes cost, and what measuring disturbs (iServe).
+
+    python benchmarks/deploy.py
+
+choice: a random model is deployed in every configuration that two places of this machine allow. For each intent, the
+one that estimates from fingerprints choose is compared with the one that is measured to be best: its regret (target:
+5 %). re-plan: the intent changes again and again while requests arrive; none may be lost, and what is reached must be
+what was estimated to be best. harvest: requests arrive at a load below 30 % of a place, by turns beside a guest that
+measures fingerprints and without one; printed is the share of them that keeps their objectives (target: 4 points less
+at most). Ranks are processes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from common import SEED, arguments, finish, table
+
+from elastic.cluster.deployment.choice import settled
+from elastic.cluster.deployment.deployed import Deployed
+from elastic.cluster.deployment.deployments import Deployments
+from elastic.engines.base import Output, Request
+from elastic.estimation.profile import measure_fingerprints
+from elastic.estimation.profiles.guest import Guest
+from elastic.estimation.profiles.store import ProfileStore
+from elastic.planning.deployment.placing import Deployment, place
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.intent import Intent, Objective
+from elastic.planning.estimate.performance import Load
+
+FORMS = ("full", "int8")
+OBJECTIVES: tuple[Objective, ...] = ("latency", "cost", "memory", "gpu_hours")
+SLACK = 2.5
+"""An objective is so many times the median without a guest."""
+
+
+class Clocked:
+    """Sends requests to a fleet, and notes when each has its tokens."""
+
+    def __init__(self, fleet: Any, load: Load, vocabulary: int) -> None:
+        self._fleet, self._load, self._vocabulary = fleet, load, vocabulary
+        self._choose = random.Random(SEED)
+        self._changed = threading.Condition()
+        self.told: dict[str, list[float]] = {}
+        self.ended: dict[str, str] = {}
+
+    def send(self) -> str:
+        prompt = tuple(self._choose.randrange(3, self._vocabulary) for _ in range(self._load.prompt))
+        request = Request(prompt, self._load.new)
+        self.told[request.id] = [time.perf_counter()]
+        self._fleet.submit(request, self._hear)
+        return request.id
+
+    def seconds(self) -> float:
+        """Send one request by itself, and return how long it takes."""
+        request = self.send()
+        self.wait()
+        times = self.told[request]
+        return times[-1] - times[0]
+
+    def wait(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.ended) == len(self.told), 300), "requests are lost"
+
+    def run(self, rate: float, seconds: float) -> list[tuple[float, float]]:
+        """Send requests at random times; return TTFT and TPOT of each when all have ended."""
+        sent, until_s = [], time.perf_counter() + seconds
+        while time.perf_counter() < until_s:
+            time.sleep(self._choose.expovariate(rate))
+            sent.append(self.send())
+        self.wait()
+        return [_latencies(self.told[request]) for request in sent]
+
+    def _hear(self, output: Output) -> None:
+        with self._changed:
+            self.told[output.request] += [time.perf_counter()] * len(output.tokens)
+            if output.finish is not None:
+                self.ended[output.request] = output.finish
+                self._changed.notify_all()
+
+
+def _latencies(times: Sequence[float]) -> tuple[float, float]:
+    arrived, first, *_, last = times
+    return first - arrived, (last - first) / max(1, len(times) - 2)
+
+
+def forced(deployed: Deployed, configuration: Configuration, load: Load) -> bool:
+    """Have a deployment be in a configuration; return whether it can be."""
+    found = [each for each in deployed.chooser.options(load, Intent()) if each.configuration == configuration]
+    states = deployed._book.states(deployed.name, deployed.chooser.kept_bytes())
+    placed = place(found, states, "packing")
+    if not isinstance(placed, Deployment):
+        return False
+    placed = settled(found[0], placed, states)
+    deployed.chooser.choose = lambda *_, **__: placed  # type: ignore[method-assign]
+    try:
+        deployed.change(Intent(), load, "measured")
+    finally:
+        del deployed.chooser.choose  # type: ignore[method-assign]
+    return True
+
+
+def choice(fleet: Deployments, deployed: Deployed, load: Load, clocked: Clocked, rounds: int) -> list[dict[str, Any]]:
+    """Measure all configurations, and return the regret of what is chosen for each intent."""
+    measured: dict[Configuration, dict[str, float]] = {}
+    for option in deployed.chooser.options(load, Intent()):
+        configuration = option.configuration
+        if not option.estimate.fits or not forced(deployed, configuration, load):
+            continue
+        clocked.seconds()
+        latency_s = statistics.median(clocked.seconds() for _ in range(rounds))
+        nbytes = sum(deployed._book.reserved(deployed.name).values())
+        measured[configuration] = {
+            "latency": latency_s,
+            "cost": latency_s * nbytes,
+            "memory": nbytes,
+            "gpu_hours": latency_s * configuration.ranks,
+        }
+    rows = []
+    for objective in OBJECTIVES:
+        best = deployed.best(load, Intent(objective))
+        assert isinstance(best, Deployment)
+        least = min(measured, key=lambda each: measured[each][objective])
+        regret = measured[best.configuration][objective] / measured[least][objective] - 1
+        rows.append({"intent": objective, "chosen": str(best.configuration), "best": str(least), "regret": regret})
+    return rows
+
+
+def replan(fleet: Deployments, deployed: Deployed, load: Load, clocked: Clocked, changes: int) -> dict[str, Any]:
+    """Change the intent again and again under requests; return what was lost, and whether the best was reached."""
+    before, sender = len(clocked.told), threading.Thread(target=clocked.run, args=(3.0, 1.5 * changes))
+    sender.start()
+    reached, seconds = [], []
+    for number in range(changes):
+        intent = Intent(OBJECTIVES[number % 2 * 2], quality_loss=None if number % 2 else 0.0)
+        told = fleet.intend(deployed.name, intent, load=load)
+        best = deployed.best(load, intent)
+        reached.append(isinstance(best, Deployment) and deployed.observed() == best.configuration)
+        seconds.append(told.seconds)
+        time.sleep(1.0)
+    sender.join()
+    lost = sum(1 for request in list(clocked.told)[before:] if clocked.ended.get(request) != "length")
+    return {
+        "requests": len(clocked.told) - before,
+        "lost": lost,
+        "reached": sum(reached) / len(reached),
+        "change_s": max(seconds),
+    }
+
+
+def harvest(path: str, clocked: Clocked, rate: float, seconds: float, pairs: int) -> dict[str, Any]:
+    """Serve by turns with and without a guest; return which share of requests keeps its objectives."""
+    alone: list[tuple[float, float]] = []
+    beside: list[tuple[float, float]] = []
+    for _ in range(pairs):
+        alone += clocked.run(rate, seconds)
+        guest = Guest(path, FORMS, "cpu", context=256, share=0.2)
+        beside += clocked.run(rate, seconds)
+        guest.cancel()
+    ttft_s, tpot_s = (SLACK * statistics.median(each) for each in zip(*alone, strict=True))
+
+    def kept(told: Sequence[tuple[float, float]]) -> float:
+        return sum(first <= ttft_s and each <= tpot_s for first, each in told) / len(told)
+
+    return {"requests": len(beside), "alone": kept(alone), "beside": kept(beside), "points": kept(alone) - kept(beside)}
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0])
+    layers, hidden, rounds = (6, 256, 3) if options.quick else (16, 768, 9)
+    torch.manual_seed(SEED)
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
+    )  # fmt: skip
+    load = Load(96, 32, 0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
+        store = ProfileStore(folder)
+        store.save(folder, measure_fingerprints(folder, FORMS, context=256, most_s=0.5 if options.quick else 3.0))
+        devices = "cpu#a=1GiB,cpu#b=1GiB"
+        options_of_fleets = {"beat_timeout_s": 20.0}
+        made = Deployments(devices, weights=FORMS, replanning=None, store=store, fleet=options_of_fleets)
+        with made as fleet:
+            fleet.deploy(folder, "latency", name="model", load=load)
+            deployed = fleet._named("model")
+            clocked = Clocked(fleet["model"], load, config.vocab_size)
+            chosen = choice(fleet, deployed, load, clocked, rounds)
+            replanned = replan(fleet, deployed, load, clocked, 4 if options.quick else 20)
+            fleet.intend("model", Intent("latency", quality_loss=0.0), load=load)
+            busy_s = clocked.seconds()
+            harvested = harvest(
+                folder, clocked, 0.2 / busy_s, 8.0 if options.quick else 60.0, 1 if options.quick else 3
+            )
+    rows = [[row["intent"], row["chosen"], row["best"], f"{row['regret']:.1%}"] for row in chosen]
+    table(["intent", "chosen", "best measured", "regret"], rows)
+    for title, result in (("re-plan", replanned), ("harvest", harvested)):
+        table([title, ""], [[name, f"{value:.4g}"] for name, value in result.items()])
+    finish("deploy", options.device, {"choice": chosen, "re-plan": replanned, "harvest": harvested})
+
+
+if __name__ == "__main__":
+    main()

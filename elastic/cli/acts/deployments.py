@@ -1,0 +1,85 @@
+"""`elastic fleet deploy`, `intend` and `undeploy`: models beside a server's own, and what is wanted of them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of
+from elastic.cli.views.status_client import post
+
+DEPLOY_S = 1800.0
+"""How long the server may take: ranks load a model, and pack its variants."""
+
+
+def add_deploying(what: Any) -> tuple[ArgumentParser, ArgumentParser, ArgumentParser]:
+    """Add the sub-commands, whose options `complete_deploying` adds behind those of all."""
+    return (
+        what.add_parser("deploy", help="serve one more model, in the configuration that is best for an intent"),
+        what.add_parser("intend", help="want something else of a deployed model"),
+        what.add_parser("undeploy", help="end a deployed model"),
+    )
+
+
+def complete_deploying(deploy: ArgumentParser, intend: ArgumentParser, undeploy: ArgumentParser) -> None:
+    """Add the options of the sub-commands."""
+    deploy.add_argument("path", metavar="PATH", help="the model's directory, as the server finds it")
+    deploy.add_argument("--name", metavar="NAME", help="under which requests ask for it (its directory's)")
+    deploy.add_argument("--weights", metavar="NAMES", help="forms that it may have, as full,int8 (the server's)")
+    for each in (intend, undeploy):
+        each.add_argument("name", metavar="NAME", help="of the deployed model")
+    for each in (deploy, intend):
+        add_intent(each)
+    add_load(deploy)
+    intend.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    undeploy.add_argument("--now", action="store_true", help="do not wait until its requests have ended")
+
+
+def _deploy(url: str, token: str, options: Namespace) -> int:
+    body = {
+        "path": options.path,
+        "name": options.name,
+        "intent": _intent(options),
+        "load": {"prompt": options.prompt, "new": options.new_tokens, "rate": options.rate},
+        "weights": options.weights.split(",") if options.weights else None,
+    }
+    told = post(url, "/elastic/fleet/deploy", body, token, DEPLOY_S).get("deployed") or {}
+    print(f"{told.get('name')} serves as {told.get('configuration')}")
+    for stage in told.get("stages") or []:
+        first, last = stage["layers"]
+        print(f"  layers {first}-{last} on {', '.join(stage['devices'])}: {stage['nbytes']:,} bytes of each")
+    return 0
+
+
+def _intend(url: str, token: str, options: Namespace) -> int:
+    body = {"name": options.name, "intent": _intent(options), "dry_run": options.dry_run}
+    told = post(url, "/elastic/fleet/intend", body, token, DEPLOY_S).get("intended") or {}
+    for step in told.get("steps") or []:
+        print(_step(step))
+    did = "would take about" if options.dry_run else "took"
+    print(
+        f"{told.get('status')}: {told.get('before')} to {told.get('after')}; it {did} {told.get('seconds', 0.0):.1f} s"
+    )
+    if told.get("status") == "partial":
+        print(f"stopped: {told.get('why')}")
+    return 1 if told.get("status") == "partial" else 0
+
+
+def _undeploy(url: str, token: str, options: Namespace) -> int:
+    post(url, "/elastic/fleet/undeploy", {"name": options.name, "drain": not options.now}, token, DEPLOY_S)
+    print(f"{options.name} has ended")
+    return 0
+
+
+def _step(step: Mapping[str, Any]) -> str:
+    to = f" to {step['weights']}" if step.get("weights") else ""
+    return f"  {step['kind']} {', '.join(step['devices'])}{to}: {step.get('moved_bytes', 0):,} bytes of weights"
+
+
+def _intent(options: Namespace) -> dict[str, Any]:
+    intent = intent_of(options)
+    return {name: value for name, value in vars(intent).items() if value is not None}
+
+
+DEPLOYING = {"deploy": _deploy, "intend": _intend, "undeploy": _undeploy}

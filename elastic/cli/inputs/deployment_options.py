@@ -1,0 +1,84 @@
+"""The options of `elastic serve` that deploy its model by an intent, and let others be deployed beside it."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from elastic.cli.inputs.intent_options import add_intent, add_losses, intent_of, losses_of
+from elastic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic.cluster.deployment.deployments import Deployments
+    from elastic.planning.estimate.performance import Load
+
+_ALONE = ("intent", "latency", "cost", "quality_loss", "losses", "kind", "place_by", "weights", "rate", "harvest")
+"""Options that mean nothing without `--devices`."""
+_NOT_WITH = ("ranks", "place", "variants", "policy", "shards", "cores", "max_queue")
+"""Those that a deployment chooses, or does not have."""
+
+
+def add_deployments(command: ArgumentParser) -> None:
+    """Add the options of deployments."""
+    group = command.add_argument_group(
+        "deployments", "the configuration is chosen by an intent, and changes with it; models are deployed beside it"
+    )
+    group.add_argument(
+        "--devices", metavar="DEVICES", help="what all models may have: cuda:0=80GiB,cuda:1=80GiB, or cpu#a=1GiB"
+    )
+    group.add_argument("--kind", metavar="NAME", help="the data sheet of cuda:N, such as h100")
+    group.add_argument("--weights", metavar="NAMES", help="forms that models may have (full,int8,int4)")
+    group.add_argument("--rate", type=float, metavar="X", help="requests a second that the model is to be ready for")
+    group.add_argument(
+        "--place-by", choices=("hybrid", "packing", "least-loaded"), help="which devices are tried first (hybrid)"
+    )
+    group.add_argument("--harvest", action="store_true", help="measure models on devices that have little to do")
+    add_intent(command)
+    add_losses(command)
+
+
+def check_deployments(options: Namespace) -> None:
+    """Raise `ConfigError` for options that cannot work together."""
+    if options.devices is None:
+        given = next((name for name in _ALONE if getattr(options, name)), None)
+        if given is not None:
+            raise ConfigError(f"--{given.replace('_', '-')} is for deployments; say on what: --devices DEVICES")
+        return
+    given = next((name for name in _NOT_WITH if getattr(options, name)), None)
+    if given is not None:
+        raise ConfigError(
+            f"--{given.replace('_', '-')} does not go with --devices: an intent chooses the configuration"
+        )
+    intent_of(options)
+    losses_of(options)
+
+
+def make_deployments(options: Namespace) -> Deployments:
+    """Make the deployments, with nothing deployed yet."""
+    from elastic.cluster.deployment.deployments import WEIGHTS, Deployments
+
+    forms = WEIGHTS if options.weights is None else tuple(options.weights.split(","))
+    kv = "full" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    return Deployments(
+        options.devices,
+        kind=options.kind,
+        policy=options.place_by or "hybrid",
+        weights=forms,
+        kv=(kv,),
+        losses=losses_of(options),
+        fleet={"engine": {"grammars": "llguidance"}},  # each rank compiles them for itself
+        harvest=options.harvest,
+    )
+
+
+def first_load(options: Namespace) -> Load | None:
+    """Return the requests that the first model is to be ready for; None: as `Deployments.deploy` has it."""
+    from elastic.planning.estimate.performance import Load
+
+    return None if options.rate is None else Load(512, 128, options.rate)
+
+
+def model_path(options: Namespace) -> str:
+    """Return the model's directory, wherever ranks run."""
+    return os.path.abspath(str(options.model))

@@ -1,0 +1,69 @@
+"""The share of time in which ranks compute on devices, of the last two minutes and of the last seconds. (iServe, 6)"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from elastic.planning.deployment.devices import WINDOW_S
+
+NOW_S = 3.0
+"""Seconds that `recent` is about."""
+
+
+class BusyShares:
+    """Shares from seconds that ranks say they have computed, told about every second. Thread-safe."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._told: dict[tuple[str, str], deque[tuple[float, float]]] = {}  # (device, model) -> (when, seconds so far)
+        self._known: dict[tuple[str, str, str], float] = {}  # (device, model, rank) -> what it said last
+        self._lock = threading.Lock()
+
+    def tell(self, now_s: float, busy_s: Mapping[tuple[str, str, str], float]) -> None:
+        """Note how long each rank has computed since it began, by its device, its model and its name."""
+        with self._lock:
+            gained: dict[tuple[str, str], float] = {}
+            for (device, model, rank), seconds in busy_s.items():
+                more = max(0.0, seconds - self._known.get((device, model, rank), 0.0))
+                gained[device, model] = gained.get((device, model), 0.0) + more
+            self._known = dict(busy_s)
+            for key in gained.keys() | self._told.keys():
+                told = self._told.setdefault(key, deque())
+                told.append((now_s, told[-1][1] + gained.get(key, 0.0) if told else 0.0))
+                while len(told) > 2 and now_s - told[1][0] > self._window_s:
+                    told.popleft()
+
+    def shares(self, without: str = "") -> dict[str, float]:
+        """Return the share of the window in which ranks of each device computed, `without` a model's.
+
+        Several may compute at once.
+        """
+        return self._within(self._window_s, without)
+
+    def recent(self) -> dict[str, float]:
+        """Return the same of the last seconds."""
+        return self._within(NOW_S, "")
+
+    def settled(self, device: str) -> bool:
+        """Return whether a device was looked at for long enough to say how busy it is; one without ranks is idle."""
+        with self._lock:
+            told = [each for (name, _), each in self._told.items() if name == device]
+            return all(each[-1][0] - each[0][0] >= NOW_S for each in told)
+
+    def _within(self, seconds: float, without: str) -> dict[str, float]:
+        with self._lock:
+            shares = {device: 0.0 for device, _ in self._told}
+            for (device, model), told in self._told.items():
+                if model != without:
+                    shares[device] += _share(told, seconds)
+            return shares
+
+
+def _share(told: deque[tuple[float, float]], seconds: float) -> float:
+    last_s, total = told[-1]
+    begin_s, before = next(each for each in told if last_s - each[0] <= seconds)
+    if begin_s == last_s and len(told) > 1:
+        begin_s, before = told[-2]
+    return (total - before) / (last_s - begin_s) if last_s > begin_s else 0.0

@@ -1,0 +1,207 @@
+"""Which configuration a model gets for an intent, and on which devices, of those that a fleet can have. (iServe, 6)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic.estimation.estimate import Estimator
+from elastic.estimation.model_layout import ModelLayout, layout_of
+from elastic.estimation.options import ModelOption, options
+from elastic.estimation.profile import Profile
+from elastic.planning.deployment.assign import assign
+from elastic.planning.deployment.devices import DeviceState, Stage
+from elastic.planning.deployment.placing import Deployment, Refusal, place
+from elastic.planning.deployment.policies import THETA, PolicyName
+from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.devices import Device
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import Estimate, RankBytes
+
+HEADROOM = 2
+"""So many times the requests that run at a time on the average there is room for, where devices have it."""
+STEP_TOKENS = 512
+MOST_SHARDS = 4
+"""In so many parts layers are cut, at the most."""
+
+
+@dataclass(frozen=True)
+class FleetOption:
+    """A configuration as a fleet can have it; an `Option` of placements."""
+
+    option: ModelOption
+    begin_bytes: int
+    """Of a rank with all layers in full weights: so does one begin that shares layers, or has a part of them, later."""
+    shards: int = 1
+    """In so many parts layers are cut."""
+
+    @property
+    def configuration(self) -> Configuration:
+        """The degrees of parallelism, and the forms of weights, keys and values."""
+        return self.option.configuration
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the model."""
+        return self.option.layers
+
+    @property
+    def estimate(self) -> Estimate:
+        """With even stages on devices that have nothing else."""
+        own = self.option.estimate
+        return replace(own, why_not=own.why_not or unreachable(own.configuration))
+
+    def need(self, layers: range, requests: int) -> int:
+        """Return the bytes that a rank needs at any time, also before it shares layers."""
+        begin = self.begin_bytes if self.configuration.ranks > 1 else 0
+        return max(begin, self.held(layers, requests))
+
+    def held(self, layers: range, requests: int) -> int:
+        """Return the bytes that a rank needs as soon as it is as it is to be.
+
+        Beyond an estimate's, each part of the heads has pages of its own, and each rank requests of its own.
+        """
+        estimator, own = self.option.estimator, self.configuration
+        kv, tokens = estimator.kv_shape(own), estimator.load.tokens
+        whole, part = estimator.room(kv, own.tp, layers), estimator.room(kv, self.shards, layers)
+        parts = kv.parts(self.shards) // kv.parts(own.tp)
+        pages = parts * (part.pages(requests, tokens) + (own.ranks - 1) * part.pages(1, tokens))
+        more = (pages - whole.pages(requests, tokens)) * estimator.pages.page_bytes
+        return self.option.need(layers, requests) + math.ceil(more / (1 - estimator.copied_share(own, layers)))
+
+    def judge(self, stages: Sequence[Stage], requests: int) -> Estimate:
+        """Return what is expected of stages with room for so many requests."""
+        return self.option.judge(stages, requests)
+
+    def busy(self, stages: Sequence[Stage], requests: int) -> tuple[float, ...]:
+        """Return for each stage the share of time that it would compute."""
+        return self.option.busy(stages, requests)
+
+
+class Chooser:
+    """Chooses configurations of one model on devices of one kind. Not thread-safe.
+
+    `weights` and `kv` are the forms that it may have, `engine` the options of the engine of its ranks. Raises
+    `ConfigError` for a model that cannot be estimated.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        devices: Sequence[Device],
+        weights: Sequence[str],
+        kv: Sequence[str],
+        policy: PolicyName = "hybrid",
+        losses: Mapping[str, float] | None = None,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.devices, self.weights, self.kv, self.policy = devices, tuple(weights), tuple(kv), policy
+        self.losses = losses or {}
+        self._step_tokens = (engine or {}).get("max_batch_tokens", STEP_TOKENS)
+        self._block_tokens = (engine or {}).get("block_tokens")
+        self.profile: Profile | None = None
+        """What was measured of it; None: seconds of data sheets."""
+        self._dtype = torch.float32 if devices[0].kind.type == "cpu" else None
+        self._path = path
+
+    @cached_property
+    def layout(self) -> ModelLayout:
+        """The model without weights."""
+        return layout_of(self._path, self._dtype)
+
+    @cached_property
+    def shards(self) -> int:
+        """In how many parts layers are cut: as many as the most ranks that could share them."""
+        found = options(self.estimator(Load(1, 1)), "latency", (FULL,), (FULL,))
+        degrees = [each.configuration.tp for each in found if each.estimate.ranks]
+        return max((tp for tp in degrees if tp <= MOST_SHARDS), default=1)
+
+    def estimator(self, load: Load) -> Estimator:
+        """Return what estimates configurations for such requests."""
+        sizes = self._step_tokens, self._block_tokens
+        return Estimator(self.layout, self.devices, load, *sizes, 0, self.profile, losses=self.losses)
+
+    def bounded(self, load: Load) -> Load:
+        """Return a load whose requests are no longer than the model was made for."""
+        most = getattr(self.layout.config, "max_position_embeddings", None)
+        if not most or load.tokens <= most:
+            return load
+        prompt = min(load.prompt, max(1, most - min(load.new, most // 4)))
+        return replace(load, prompt=prompt, new=max(1, most - prompt))
+
+    def kept_bytes(self) -> int:
+        """Return what each rank keeps back, so that it can swap to any of the forms."""
+        pages = self.estimator(Load(1, 1)).pages
+        return max(pages.staging(name, 0) for name in self.weights) * pages.page_bytes
+
+    def options(self, load: Load, intent: Intent, kv: str | None = None) -> list[FleetOption]:
+        """Return all configurations, the best for the intent first; `kv`: only those with this form."""
+        estimator = self.estimator(load)
+        begin = self.rank_bytes(estimator, Configuration(), range(len(self.layout.decoder.layers)), 0, 1).used
+        found = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
+        return [FleetOption(each, begin, self.shards) for each in found]
+
+    def choose(
+        self,
+        load: Load,
+        intent: Intent,
+        states: Sequence[DeviceState],
+        kv: str | None = None,
+        stays: Collection[str] = (),
+    ) -> Deployment | Refusal:
+        """Return the best configuration that the devices have room for, and where it goes.
+
+        On devices that it `stays` on it goes where these suffice: nothing is gained by going elsewhere with it.
+        """
+        found = self.options(load, intent, kv)
+        placed = place(found, states, self.policy, THETA)
+        if isinstance(placed, Refusal):
+            return placed
+        chosen = next(each for each in found if each.configuration == placed.configuration)
+        again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA)
+        return settled(chosen, again if isinstance(again, Deployment) else placed, states)
+
+    def now(self, load: Load, intent: Intent, present: Deployment) -> Estimate:
+        """Return what is expected of a configuration that is there, with other requests or another intent.
+
+        It says why it cannot stay so; what it has may also be of no option any more, as where it was not measured.
+        """
+        found = self.options(load, intent, present.configuration.kv)
+        option = next(each for each in found if each.configuration == present.configuration)
+        return option.judge(present.stages, max(present.requests, option.estimate.running))
+
+    def rank_bytes(
+        self, estimator: Estimator, configuration: Configuration, layers: range, nbytes: int, running: int
+    ) -> RankBytes:
+        """Return what a rank has of so many bytes for each purpose."""
+        return estimator.rank(Device("", self.devices[0].kind, nbytes), layers, configuration, running)
+
+
+def unreachable(configuration: Configuration) -> str:
+    """Say why a fleet cannot have a configuration by its actions; "": it can."""
+    if configuration.tp > 1 and configuration.pp > 1:
+        return "ranks of a deployment share layers, or have stages, not both in this version"
+    if configuration.ranks > 1 and configuration.weights != FULL:
+        return "layers in a variant stay at a rank of their own in this version"
+    return ""
+
+
+def settled(chosen: FleetOption, placed: Deployment, states: Sequence[DeviceState]) -> Deployment:
+    """Return a deployment with what its ranks have when they are as they are to be, with more room where there is."""
+    own = [state for state in states if state.name in placed.devices]
+    requests = HEADROOM * placed.requests
+    roomy = assign(chosen, own, requests)
+    if isinstance(roomy, str):
+        roomy, requests = placed.stages, placed.requests
+    stages = tuple(replace(each, nbytes=chosen.held(each.layers, requests)) for each in roomy)
+    estimate = chosen.judge(stages, requests)
+    if not estimate.fits:
+        return placed
+    return replace(placed, stages=stages, requests=requests, estimate=estimate)

@@ -1,0 +1,305 @@
+"""One deployed model: its fleet, its configuration, and how that is changed while it serves. (iServe; I15)"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic.cluster.deployment.choice import Chooser
+from elastic.cluster.deployment.devices import DeviceBook
+from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
+from elastic.cluster.deployment.load_meter import LoadMeter
+from elastic.cluster.deployment.price import priced
+from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, Step
+from elastic.cluster.deployment.steps import same, steps_between, whole
+from elastic.cluster.deployment.transition import Transition, observed
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.errors import CapacityError, ElasticError
+from elastic.estimation.profiles.store import ProfileStore
+from elastic.planning.deployment.devices import Stage
+from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import Estimate
+
+
+class Deployed:
+    """A model on some of the devices. Its fleet is an engine. Changes wait for each other.
+
+    `fleet_options` are further ones of `Fleet`. Raises `ConfigError` for a model that cannot be estimated, and
+    `CapacityError` with the reasons where no configuration fits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        chooser: Chooser,
+        book: DeviceBook,
+        intent: Intent,
+        load: Load,
+        settings: Replanning,
+        fleet_options: Mapping[str, Any],
+        store: ProfileStore,
+    ) -> None:
+        self.name, self.path, self.intent, self.expected = name, path, intent, load
+        self.chooser = chooser
+        known = store.load(path, chooser.devices[0].kind.type)
+        if known is not None and set(chooser.weights) <= known.around.keys():
+            chooser.profile = known
+        self.changes = 0
+        self._book, self._settings = book, settings
+        self._lock = threading.RLock()  # one change at a time
+        self._kept_bytes = chooser.kept_bytes()
+        self._numbers = itertools.count()
+        self._ranks: dict[str, str] = {}
+        self._places: dict[str, str] = {}  # device -> the place of its rank
+        self._begin_s: float | None = None  # that ranks took to begin
+        self.meter = LoadMeter(load)
+        self.plan = self._fitting(load, intent)
+        self.fleet = self._make_fleet(dict(fleet_options))
+        self.hysteresis = Hysteresis(settings, time.monotonic())
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of weights that it may have."""
+        return self.chooser.weights
+
+    @property
+    def load(self) -> Load:
+        """The requests that it is planned for: those of the last minute, and no less than is expected."""
+        return self.chooser.bounded(self.meter.load)
+
+    @property
+    def ranks(self) -> dict[str, str]:
+        """Device -> the rank that is there."""
+        return dict(self._ranks)
+
+    def start(self) -> None:
+        """Start the ranks, and have them be as is planned. Raises what they raise; then nothing is left."""
+        with self._lock:
+            began_s = time.monotonic()
+            self.fleet.start()
+            self._begin_s = time.monotonic() - began_s
+            try:
+                names = sorted((rank.name for rank in self.fleet.status().ranks), key=lambda name: int(name[1:]))
+                self._ranks = dict(zip(self.plan.devices, names, strict=True))
+                for step in steps_between(whole(self.plan), self.plan):
+                    self._do(step, self.plan)
+            except BaseException:
+                self.stop(drain=False)
+                raise
+            self.hysteresis.changed(time.monotonic(), "it was deployed")
+
+    def stop(self, *, drain: bool = True) -> None:
+        """End its ranks, with `drain` when its requests have ended; what it had of devices is free then."""
+        self.fleet.stop(drain=drain)
+        self._book.release(self.name)
+
+    def observed(self) -> Configuration:
+        """Return the configuration that its ranks are in now, as they say."""
+        with self._lock:
+            seen = observed(self.fleet, [self._ranks[device] for device in self._ranks])
+            return replace(seen, kv=self.plan.configuration.kv)
+
+    def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
+        """Return what is expected of it as it is."""
+        found = self.chooser.now(load or self.load, intent or self.intent, self.plan)
+        lacking = self._lacking()
+        return replace(found, why_not=found.why_not or lacking)
+
+    def best(self, load: Load | None = None, intent: Intent | None = None) -> Deployment | Refusal:
+        """Return the best that it could be, if what it has of devices were free. Keys and values keep their form."""
+        states = self._book.states(self.name, self._kept_bytes)
+        kv = self.plan.configuration.kv
+        return self.chooser.choose(load or self.load, intent or self.intent, states, kv, self.plan.devices)
+
+    def change(self, intent: Intent, load: Load, why: str, *, dry_run: bool = False) -> Replanned:
+        """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
+
+        Raises `CapacityError` with the reasons where nothing fits; then it stays as it is, with the intent it had. One
+        that is stopped on the way is `partial`, and stays so until it is changed again.
+        """
+        with self._lock:
+            if self._replaced():
+                self.plan = whole(self.plan)
+            best = self.best(load, intent)
+            if isinstance(best, Refusal):
+                raise _refused(self.name, best)
+            steps = steps_between(self.plan, best)
+            told = priced(steps, self.chooser, self.plan.configuration, best, self._begin_s)
+            before, after = str(self.plan.configuration), str(best.configuration)
+            if dry_run:
+                seconds = sum(step.seconds for step in told)
+                moved = not same(self.plan, best)
+                return Replanned("planned" if moved else "unchanged", before, after, told, why, seconds, _moved(told))
+            self.intent = intent
+            if not told:
+                self.hysteresis.changed(time.monotonic(), why)
+                return Replanned("unchanged", before, after, (), why)
+            return self._carry_out(best, told, why)
+
+    def look(self, now_s: float) -> Replanned | None:
+        """Look whether it should change by itself, and do that; None: it stays as it is."""
+        with self._lock:
+            self.meter.tell(now_s, self.fleet.counters.read())
+            if self._replaced():
+                wanted, self.plan = self.plan, whole(self.plan)
+                return self._carry_out(wanted, steps_between(self.plan, wanted), "a rank was lost, and replaced")
+            present, best = self.estimate(), self.best()
+            moved = isinstance(best, Deployment) and not (present.fits and same(self.plan, best))
+            if not self.hysteresis.look(now_s, present, best, self.intent, moved=moved):
+                return None
+            return self.change(self.intent, self.load, self.hysteresis.reason)
+
+    def status(self) -> DeploymentStatus:
+        """Return what it is."""
+        stages = tuple(
+            StageStatus((stage.layers[0], stage.layers[-1]), stage.devices, stage.nbytes) for stage in self.plan.stages
+        )
+        return DeploymentStatus(
+            self.name,
+            self.path,
+            str(self.plan.configuration),
+            stages,
+            self.intent,
+            self.load,
+            self.plan.estimate,
+            self.hysteresis.reason,
+            self.changes,
+        )
+
+    # -- inside
+
+    def _fitting(self, load: Load, intent: Intent) -> Deployment:
+        found = self.chooser.choose(load, intent, self._book.states(self.name, self._kept_bytes))
+        if isinstance(found, Refusal):
+            raise _refused(self.name, found)
+        return found
+
+    def _make_fleet(self, options: dict[str, Any]) -> Fleet:
+        engine = {"kv_cache_dtype": "auto" if self.plan.configuration.kv == FULL else self.plan.configuration.kv}
+        self._reserve_all(self.plan.devices)
+        return Fleet(
+            self.path,
+            ranks=[[self._place(device)] for device in self.plan.devices],
+            shards=self.chooser.shards,
+            wrap={"variants": tuple(form for form in self.forms if form != FULL), **options.pop("wrap", {})},
+            engine={**engine, **options.pop("engine", {})},
+            **options,
+        )
+
+    def _replaced(self) -> bool:
+        """See which ranks have taken the place of lost ones, and return whether any has: it begins with all layers."""
+        there = {rank.name: rank.places for rank in self.fleet.status().ranks if rank.state == "serving"}
+        before = dict(self._ranks)
+        for device, rank in before.items():
+            if rank not in there:
+                new = (name for name, places in there.items() if places == (self._places[device],))
+                self._ranks[device] = next(new, rank)
+        return self._ranks != before
+
+    def _place(self, device: str) -> str:
+        """Return a place on a device of its own, with all that is free there."""
+        base, _, label = device.partition("#")
+        slug = re.sub(r"\W", "_", self.name, flags=re.ASCII)
+        own = f"{label}_{slug}_{next(self._numbers)}".lstrip("_")
+        self._places[device] = f"{base}#{own}={self._book.free(self.name)[device]}"
+        return self._places[device]
+
+    def _reserve_all(self, devices: Sequence[str]) -> None:
+        """Have all that is free on some devices, as ranks that begin or change need more than they keep."""
+        free = self._book.free(self.name)
+        self._book.reserve(self.name, {**self._book.reserved(self.name), **{name: free[name] for name in devices}})
+
+    def _carry_out(self, best: Deployment, steps: Sequence[Step], why: str) -> Replanned:
+        began_s, before = time.monotonic(), self.plan
+        try:
+            self._reserve_all([*self.plan.devices, *best.devices])
+            for step in steps:
+                self._do(step, best)
+        except ElasticError as error:
+            self._stay(before)
+            self.hysteresis.changed(time.monotonic(), f"stopped on the way to {best.configuration}: {error}")
+            seconds = time.monotonic() - began_s
+            return Replanned(
+                "partial", str(before.configuration), str(self.plan.configuration), tuple(steps), str(error), seconds
+            )
+        moved = not same(before, best)
+        self.plan = best
+        self.changes += moved
+        self.hysteresis.changed(time.monotonic(), why)
+        return Replanned(
+            "applied" if moved else "unchanged",
+            str(before.configuration),
+            str(best.configuration),
+            tuple(steps),
+            why,
+            time.monotonic() - began_s,
+            _moved(steps),
+        )
+
+    def _do(self, step: Step, wanted: Deployment) -> None:
+        transition = Transition(self.fleet, self._ranks, self._place)
+        if step.kind == "limit":
+            self._limit(transition, wanted)
+            return
+        if step.kind in ("part", "share", "drop"):  # keys and values are copied: for that, there is more room
+            for device in self._ranks:
+                transition.limit(device, None)
+        transition.do(step)
+
+    def _limit(self, transition: Transition, wanted: Deployment) -> None:
+        """Give ranks what they are to have for keys and values, and give the rest of the devices back."""
+        estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
+        reserved = {}
+        if wanted.configuration.ranks > 1:  # limits of a group are its own, and follow from the places of its ranks
+            self._book.reserve(self.name, {device: transition.budget(device) for device in wanted.devices})
+            return
+        for stage in wanted.stages:
+            for device in stage.devices:
+                share = self.chooser.rank_bytes(
+                    estimator, wanted.configuration, stage.layers, stage.nbytes, wanted.requests
+                )
+                others = transition.held_bytes(device) + share.activations + share.copied
+                kv_bytes = max(0, min(share.kv, free[device] - others))
+                transition.limit(device, kv_bytes)
+                reserved[device] = others + kv_bytes
+        self._book.reserve(self.name, reserved)
+
+    def _stay(self, before: Deployment) -> None:
+        """Have the plan say what there is, where a change was stopped on the way."""
+        seen = self.observed()
+        if seen == before.configuration and set(self._ranks) == set(before.devices):
+            return
+        if seen.ranks == 1:
+            every = range(before.stages[-1].layers.stop)
+            stages = tuple(Stage(every, (device,), 0) for device in self._ranks)
+            self.plan = replace(before, configuration=seen, stages=stages)
+
+    def _lacking(self) -> str:
+        """Say on which device others, or nobody, left too little for it; "" where that is not so."""
+        free = self._book.free(self.name)
+        reserved = self._book.reserved(self.name)
+        short = next((name for name, nbytes in reserved.items() if nbytes > free.get(name, 0)), None)
+        return f"{short} has {free.get(short, 0):,} bytes for it, of {reserved[short]:,}" if short is not None else ""
+
+
+def _moved(steps: Sequence[Step]) -> int:
+    return sum(step.moved_bytes for step in steps)
+
+
+def _refused(name: str, refusal: Refusal) -> CapacityError:
+    reasons = "; ".join(f"{configuration}: {why}" for configuration, why in refusal.reasons[:4])
+    return CapacityError(
+        f"{name!r} has no place: {refusal}. ({reasons}) Give it devices, an intent with other bounds, or less load",
+        requested_bytes=0,
+        free_bytes=0,
+        total_bytes=0,
+    )

@@ -1,0 +1,280 @@
+"""`Deployments`: several models on the same devices, each as its intent wants it. (iServe, section 4.2)"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from elastic.cluster.deployment.choice import Chooser
+from elastic.cluster.deployment.deployed import Deployed
+from elastic.cluster.deployment.devices import DeviceBook
+from elastic.cluster.deployment.harvest import Harvester
+from elastic.cluster.deployment.hysteresis import Replanning
+from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
+from elastic.cluster.fleet.fleet import Fleet
+from elastic.config import parse_bytes
+from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.estimation.device_list import parse_devices
+from elastic.estimation.profile import Profile
+from elastic.estimation.profiles.store import ProfileStore
+from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.deployment.policies import PolicyName, preferred
+from elastic.planning.estimate.configuration import FULL
+from elastic.planning.estimate.devices import Device
+from elastic.planning.estimate.intent import Intent, Objective
+from elastic.planning.estimate.performance import Load
+
+logger = logging.getLogger(__name__)
+WEIGHTS = (FULL, "int8", "int4")
+_open: weakref.WeakSet[Deployments] = weakref.WeakSet()
+
+
+class Deployments:
+    """Models on devices that they share. `deploy` one, ask for its fleet by its name, and change what is wanted of it.
+
+    `devices` are places with what all models together may have there ("cuda:0=80GiB", of the data sheet `kind`;
+    "cpu#a=1GiB"), separated by commas in text; all are of one kind. `policy` places models: "hybrid", "packing" or
+    "least-loaded". `weights` and `kv` are the forms that models may get unless `deploy` says others; `losses` say by
+    how much a form raises the mean loss of a token, for intents that bound it. `launch` is that of each fleet, `fleet`
+    has further options of `Fleet`. `replanning` says when deployments change by themselves; None: only when told. With
+    `harvest` models are measured on devices that have little to do; what is found is kept in `store` (beside the
+    checkpoint unless it says otherwise), and estimates are made of it. Nothing runs before `start`, or `with`.
+    """
+
+    def __init__(
+        self,
+        devices: str | Sequence[str | Device],
+        *,
+        kind: str | None = None,
+        policy: PolicyName = "hybrid",
+        weights: Sequence[str] = WEIGHTS,
+        kv: Sequence[str] = (FULL,),
+        losses: Mapping[str, float] | None = None,
+        launch: str = "local",
+        fleet: Mapping[str, Any] | None = None,
+        replanning: Replanning | None = Replanning(),  # noqa: B008  (frozen)
+        harvest: bool = False,
+        store: ProfileStore | None = None,
+    ) -> None:
+        found = parse_devices(devices, kind)
+        kinds = {device.kind.name for device in found}
+        if len(kinds) > 1:
+            raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: deployments are for devices of one kind")
+        preferred((), policy)
+        self._book, self._policy, self._losses = DeviceBook(found), policy, losses
+        self._weights, self._kv = tuple(weights), tuple(kv)
+        self._fleet_options = {"launch": launch, **(fleet or {})}
+        self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
+        self._harvester = Harvester(self._book, self._store, self._measured) if harvest else None
+        self._watches = replanning is not None
+        self._deployed: dict[str, Deployed] = {}
+        self._lock = threading.RLock()  # of changes
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look after deployments. Raises `StateError` where that was done before."""
+        if self._thread is not None:
+            raise StateError("these deployments were started before; make new ones")
+        _open.add(self)
+        self._thread = threading.Thread(target=self._run, name="elastic-deployments", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True) -> None:
+        """End all deployments; with `drain` when their requests have ended. Can be called twice."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            if self._harvester is not None:
+                self._harvester.stop()
+            for name in list(self._deployed):
+                self._deployed.pop(name).stop(drain=drain)
+        _open.discard(self)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __getitem__(self, name: str) -> Fleet:
+        """Return the fleet of a deployment: an engine. Raises `ConfigError` for an unknown name."""
+        return self._named(name).fleet
+
+    # -- what is wanted
+
+    def deploy(
+        self,
+        path: str | Path,
+        intent: Intent | Objective = "cost",
+        *,
+        name: str | None = None,
+        load: Load | None = None,
+        weights: Sequence[str] | None = None,
+        kv: Sequence[str] | None = None,
+        fleet: Mapping[str, Any] | None = None,
+    ) -> DeploymentStatus:
+        """Serve the model of a directory, in the configuration that is best for an intent; return when it serves.
+
+        Its name is that of the directory, unless it is said. `load` are the requests that it is to be ready for (None:
+        one at a time, of 512 tokens that get 128); what is measured counts where it is more. `weights` and `kv` are the
+        forms that it may have, the others are never chosen; `fleet` has further options of its `Fleet`.
+
+        Raises `ConfigError` for what is no model, for a name that is taken, and what ranks raise; `CapacityError` with
+        the reasons of each configuration where none fits.
+        """
+        name = name or Path(path).resolve().name
+        wanted = Intent.of(intent)
+        with self._lock:
+            self._require_open()
+            if name in self._deployed:
+                raise ConfigError(f"{name!r} is deployed; give another name, or change it with intend({name!r}, ...)")
+            devices = [*self._book.devices.values()]
+            options = {**self._fleet_options, **(fleet or {})}
+            forms = weights or self._weights, kv or self._kv
+            chooser = Chooser(path, devices, *forms, self._policy, self._losses, options.get("engine"))
+            expected = load or chooser.bounded(Load(512, 128))
+            try:
+                deployed = Deployed(
+                    name, str(path), chooser, self._book, wanted, expected, self._replanning, options, self._store
+                )
+                deployed.start()
+            except BaseException:
+                self._book.release(name)
+                raise
+            self._deployed[name] = deployed
+            return deployed.status()
+
+    def intend(
+        self,
+        name: str,
+        intent: Intent | Objective | None = None,
+        *,
+        load: Load | None = None,
+        dry_run: bool = False,
+    ) -> Replanned:
+        """Want something else of a deployment, or be ready for other requests; return when it is as is best for that.
+
+        Its requests go on meanwhile, and none is lost. With `dry_run` nothing is done: the answer says what would be,
+        and about what it takes. Raises `ConfigError` for an unknown name, `CapacityError` where nothing fits; then it
+        stays as it is.
+        """
+        with self._lock:
+            deployed = self._named(name)
+            wanted = deployed.intent if intent is None else Intent.of(intent)
+            if load is not None and not dry_run:
+                deployed.meter.expect(load)
+            expected = load if load is not None else deployed.load
+            return deployed.change(wanted, expected, f"the intent is {describe(wanted)}", dry_run=dry_run)
+
+    def plan(self, name: str) -> Deployment | Refusal:
+        """Return what would be best for a deployment as things are now, whether or not it is that."""
+        return self._named(name).best()
+
+    def remove(self, name: str, *, drain: bool = True) -> None:
+        """End a deployment; with `drain` when its requests have ended. Raises `ConfigError` for an unknown name."""
+        with self._lock:
+            deployed = self._named(name)
+            del self._deployed[name]
+            deployed.stop(drain=drain)
+
+    def resize(self, device: str, memory: int | str) -> None:
+        """Have more or less of a device from now on (bytes, or such as "1GiB"); deployments change when they must, or
+        when that is better. Raises `ConfigError` for an unknown device."""
+        self._book.resize(device, parse_bytes(memory, option=f"memory of {device}"))
+
+    # -- how it is
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of what is deployed."""
+        return tuple(self._deployed)
+
+    def status(self) -> tuple[DeploymentStatus, ...]:
+        """Return what is deployed."""
+        return tuple(deployed.status() for deployed in list(self._deployed.values()))
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """Return the devices, with what is free there and how busy they are."""
+        free, shares = self._book.free(), self._book.busy.shares()
+        guests = self._harvester.at if self._harvester is not None else {}
+        return tuple(
+            DeviceStatus(
+                name,
+                self._book.memory(name),
+                free[name],
+                shares.get(name, 0.0),
+                tuple(who for who in self._book.models(name) if who in self._deployed),
+                guests.get(name, ""),
+            )
+            for name in self._book.devices
+        )
+
+    # -- inside
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._replanning.tick_s):
+            now_s = time.monotonic()
+            deployed = list(self._deployed.values())
+            self._book.busy.tell(now_s, _busy_s(deployed))
+            with self._lock:
+                if self._harvester is not None:
+                    self._harvester.tick(now_s, list(self._deployed.values()))
+                for each in list(self._deployed.values()) if self._watches else ():
+                    self._look(each, now_s)
+
+    def _look(self, deployed: Deployed, now_s: float) -> None:
+        try:
+            changed = deployed.look(now_s)
+        except ElasticError as error:  # it serves on as it is
+            logger.warning("deployment %s cannot be planned anew: %s", deployed.name, error)
+            return
+        if changed is not None:
+            logger.info("%s: %s to %s, %s", deployed.name, changed.before, changed.after, changed.why)
+
+    def _measured(self, name: str, profile: Profile) -> None:
+        if name in self._deployed:
+            self._deployed[name].chooser.profile = profile
+
+    def _named(self, name: str) -> Deployed:
+        if name not in self._deployed:
+            raise ConfigError(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
+        return self._deployed[name]
+
+    def _require_open(self) -> None:
+        if self._thread is None or self._ended.is_set():
+            raise StateError("start the deployments first, or make new ones: `with elastic.Deployments(...) as fleet`")
+
+
+def describe(intent: Intent) -> str:
+    """Return an intent in words."""
+    bounds = {"latency, s": intent.latency_s, "GiB s": intent.cost, "nats of loss": intent.quality_loss}
+    kept = [f"at most {value:g} {name}" for name, value in bounds.items() if value is not None]
+    return ", ".join([f"the least {intent.objective}", *kept])
+
+
+def _busy_s(deployed: Sequence[Deployed]) -> dict[tuple[str, str, str], float]:
+    """Return for how long each rank has computed, by its device, model and name."""
+    told = {}
+    for each in deployed:
+        for device, rank in each.ranks.items():
+            try:
+                told[device, each.name, rank] = each.fleet.look(rank).times.busy_s
+            except ElasticError:  # it has just gone
+                continue
+    return told
+
+
+def _stop_all() -> None:
+    for deployments in list(_open):
+        deployments.stop(drain=False)
+
+
+atexit.register(_stop_all)

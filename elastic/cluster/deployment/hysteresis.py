@@ -1,0 +1,77 @@
+"""When a deployment changes its configuration by itself: not for a moment's load, nor back and forth. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.config import require
+from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.ranking import Estimate
+
+
+@dataclass(frozen=True)
+class Replanning:
+    """When deployments are planned anew. Seconds are of the wall clock."""
+
+    tick_s: float = 1.0
+    """Between two looks."""
+    better: float = 0.15
+    """By so much of what the intent wants small another configuration must be better,"""
+    patience_s: float = 10.0
+    """for so long. As long a configuration that keeps the intent or serves the load no more is waited for;"""
+    dwell_s: float = 60.0
+    """and for so long a configuration stays that does both."""
+
+    def __post_init__(self) -> None:
+        require(self.tick_s > 0, "tick_s", self.tick_s, "above 0")
+        require(0 <= self.better < 1, "better", self.better, "at least 0, and below 1")
+        require(self.patience_s >= 0, "patience_s", self.patience_s, "at least 0")
+        require(self.dwell_s >= 0, "dwell_s", self.dwell_s, "at least 0")
+
+
+class Hysteresis:
+    """Says of one deployment, look after look, whether it is to change. Times are seconds of one clock."""
+
+    def __init__(self, settings: Replanning, now_s: float) -> None:
+        self._settings = settings
+        self._changed_s = self._since_s = now_s  # since: when what is wished now was wished first
+        self._wish = ""
+        self.reason = "it was deployed"
+        """What was said last."""
+
+    def look(self, now_s: float, present: Estimate, best: Deployment | Refusal, intent: Intent, *, moved: bool) -> bool:
+        """Return whether to change to `best` now. `moved`: whether that differs from what there is."""
+        wish = _wish(present, best, intent, self._settings.better) if moved else ""
+        if wish != self._wish:
+            self._wish, self._since_s = wish, now_s
+        waited_s = now_s - self._since_s
+        self.reason = _words(wish, present, best, waited_s)
+        rested = wish == _UNFIT or now_s - self._changed_s >= self._settings.dwell_s
+        return bool(wish) and rested and waited_s >= self._settings.patience_s
+
+    def changed(self, now_s: float, why: str) -> None:
+        """Note that it was changed, or that this was tried."""
+        self._changed_s = self._since_s = now_s
+        self._wish, self.reason = "", why
+
+
+def _wish(present: Estimate, best: Deployment | Refusal, intent: Intent, better: float) -> str:
+    """Return why it should change, in a word; "": it should not."""
+    if isinstance(best, Refusal):
+        return ""
+    if not present.fits:
+        return _UNFIT
+    mine, other = present.value(intent.objective), best.estimate.value(intent.objective)
+    return _BETTER if other < (1 - better) * mine else ""
+
+
+def _words(wish: str, present: Estimate, best: Deployment | Refusal, waited_s: float) -> str:
+    """Say what was seen."""
+    if not wish or isinstance(best, Refusal):
+        return f"it stays: {present.why_not}, and nothing else fits" if not present.fits else "nothing is much better"
+    own = f"{present.configuration} cannot stay: {present.why_not}" if wish == _UNFIT else "another one is better"
+    return f"{own}; {best.configuration} could be instead, for {waited_s:.0f} s now"
+
+
+_UNFIT, _BETTER = "unfit", "better"

@@ -1,0 +1,43 @@
+"""The requests that a deployment gets, as estimates want them: how many a second, and how long."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from elastic.controller.snapshot import RequestStats
+from elastic.planning.estimate.performance import Load
+
+WINDOW_S, LEAST_S = 60.0, 10.0
+"""Over how much time requests are counted, and the least that says something of their rate."""
+
+
+class LoadMeter:
+    """The load of the last minute, from counts since the start. One thread's at a time."""
+
+    def __init__(self, expected: Load) -> None:
+        self._expected = expected
+        self._told: deque[tuple[float, RequestStats]] = deque()
+
+    def expect(self, load: Load) -> None:
+        """Have another load be what is to be ready for."""
+        self._expected = load
+
+    def tell(self, now_s: float, stats: RequestStats) -> None:
+        """Note the counts of this moment."""
+        self._told.append((now_s, stats))
+        while now_s - self._told[0][0] > WINDOW_S:
+            self._told.popleft()
+
+    @property
+    def load(self) -> Load:
+        """The load that was measured, and no less than is expected: nor a lower rate, nor shorter requests."""
+        if len(self._told) < 2:
+            return self._expected
+        (since_s, before), (now_s, after) = self._told[0], self._told[-1]
+        arrived, ended = after.arrived - before.arrived, after.completed - before.completed
+        if now_s - since_s < LEAST_S or not arrived:
+            return self._expected
+        prompt = round((after.prompt_tokens - before.prompt_tokens) / arrived)
+        new = round((after.generated_tokens - before.generated_tokens) / ended) if ended else 0
+        least = self._expected
+        return Load(max(least.prompt, prompt), max(least.new, new), max(least.rate, arrived / (now_s - since_s)))

@@ -1,0 +1,50 @@
+"""What the steps of a change take: bytes of weights, and seconds, about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic.cluster.deployment.choice import Chooser
+from elastic.cluster.deployment.status import Step
+from elastic.cluster.fleet.overload.offers import START_S
+from elastic.controller.policies.action_costs import ActionCosts
+from elastic.planning.deployment.placing import Deployment
+from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.planning.estimate.performance import Load
+from elastic.types import Restore, Swap
+
+
+def priced(
+    steps: Sequence[Step], chooser: Chooser, now: Configuration, wanted: Deployment, begin_s: float | None
+) -> tuple[Step, ...]:
+    """Return steps with the bytes of weights that they read or copy, and about the seconds that they take.
+
+    `begin_s`: what ranks took to begin; None: it is assumed. What keys and values are copied depends on the requests of
+    that moment, and is not counted.
+    """
+    pages = chooser.estimator(Load(1, 1)).pages
+    layers = range(len(chooser.layout.decoder.layers))
+
+    def nbytes(weights: str) -> int:
+        return pages.layers(layers, weights, 1) * pages.page_bytes
+
+    def one(step: Step) -> Step:
+        count = len(step.devices)
+        match step.kind:
+            case "add":
+                return replace(step, moved_bytes=count * nbytes(FULL), seconds=START_S if begin_s is None else begin_s)
+            case "swap":
+                return _moving(step, count * nbytes(step.weights), Swap)
+            case "restore":
+                return _moving(step, count * nbytes(FULL), Restore)
+            case "part" if now.ranks > 1:
+                return _moving(step, round((now.ranks - 1) * nbytes(FULL)), Restore)
+        return step
+
+    return tuple(one(step) for step in steps)
+
+
+def _moving(step: Step, nbytes: int, action: type) -> Step:
+    cost = ActionCosts().of(action)
+    return replace(step, moved_bytes=nbytes, seconds=cost.byte_s * nbytes + cost.pause_s)

@@ -1,0 +1,92 @@
+"""What deployments say of themselves: frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import Estimate
+
+StepKind = Literal["add", "part", "restore", "swap", "remove", "share", "drop", "limit"]
+"""`add`, `remove`: a rank. `part`: ranks compute whole models again. `restore`, `swap`: the form of all layers.
+`share`: ranks share every layer. `drop`: each keeps the layers of a stage. `limit`: what the KV cache may have."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do on the way to another configuration."""
+
+    kind: StepKind
+    devices: tuple[str, ...]
+    """Whose ranks it is about."""
+    layers: tuple[range, ...] = ()
+    """`drop`: those that each rank keeps."""
+    weights: str = ""
+    """`swap`: the variant."""
+    moved_bytes: int = 0
+    """Bytes of weights that are read or copied, about."""
+    seconds: float = 0.0
+    """About how long it takes; requests are served meanwhile."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """What a change of a deployment came to, or would come to."""
+
+    status: Literal["applied", "planned", "unchanged", "partial"]
+    """`planned`: a dry run. `partial`: it was stopped on the way, and serves on as it is."""
+    before: str
+    """The configuration."""
+    after: str
+    steps: tuple[Step, ...] = ()
+    why: str = ""
+    seconds: float = 0.0
+    """Planned: about; applied: that it took."""
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """Adjacent layers, and what their ranks take."""
+
+    layers: tuple[int, int]
+    """The first and the last one."""
+    devices: tuple[str, ...]
+    nbytes: int
+    """Of each device, with the KV cache."""
+
+
+@dataclass(frozen=True)
+class DeploymentStatus:
+    """A model that is deployed."""
+
+    name: str
+    path: str
+    configuration: str
+    stages: tuple[StageStatus, ...]
+    intent: Intent
+    load: Load
+    """The requests that it was planned for last."""
+    estimate: Estimate = field(repr=False)
+    """Of the configuration, with these requests."""
+    reason: str
+    """What re-planning said last."""
+    changes: int
+    """How many times its configuration has changed."""
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """A device that deployments share."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    """That no deployment has reserved."""
+    load: float
+    """The share of the last two minutes in which ranks computed there."""
+    models: tuple[str, ...]
+    guest: str = ""
+    """Of which model fingerprints are measured there now."""

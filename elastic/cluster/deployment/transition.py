@@ -1,0 +1,110 @@
+"""A deployment's fleet, changed step by step while it serves: each step is a verb of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from elastic.cluster.control.messages import RuntimeView
+from elastic.cluster.deployment.status import Step
+from elastic.cluster.fleet.groups.results import Exchanged, GroupStatus
+from elastic.errors import StateError
+from elastic.planning.estimate.configuration import FULL, Configuration
+from elastic.types import Action, ResizeKV, Restore, Swap
+
+WHY = "the deployment changes its configuration"
+
+
+class Verbs(Protocol):
+    """What is asked of a fleet."""
+
+    def add(self, places: Sequence[str] | None = ...) -> str: ...
+    def remove(self, name: str) -> None: ...
+    def look(self, rank: str) -> RuntimeView: ...
+    def apply(self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = ..., why: str = ...) -> Any: ...
+    def reshard(self, instances: str | Sequence[str], *, tp: int, why: str = ...) -> Exchanged: ...
+    def drop(self, *, layers: Mapping[str, Sequence[int]], why: str = ...) -> Exchanged: ...
+    def restore(self, rank: str | None = ..., *, why: str = ...) -> Exchanged: ...
+    def groups(self) -> tuple[GroupStatus, ...]: ...
+
+
+class Transition:
+    """Does steps with a fleet. `ranks` says which rank is on which device, and is kept up to date.
+
+    `place` gives the place of a new rank on a device, as text.
+    """
+
+    def __init__(self, fleet: Verbs, ranks: MutableMapping[str, str], place: Callable[[str], str]) -> None:
+        self._fleet, self._ranks, self._place = fleet, ranks, place
+
+    def do(self, step: Step) -> None:
+        """Do one step; requests are served meanwhile. Raises what the verbs do, and `StateError` for one that cannot
+        be done now."""
+        ranks = [self._ranks[device] for device in step.devices if device in self._ranks]
+        match step.kind:
+            case "add":
+                for device in step.devices:
+                    self._ranks[device] = self._fleet.add([self._place(device)])
+            case "remove":
+                for device, rank in zip(step.devices, ranks, strict=True):
+                    self._fleet.remove(rank)
+                    del self._ranks[device]
+            case "part":
+                self._part(ranks)
+            case "restore" | "swap":
+                for rank in ranks:
+                    layers = tuple(range(self._fleet.look(rank).status.layers))
+                    action = Swap(layers, step.weights) if step.kind == "swap" else Restore(layers)
+                    self._fleet.apply(rank, (action,), why=WHY)
+            case "share":
+                _require(self._fleet.reshard(ranks, tp=len(ranks), why=WHY))
+            case "drop":
+                every = range(step.layers[-1].stop)
+                gone = {
+                    rank: [n for n in every if n not in kept] for rank, kept in zip(ranks, step.layers, strict=True)
+                }
+                _require(self._fleet.drop(layers=gone, why=WHY))
+
+    def limit(self, device: str, kv_bytes: int | None) -> None:
+        """Have the KV cache of a rank be so large at the most; None: as large as its place allows."""
+        rank = self._ranks[device]
+        place = self._fleet.look(rank).status.places[0].name
+        self._fleet.apply(rank, (ResizeKV(place, kv_bytes),), why=WHY)
+
+    def held_bytes(self, device: str) -> int:
+        """Return what a rank holds in pages besides keys and values."""
+        owners = self._fleet.look(self._ranks[device]).status.places[0].owners
+        return sum(nbytes for owner, nbytes in owners.items() if owner != "kv")
+
+    def budget(self, device: str) -> int:
+        """Return the size of the place of a rank."""
+        budget: int = self._fleet.look(self._ranks[device]).status.places[0].budget_bytes
+        return budget
+
+    def _part(self, ranks: Sequence[str]) -> None:
+        for group in self._fleet.groups():
+            members = [name for name in group.members if name in ranks]
+            if members and group.tp > 1:
+                _require(self._fleet.reshard(members, tp=1, why=WHY))
+            elif members:
+                _require(self._fleet.restore(members[0], why=WHY))
+
+
+def observed(fleet: Verbs, ranks: Sequence[str]) -> Configuration:
+    """Return the configuration that a fleet is in: what its ranks share and hold, and the form of their layers.
+
+    Keys and values are not looked at. Of layers in several forms it is the last one's.
+    """
+    groups = [group for group in fleet.groups() if set(group.members) & set(ranks)]
+    tp = max((group.tp for group in groups), default=1)
+    staged = [group for group in groups if group.tp == 1 and any(group.dropped.values())]
+    pp = max((len(group.members) for group in staged), default=1)
+    view = fleet.look(ranks[0])
+    forms = [homes[0].variant for homes in view.status.residencies.values()]
+    weights = next((form for form in reversed(forms) if form in view.variants), FULL)
+    return Configuration(tp, pp, weights)
+
+
+def _require(done: Exchanged) -> None:
+    if done.status != "applied":
+        raise StateError(f"layers did not change their rank ({done.status}): {done.why}; try again later")

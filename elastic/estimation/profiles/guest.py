@@ -1,0 +1,110 @@
+"""The guest: a process that measures fingerprints of a model beside what is served there. (iServe, sections 4.2, 8.6)
+
+It has the lowest priority, and computes for a share of its time only: behind each batch it sleeps. What it measured is
+one line of JSON on its output. It ends with whoever started it; who wants it to end kills it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from elastic.errors import ConfigError, ElasticError
+from elastic.estimation.model_layout import layout_of
+from elastic.estimation.profile import Profile, fingerprint_bytes, measure_fingerprints
+from elastic.estimation.profiles.store import from_json, to_json
+from elastic.planning.estimate.configuration import FULL
+
+SHARE = 0.2
+"""Of its time that it computes."""
+STEP_TOKENS = 256
+"""New tokens of a batch that it measures, at the most: a long one would have others wait."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Guest:
+    """A process that measures; `ended` looks whether it has."""
+
+    def __init__(self, model: str | Path, weights: Sequence[str], device: str, *, context: int, share: float) -> None:
+        arguments = [str(model), *weights, "--device", device, "--context", str(context), "--share", str(share)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "elastic.estimation.profiles.guest", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._cancelled = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process.poll() is not None
+
+    def result(self) -> Profile:
+        """Return what it measured, when it has ended. Raises `ConfigError` with its reason, if it measured nothing."""
+        text = "" if self._cancelled else self._process.communicate()[0]
+        try:
+            content = json.loads(text.splitlines()[-1])
+        except (ValueError, IndexError):
+            raise ConfigError(f"the guest that measures ended with code {self._process.returncode}") from None
+        if "error" in content:
+            raise ConfigError(str(content["error"]))
+        return from_json(content)
+
+    def cancel(self) -> None:
+        """End it at once; its memory is free then."""
+        self._cancelled = True
+        self._process.kill()
+        self._process.communicate()
+
+
+def guest_bytes(model: str | Path, weights: Sequence[str], context: int) -> int:
+    """Return the memory that the largest fingerprint takes in the engine. Raises `ConfigError`."""
+    layout = layout_of(model, torch.float32)
+    tokens = context + STEP_TOKENS
+    return max(fingerprint_bytes(layout, kind, name, tokens) for kind in layout.kinds for name in weights)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description="measure fingerprints beside what is served")
+    parser.add_argument("model")
+    parser.add_argument("weights", nargs="*", default=[FULL])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--share", type=float, default=SHARE)
+    options = parser.parse_args()
+    os.nice(19)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    share = options.share
+    try:
+        found = to_json(
+            measure_fingerprints(
+                options.model,
+                options.weights,
+                device=options.device,
+                context=options.context,
+                step_tokens=STEP_TOKENS,
+                pace=lambda seconds: time.sleep(seconds * (1 - share) / share),
+            )
+        )
+    except ElasticError as error:
+        found = {"error": str(error)}
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,61 @@
+"""The models behind one server, by the names that requests say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.server.fleets.deployments import ServedDeployments
+from elastic.server.generation.state import ServerState
+from elastic.server.protocol.errors import APIError
+
+ModelOptions = Callable[[str], Mapping[str, Any]]
+"""Path of a deployed model -> options of its `ServerState`: `tokenizer`, `max_model_len`, and such."""
+
+
+class Catalogue:
+    """The server's own model, and those that are deployed beside it. Thread-safe."""
+
+    def __init__(
+        self, own: ServerState, deployments: ServedDeployments | None = None, options: ModelOptions | None = None
+    ) -> None:
+        """With `deployments`, `options` reads what is needed to answer for one of them."""
+        self.own, self.deployments, self._options = own, deployments, options
+        self._others: dict[str, ServerState] = {}
+        self._lock = threading.Lock()
+        self.refresh()
+
+    def named(self, name: str | None) -> ServerState:
+        """Return the model that a request means; None is the server's own. Raises `APIError` for an unknown one."""
+        if name is None or name == self.own.name:
+            return self.own
+        found = self._others.get(name)
+        if found is None:
+            names = ", ".join(repr(each.name) for each in self.all())
+            message = f"the model {name[:200]!r} does not exist here; there is {names}"
+            raise APIError(404, message, param="model", code="model_not_found")
+        return found
+
+    def all(self) -> list[ServerState]:
+        """Return all models, the server's own first."""
+        return [self.own, *self._others.values()]
+
+    def refresh(self) -> None:
+        """See what is deployed now. Reads tokenizers: not on the event loop."""
+        if self.deployments is None or self._options is None:
+            return
+        with self._lock:
+            told = {each.name: each.path for each in self.deployments.status() if each.name != self.own.name}
+            others = {name: state for name, state in self._others.items() if name in told}
+            for name in told.keys() - others.keys():
+                others[name] = ServerState(self.deployments[name], name=name, **self._options(told[name]))
+            gone = [state for name, state in self._others.items() if name not in others]
+            self._others = {name: others[name] for name in told}
+        for state in gone:
+            state.close()
+
+    def close(self) -> None:
+        """End the threads of the models that are not the server's own."""
+        for state in self._others.values():
+            state.close()

@@ -1,0 +1,85 @@
+"""`elastic fleet deploy`, `intend`, `undeploy` and `status` of a server whose models are deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.cli.inputs.deployment_options import check_deployments, make_deployments
+from elastic.cli.main import main, parser
+from elastic.errors import ConfigError
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from support.cluster.fake_deployments import FakeDeployments
+from support.serving.live_server import CONTEXT, NAME, TOKENIZER, Live, live
+
+TOKEN = "open sesame"
+
+
+@pytest.fixture
+def deployments(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDeployments]:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("ELASTIC_TOKEN", TOKEN)
+    made = FakeDeployments()
+    made.deploy("/models/small", Intent(), name=NAME)
+    yield made
+    for engine in made.engines.values():
+        engine.stop()
+
+
+@pytest.fixture
+def served(deployments: FakeDeployments) -> Iterator[Live]:
+    def options(path: str) -> dict[str, Any]:
+        return {"tokenizer": TOKENIZER, "max_model_len": CONTEXT}
+
+    with live(deployments[NAME], token=TOKEN, actions=True, deployments=deployments, model_options=options) as running:
+        yield running
+
+
+def test_a_model_is_deployed_changed_and_ended(
+    served: Live, deployments: FakeDeployments, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--latency", "1.5", "--rate", "2", "--prompt", "64", "--weights", "full,int4"]
+    assert main(["fleet", "deploy", served.url, "/models/other", *asked]) == 0
+    assert "other serves as TP2 PP1 full" in capsys.readouterr().out
+    intent = Intent(latency_s=1.5)
+    assert deployments.asked[-1] == ("deploy", "/models/other", intent, Load(64, 128, 2), ["full", "int4"])
+    assert main(["fleet", "intend", served.url, "other", "--intent", "gpu-hours", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "swap cpu#a to int8: 4,096 bytes of weights" in told
+    assert "planned: TP1 PP1 full to TP1 PP1 int8; it would take about 0.5 s" in told
+    assert deployments.asked[-1] == ("intend", "other", Intent("gpu_hours"), None, True)
+    assert main(["fleet", "undeploy", served.url, "other"]) == 0
+    assert deployments.names() == (NAME,)
+
+
+def test_what_the_server_refuses_is_told(served: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "deploy", served.url, "/large"]) == 2
+    assert "it has no place" in capsys.readouterr().err
+    assert main(["fleet", "intend", served.url, "third"]) == 2
+    assert "no deployment 'third'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--intent", "cost"], "--intent is for deployments; say on what: --devices DEVICES"),
+        (["--harvest"], "--harvest is for deployments"),
+        (["--devices", "cpu#a=1GiB", "--ranks", "2"], "--ranks does not go with --devices"),
+        (["--devices", "cpu#a=1GiB", "--variants", "int4"], "--variants does not go with --devices"),
+        (["--devices", "cpu#a=1GiB", "--latency", "0"], "latency_s=0"),
+    ],
+)
+def test_options_of_serve_that_cannot_be_together_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_deployments(parser().parse_args(["serve", "MODEL", *arguments]))
+
+
+def test_serve_makes_deployments_of_its_options() -> None:
+    arguments = ["serve", "MODEL", "--devices", "cpu#a=1GiB,cpu#b=2GiB", "--weights", "full,2:4", "--harvest"]
+    made = make_deployments(parser().parse_args(arguments))
+    assert [device.memory_bytes >> 30 for device in made.devices()] == [1, 2]
+    assert made._weights == ("full", "2:4")
+    assert made._harvester is not None

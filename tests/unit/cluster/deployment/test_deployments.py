@@ -1,0 +1,265 @@
+"""Two models on the same devices: each answers as the plain model, and changes its configuration under requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic
+from elastic.cluster.deployment.choice import Chooser, FleetOption, settled
+from elastic.cluster.deployment.deployed import Deployed
+from elastic.cluster.deployment.deployments import Deployments
+from elastic.engines.base import Request
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.estimation.device_list import parse_devices
+from elastic.planning.deployment.placing import Deployment, place
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from support import architectures
+from support.lossless_variant import exact
+from support.serving.generations import Collector, continuation, prompts, serve
+
+ENGINE = {"block_tokens": 8, "max_batch_tokens": 64}
+OPTIONS: dict[str, Any] = {
+    "launch": "in-process",
+    "fleet": {"engine": ENGINE, "beat_timeout_s": 60},
+    "replanning": None,
+}
+DEVICES = "cpu#a=12MiB,cpu#b=12MiB,cpu#c=12MiB"
+LOAD = Load(64, 64, 1.0)
+PROMPTS = prompts([5, 40, 70], architectures.VOCAB)
+NEW = 60
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: Any) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("qwen3", "llama-gqa"):
+        exact(architectures.build(name)).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in ("qwen3", "llama-gqa")}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[int]]]:
+    models = {name: exact(architectures.build(name)) for name in ("qwen3", "llama-gqa")}
+    return {name: [continuation(model, prompt, NEW) for prompt in PROMPTS] for name, model in models.items()}
+
+
+@pytest.fixture
+def fleet() -> Iterator[Deployments]:
+    with Deployments(DEVICES, weights=("full", "int8"), **OPTIONS) as running:
+        yield running
+
+
+def requests(count: int = 1) -> list[Request]:
+    return [Request(prompt, NEW) for prompt in PROMPTS * count]
+
+
+def tokens(heard: Collector, sent: list[Request]) -> list[list[int]]:
+    return [heard.tokens[request.id] for request in sent]
+
+
+def test_each_model_answers_as_it_does_by_itself(fleet: Deployments, paths: Any, expected: Any) -> None:
+    for name, path in paths.items():
+        fleet.deploy(path, "memory", load=LOAD, weights=("full",), name=name.partition("-")[0])
+    assert fleet.names() == ("qwen3", "llama")
+    for name, path in zip(fleet.names(), paths, strict=True):
+        sent = requests()
+        assert tokens(serve(fleet[name], sent), sent) == expected[path]
+    packed, *others = fleet.devices()
+    assert packed.models == ("qwen3", "llama")
+    assert not any(device.models for device in others), "hybrid packs what has little to do"
+    taken = sum(stage.nbytes for each in fleet.status() for stage in each.stages)
+    assert 0.9 * taken < packed.memory_bytes - packed.free_bytes < 1.5 * taken
+    fleet.remove("qwen3")
+    assert fleet.devices()[0].models == ("llama",)
+    with pytest.raises(ConfigError, match="no deployment 'qwen3'; there are: llama"):
+        fleet["qwen3"]
+
+
+def test_an_intent_changes_the_configuration_under_requests(fleet: Deployments, paths: Any) -> None:
+    fleet.deploy(paths["qwen3"], "latency", load=LOAD, name="model")
+    assert fleet._named("model").observed() == Configuration(weights="int8")
+    heard, sent = Collector(), requests(3)
+    for request in sent:
+        fleet["model"].submit(request, heard)
+    told = fleet.intend("model", Intent("latency", quality_loss=0.0), dry_run=True)
+    assert (told.status, told.before, told.after) == ("planned", "TP1 PP1 int8", "TP1 PP1 full")
+    assert [step.kind for step in told.steps] == ["restore", "limit"]
+    assert told.seconds > 0
+    assert fleet._named("model").observed() == Configuration(weights="int8")
+    done = fleet.intend("model", Intent("latency", quality_loss=0.0))
+    assert (done.status, done.after) == ("applied", told.after)
+    assert fleet._named("model").observed() == Configuration()
+    heard.wait([request.id for request in sent])
+    assert {len(got) for got in tokens(heard, sent)} == {NEW}
+    assert {heard.ends[request.id].finish for request in sent} == {"length"}
+    fleet["model"].check()
+    assert fleet.intend("model", Intent("latency", quality_loss=0.0)).status == "unchanged"
+
+
+def to(deployed: Deployed, configuration: Configuration, devices: str) -> Deployment:
+    """Return a configuration on these devices, as the placement gives it."""
+    states = [state for state in deployed._book.states(deployed.name) if state.name[-1] in devices]
+    found = [each for each in deployed.chooser.options(LOAD, Intent()) if each.configuration == configuration]
+    placed = place(found, states, "packing")
+    assert isinstance(placed, Deployment)
+    return settled(found[0], placed, states)
+
+
+@pytest.mark.slow
+def test_ranks_come_go_and_share_layers_and_every_token_is_the_models(
+    fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
+    deployed = fleet._named("model")
+    heard, sent = Collector(), requests(3)
+    for configuration, devices in (
+        (Configuration(1, 2), "ab"),
+        (Configuration(2, 1), "bc"),
+        (Configuration(1, 1), "c"),
+    ):
+        more = requests(1)
+        sent += more
+        for request in sent if len(sent) == 12 else more:
+            fleet["model"].submit(request, heard)
+        wanted = to(deployed, configuration, devices)
+        monkeypatch.setattr(Chooser, "choose", lambda *_, wanted=wanted: wanted)
+        assert fleet.intend("model").status == "applied"
+        assert deployed.observed() == configuration
+        assert {device[-1] for device in deployed.ranks} == set(devices)
+    heard.wait([request.id for request in sent])
+    assert tokens(heard, sent) == expected["qwen3"] * 6
+    fleet["model"].check()
+    reserved = {device.name[-1]: device.memory_bytes - device.free_bytes for device in fleet.devices()}
+    assert reserved["a"] == reserved["b"] == 0 < reserved["c"]
+
+
+@pytest.mark.slow
+def test_a_change_that_is_stopped_on_the_way_loses_no_request(
+    fleet: Deployments, paths: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
+    deployed, heard, sent = fleet._named("model"), Collector(), requests(2)
+    for request in sent:
+        fleet["model"].submit(request, heard)
+    wanted = to(deployed, Configuration(2, 1), "ab")
+    monkeypatch.setattr(Chooser, "choose", lambda *_: wanted)
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise StateError("the ranks cannot reach each other")
+
+        patched.setattr(deployed.fleet, "reshard", refuse)
+        stopped = fleet.intend("model")
+    assert (stopped.status, stopped.why) == ("partial", "the ranks cannot reach each other")
+    assert deployed.observed() == Configuration()
+    assert len(deployed.ranks) == 2, "the rank that came stays, and serves"
+    assert "stopped on the way to TP2 PP1 full" in fleet.status()[0].reason
+    assert fleet.intend("model").status == "applied"
+    assert deployed.observed() == Configuration(2)
+    heard.wait([request.id for request in sent])
+    assert tokens(heard, sent) == expected["qwen3"] * 2
+
+
+def test_what_does_not_fit_says_why(fleet: Deployments, paths: Any, tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match=r"'qwen3' has no place: none of .*serves .* requests/s at most"):
+        fleet.deploy(paths["qwen3"], load=Load(200, 200, 1e6))
+    with pytest.raises(CapacityError, match=r"takes .* s, above the 1e-09 s of the intent"):
+        fleet.deploy(paths["qwen3"], Intent(latency_s=1e-9), load=LOAD)
+    with pytest.raises(ConfigError, match="no model there"):
+        fleet.deploy(tmp_path)
+    with pytest.raises(ConfigError, match="minimize='speed' is not known"):
+        fleet.deploy(paths["qwen3"], "speed")  # type: ignore[arg-type]
+    fleet.deploy(paths["qwen3"], load=LOAD, name="model")
+    with pytest.raises(ConfigError, match="'model' is deployed; give another name"):
+        fleet.deploy(paths["qwen3"], name="model")
+    before = fleet.status()
+    with pytest.raises(CapacityError, match="above the 1e-09 s of the intent"):
+        fleet.intend("model", Intent(latency_s=1e-9))
+    assert fleet.status()[0].intent == before[0].intent
+    assert all(device.free_bytes > 0 for device in fleet.devices())
+    with pytest.raises(ConfigError, match="no deployment 'other'; there are: model"):
+        fleet.intend("other", "cost")
+
+
+def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: Any) -> None:
+    fleet = Deployments(DEVICES, **OPTIONS)
+    with pytest.raises(StateError, match="start the deployments first"):
+        fleet.deploy(paths["qwen3"])
+    with fleet, pytest.raises(StateError, match="started before"):
+        fleet.start()
+    with pytest.raises(StateError, match="or make new ones"):
+        fleet.deploy(paths["qwen3"])
+    with pytest.raises(ConfigError, match="devices of kinds"):
+        Deployments("cpu#a=1GiB,h100")
+    with pytest.raises(ConfigError, match="policy='nearest'"):
+        Deployments(DEVICES, policy="nearest")  # type: ignore[arg-type]
+    assert elastic.Deployments is Deployments
+
+
+def test_ranks_that_will_share_layers_need_room_for_all_of_them_before(paths: Any) -> None:
+    chooser = Chooser(paths["qwen3"], parse_devices(DEVICES), ("full",), ("full",), engine=ENGINE)
+    found: dict[Configuration, FleetOption] = {o.configuration: o for o in chooser.options(LOAD, Intent())}
+    alone, shared = found[Configuration(1)], found[Configuration(2)]
+    assert shared.need(range(3), 1) >= shared.begin_bytes > shared.option.estimate.ranks[0].layers
+    assert alone.need(range(3), 1) == alone.held(range(3), 1)
+
+
+@pytest.mark.slow
+def test_load_and_memory_change_a_deployment_by_themselves(paths: Any) -> None:
+    quick = elastic.Replanning(tick_s=0.05, patience_s=0.2, dwell_s=0.2)
+    with Deployments(DEVICES, weights=("full", "int8"), **{**OPTIONS, "replanning": quick}) as fleet:
+        fleet.deploy(paths["qwen3"], "latency", load=LOAD, name="model", weights=("full",))
+        deployed, heard, sent = fleet._named("model"), Collector(), requests(2)
+        for request in sent:
+            fleet["model"].submit(request, heard)
+        (home,) = deployed.ranks
+        fleet.resize(home, "64KiB")
+        wait_until(lambda: fleet.status()[0].changes == 1, fleet)
+        assert home not in deployed.ranks
+        heard.wait([request.id for request in sent])
+        assert {heard.ends[request.id].finish for request in sent} == {"length"}
+        assert not next(device for device in fleet.devices() if device.name == home).models
+
+
+def wait_until(condition: Callable[[], bool], fleet: Deployments, patience_s: float = 60) -> None:
+    until_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < until_s, fleet.status()
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_more_load_gets_more_room_without_another_configuration(fleet: Deployments, paths: Any) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
+    deployed = fleet._named("model")
+    before = sum(device.free_bytes for device in fleet.devices())
+    deployed.meter.expect(replace(LOAD, prompt=300, new=200))
+    looks = (deployed.look(time.monotonic() + seconds) for seconds in (0, 20))
+    assert [changed and changed.status for changed in looks] == [None, "unchanged"]
+    assert sum(device.free_bytes for device in fleet.devices()) < before
+    assert deployed.estimate().fits
+    heard = serve(fleet["model"], [Request(PROMPTS[2] * 4, 200)])
+    assert [len(tokens) for tokens in heard.tokens.values()] == [200]
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_the_place_of_a_lost_one_gets_the_configuration(fleet: Deployments, paths: Any) -> None:
+    fleet.deploy(paths["qwen3"], "latency", load=LOAD, weights=("int8",), name="model")
+    deployed = fleet._named("model")
+    limit = fleet["model"].look("r0").status.kv[0].limit_bytes
+    fleet["model"].kill("r0")
+    wait_until(lambda: [r.name for r in fleet["model"].status().ranks if r.state == "serving"] == ["r1"], fleet)
+    told = deployed.look(time.monotonic())
+    assert told is not None
+    assert (told.status, told.why) == ("applied", "a rank was lost, and replaced")
+    assert deployed.observed() == Configuration(weights="int8")
+    assert deployed.ranks == {"cpu#a": "r1"}
+    assert fleet["model"].look("r1").status.kv[0].limit_bytes == limit

@@ -1,0 +1,175 @@
+"""Measuring in spare time: only where there is little to do and room, and no longer than that is so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster.deployment.devices import DeviceBook
+from elastic.cluster.deployment.harvest import REST_S, Harvester
+from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.estimation.profile import Profile
+from elastic.estimation.profiles.store import ProfileStore
+from elastic.planning.estimate.devices import Device, of_cpu
+from elastic.planning.pipeline.chunk_cost import ChunkCost
+from support import architectures
+
+NEEDED = 60
+
+
+def profile(form: str) -> Profile:
+    cost = ChunkCost(0, 0, 1e-5, 1e-4, 0)
+    return Profile("cpu", {("layer", form): cost}, {form: cost})
+
+
+@dataclass
+class FakeGuest:
+    form: str
+    device: str
+    ended: bool = False
+    cancelled: bool = False
+    fails: bool = False
+
+    def result(self) -> Profile:
+        if self.fails:
+            raise ConfigError("the engine cannot serve it")
+        return profile(self.form)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class Model:
+    path: str
+    name: str = "model"
+    forms: tuple[str, ...] = ("full", "int8")
+
+
+@dataclass
+class World:
+    """Two devices, whose ranks compute as a test says, second by second."""
+
+    model: Model
+    store: ProfileStore
+    guests: list[FakeGuest] = field(default_factory=list)
+    known: list[tuple[str, Profile]] = field(default_factory=list)
+    now_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=lambda: {"cpu#a": 0.0, "cpu#b": 0.0})
+
+    def __post_init__(self) -> None:
+        kind = of_cpu(100, 1.0, 1.0, 1.0)
+        self.book = DeviceBook([Device(name, kind, 100) for name in self.busy_s])
+        self.harvester = Harvester(
+            self.book, self.store, lambda *told: self.known.append(told), self.start, lambda *_: NEEDED
+        )
+
+    def start(self, path: str, weights: Sequence[str], device: str) -> FakeGuest:
+        assert device == "cpu"
+        self.guests.append(FakeGuest(*weights, next(iter(self.harvester.at), "")))
+        return self.guests[-1]
+
+    def run(self, seconds: int, models: Sequence[Model] | None = None, **load: float) -> None:
+        for _ in range(seconds):
+            self.now_s += 1
+            for device in self.busy_s:
+                self.busy_s[device] += load.get(device[-1], 0.0)
+            self.book.busy.tell(self.now_s, {(device, "m", "r"): busy for device, busy in self.busy_s.items()})
+            self.harvester.tick(self.now_s, [self.model] if models is None else models)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: Any) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    architectures.build("llama-gqa").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def world(path: str, tmp_path: Path) -> World:
+    return World(Model(path), ProfileStore(tmp_path, beside=False))
+
+
+def test_all_forms_are_measured_one_after_another_and_kept(world: World) -> None:
+    for form in world.model.forms:
+        world.run(5)
+        guest = world.guests[-1]
+        assert guest.form == form
+        assert world.harvester.at == {"cpu#a": "model"}
+        assert world.book.free()["cpu#a"] == 100 - NEEDED
+        guest.ended = True
+    world.run(5)
+    assert len(world.guests) == 2
+    assert world.book.free()["cpu#a"] == 100
+    ((name, told),) = world.known
+    assert (name, told) == ("model", world.store.load(world.model.path, "cpu"))
+    assert told.around.keys() == {"full", "int8"}
+
+
+def test_a_busy_device_has_no_guest(world: World) -> None:
+    world.run(10, a=0.35, b=0.31)
+    assert world.guests == []
+    with pytest.raises(StateError, match=r"cpu#a computes 35% of its time; models are measured below 30%"):
+        world.harvester.require_spare("cpu#a", NEEDED)
+    world.run(10, a=0.35, b=0.0)
+    assert world.harvester.at == {"cpu#b": "model"}
+
+
+def test_a_device_is_looked_at_before_it_has_a_guest(world: World) -> None:
+    world.run(2, a=0.9, b=0.9)
+    assert world.guests == []
+    with pytest.raises(StateError, match="cpu#a was not looked at for long enough"):
+        world.harvester.require_spare("cpu#a", NEEDED)
+
+
+def test_a_full_device_has_no_guest(world: World) -> None:
+    world.book.reserve("model", {"cpu#a": 41, "cpu#b": 41})
+    world.run(10)
+    assert world.guests == []
+    with pytest.raises(CapacityError, match="cpu#a has 59 bytes free, and the fingerprint takes 60"):
+        world.harvester.require_spare("cpu#a", NEEDED)
+
+
+def test_a_guest_is_cancelled_when_the_load_rises_and_begins_anew_after_a_rest(world: World) -> None:
+    world.run(5, a=0.1, b=0.9)
+    world.run(4, a=0.8, b=0.9)
+    (guest,) = world.guests
+    assert guest.cancelled
+    assert world.harvester.cancelled == 1
+    assert world.harvester.at == {}
+    assert world.book.free()["cpu#a"] == 100
+    world.run(int(REST_S) - 5, a=0.0, b=0.9)
+    assert len(world.guests) == 1
+    world.run(30, a=0.0, b=0.9)
+    assert len(world.guests) == 2
+    world.harvester.stop()
+    assert world.guests[-1].cancelled
+
+
+def test_the_guest_of_a_model_that_has_gone_is_cancelled(world: World) -> None:
+    world.run(5)
+    world.run(1, models=[])
+    assert world.guests[0].cancelled
+    assert world.harvester.cancelled == 0
+
+
+def test_what_cannot_be_measured_is_not_tried_again(world: World) -> None:
+    world.run(5)
+    world.guests[0].fails = world.guests[0].ended = True
+    world.run(3)
+    assert [guest.form for guest in world.guests] == ["full", "int8"]
+    world.guests[1].ended = True
+    world.run(30)
+    assert len(world.guests) == 2
+    assert world.known == []
+
+
+def test_what_is_known_is_not_measured(world: World) -> None:
+    for form in world.model.forms:
+        world.store.save(world.model.path, profile(form))
+    world.run(10)
+    assert world.guests == []

@@ -1,0 +1,147 @@
+"""When a deployment changes by itself, what its load is, and how busy devices are: all by a clock of the test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.cluster.deployment.busy import BusyShares
+from elastic.cluster.deployment.devices import DeviceBook
+from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
+from elastic.cluster.deployment.load_meter import LoadMeter
+from elastic.controller.snapshot import RequestStats
+from elastic.errors import CapacityError, ConfigError
+from elastic.planning.deployment.placing import Deployment, Refusal
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.estimate.devices import SHEETS, Device
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.ranking import Estimate
+
+SETTINGS = Replanning(better=0.15, patience_s=10, dwell_s=60)
+FAST = Intent("latency")
+
+
+def estimate(latency_s: float, why_not: str = "") -> Estimate:
+    return Estimate(Configuration(), (), (), "assumed", why_not, 1, latency_s=latency_s)
+
+
+def best(latency_s: float) -> Deployment:
+    return Deployment(Configuration(2), (), 1, estimate(latency_s), ())
+
+
+def looks(seen: list[tuple[float, Estimate, Deployment | Refusal, bool]]) -> list[float]:
+    """When it was to change, of looks at these times; each change happens."""
+    hysteresis, changes = Hysteresis(SETTINGS, 0.0), []
+    for now_s, present, other, moved in seen:
+        if hysteresis.look(now_s, present, other, FAST, moved=moved):
+            changes.append(now_s)
+            hysteresis.changed(now_s, "test")
+    return changes
+
+
+def test_a_better_configuration_must_be_so_for_a_while_and_after_a_rest() -> None:
+    assert looks([(t, estimate(1.0), best(0.5), True) for t in range(0, 120, 5)]) == [60]
+
+
+def test_one_that_is_little_better_is_never_chosen() -> None:
+    assert looks([(t, estimate(1.0), best(0.86), True) for t in range(0, 500, 5)]) == []
+
+
+def test_one_that_cannot_stay_changes_without_a_rest_but_not_at_once() -> None:
+    assert looks([(t, estimate(1.0, "serves 1 request/s"), best(9.0), True) for t in range(0, 30, 5)]) == [10, 25]
+
+
+def test_load_that_goes_up_and_down_changes_nothing() -> None:
+    assert looks([(t, estimate(1.0), best(0.5), t % 8 < 4) for t in range(0, 500, 2)]) == []
+
+
+def test_where_nothing_fits_it_stays_and_says_so() -> None:
+    hysteresis = Hysteresis(SETTINGS, 0.0)
+    for now_s in range(100):
+        assert not hysteresis.look(now_s, estimate(1.0, "cpu#a lacks 1 MiB"), Refusal(()), FAST, moved=False)
+    assert "cpu#a lacks 1 MiB" in hysteresis.reason
+    assert "nothing else fits" in hysteresis.reason
+
+
+@pytest.mark.parametrize("wrong", [{"tick_s": 0}, {"better": 1}, {"patience_s": -1}, {"dwell_s": -1}])
+def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        replace(SETTINGS, **wrong)
+
+
+def stats(arrived: int, prompt: int, completed: int, generated: int) -> RequestStats:
+    return RequestStats(
+        arrived=arrived, prompt_tokens=arrived * prompt, completed=completed, generated_tokens=completed * generated
+    )
+
+
+def test_the_load_is_that_of_the_last_minute_and_no_less_than_expected() -> None:
+    meter = LoadMeter(Load(32, 24, 0.5))
+    assert meter.load == Load(32, 24, 0.5)
+    meter.tell(0.0, stats(0, 0, 0, 0))
+    meter.tell(5.0, stats(10, 64, 5, 20))
+    assert meter.load == Load(32, 24, 0.5), "five seconds say nothing of a rate"
+    meter.tell(20.0, stats(40, 64, 30, 20))
+    assert meter.load == Load(64, 24, 2.0), "answers are shorter than expected, prompts are longer"
+    meter.tell(100.0, stats(41, 64, 41, 20))
+    assert meter.load.rate == 0.5
+    meter.expect(Load(512, 128, 7.0))
+    assert meter.load == Load(512, 128, 7.0)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.floats(0.1, 3), st.floats(0, 1)), min_size=2, max_size=80))
+def test_a_devices_share_is_what_its_rank_computed_of_the_window(ticks: list[tuple[float, float]]) -> None:
+    shares, now_s, busy_s = BusyShares(window_s=1000), 0.0, 5.0
+    shares.tell(now_s, {("a", "m", "r0"): busy_s})
+    for seconds, share in ticks:
+        now_s, busy_s = now_s + seconds, busy_s + seconds * share
+        shares.tell(now_s, {("a", "m", "r0"): busy_s, ("b", "m", "r1"): 0.0})
+    assert shares.shares()["a"] == pytest.approx((busy_s - 5.0) / now_s)
+    assert shares.shares()["b"] == 0.0
+
+
+def test_a_rank_that_begins_anew_takes_nothing_from_the_others() -> None:
+    shares = BusyShares(window_s=100)
+    shares.tell(0.0, {("a", "m", "r0"): 50.0})
+    shares.tell(10.0, {("a", "m", "r0"): 55.0})
+    shares.tell(20.0, {("a", "m", "r1"): 2.0})
+    assert shares.shares()["a"] == pytest.approx((5 + 2) / 20)
+    assert shares.recent()["a"] == pytest.approx(0.2)
+    shares.tell(30.0, {("a", "m", "r1"): 2.0, ("a", "n", "r0"): 1.0})
+    shares.tell(40.0, {("a", "m", "r1"): 2.0, ("a", "n", "r0"): 9.0})
+    assert shares.shares(without="n") == {"a": pytest.approx(7 / 40)}
+    assert shares.shares()["a"] == pytest.approx(7 / 40 + 8 / 10)
+
+
+def book() -> DeviceBook:
+    return DeviceBook([Device(name, SHEETS["h100"], 100) for name in ("a", "b")])
+
+
+def test_devices_are_not_given_twice() -> None:
+    devices = book()
+    devices.reserve("one", {"a": 70})
+    with pytest.raises(CapacityError, match="a has 30 bytes left for 'two', which needs 31"):
+        devices.reserve("two", {"a": 31, "b": 1})
+    assert devices.free() == {"a": 30, "b": 100}
+    devices.reserve("two", {"a": 30})
+    assert devices.states("two", kept_bytes=5)[0].free_bytes == 25
+    assert devices.states()[0].models == ("one", "two")
+    devices.release("one")
+    assert devices.free() == {"a": 70, "b": 100}
+
+
+def test_a_device_that_shrinks_below_what_is_reserved_lets_that_shrink_too() -> None:
+    devices = book()
+    devices.reserve("one", {"a": 70})
+    devices.resize("a", 50)
+    assert devices.free() == {"a": 0, "b": 100}
+    devices.reserve("one", {"a": 60})
+    with pytest.raises(CapacityError):
+        devices.reserve("one", {"a": 65})
+    with pytest.raises(ConfigError, match="no device 'c'"):
+        devices.resize("c", 1)

@@ -1,0 +1,116 @@
+"""The steps from any configuration to any other: all ranks that are wanted come, and nothing is shared in a variant."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.cluster.deployment.choice import unreachable
+from elastic.cluster.deployment.steps import same, steps_between, whole
+from elastic.planning.deployment.devices import Stage
+from elastic.planning.deployment.placing import Deployment
+from elastic.planning.estimate.configuration import FULL, Configuration, even_stages
+from elastic.planning.estimate.ranking import Estimate
+
+LAYERS = 6
+
+
+def deployment(tp: int, pp: int, weights: str, devices: str) -> Deployment:
+    """A configuration on devices named by a letter each."""
+    configuration = Configuration(tp, pp, weights)
+    cut = even_stages(LAYERS, pp)
+    stages = tuple(Stage(layers, tuple(devices[tp * n : tp * n + tp]), 100) for n, layers in enumerate(cut))
+    return Deployment(configuration, stages, 1, Estimate(configuration, cut, (), "", "", 1), (math.nan,) * pp)
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> Deployment:
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 3)]))
+    weights = draw(st.sampled_from([FULL, "int8", "int4"] if tp * pp == 1 else [FULL]))
+    devices = "".join(draw(st.permutations("abcde"))[: tp * pp])
+    return deployment(tp, pp, weights, devices)
+
+
+class Ranks:
+    """What steps do, in a model of a fleet: device -> weights, and who shares or splits layers."""
+
+    def __init__(self, begin: Deployment) -> None:
+        self.weights = dict.fromkeys(begin.devices, begin.configuration.weights)
+        self.tp: tuple[str, ...] = begin.devices if begin.configuration.tp > 1 else ()
+        self.stages: dict[str, range] = {}
+        if begin.configuration.pp > 1:
+            self.stages = {name: stage.layers for stage in begin.stages for name in stage.devices}
+
+    def do(self, step: object) -> None:
+        match step.kind:  # type: ignore[attr-defined]
+            case "add":
+                assert not self.weights.keys() & set(step.devices)  # type: ignore[attr-defined]
+                self.weights |= dict.fromkeys(step.devices, FULL)  # type: ignore[attr-defined]
+            case "part":
+                self.tp, self.stages = (), {}
+            case "restore" | "swap":
+                assert not self.tp
+                assert not self.stages
+                self.weights |= dict.fromkeys(step.devices, step.weights or FULL)  # type: ignore[attr-defined]
+            case "remove":
+                assert not self.tp
+                assert not self.stages
+                for name in step.devices:  # type: ignore[attr-defined]
+                    del self.weights[name]
+                assert self.weights, "requests of the last rank have nowhere to go"
+            case "share":
+                assert set(self.weights.values()) == {FULL}
+                self.tp = step.devices  # type: ignore[attr-defined]
+            case "drop":
+                assert set(self.weights.values()) == {FULL}
+                self.stages = dict(zip(step.devices, step.layers, strict=True))  # type: ignore[attr-defined]
+
+
+@settings(max_examples=40)
+@given(deployments(), deployments())
+def test_steps_lead_from_any_configuration_to_any_other(now: Deployment, wanted: Deployment) -> None:
+    ranks = Ranks(now)
+    for step in steps_between(now, wanted):
+        ranks.do(step)
+    there = Ranks(wanted)
+    assert (ranks.weights, set(ranks.tp), ranks.stages) == (there.weights, set(there.tp), there.stages)
+
+
+@settings(max_examples=40)
+@given(deployments())
+def test_where_nothing_changes_nothing_is_done(now: Deployment) -> None:
+    assert same(now, now)
+    assert steps_between(now, now) == ()
+
+
+@settings(max_examples=40)
+@given(deployments())
+def test_ranks_begin_with_all_layers_and_get_their_configuration(wanted: Deployment) -> None:
+    begun = whole(wanted)
+    ranks = Ranks(begun)
+    assert not ranks.tp
+    assert not ranks.stages
+    for step in steps_between(begun, wanted):
+        assert step.kind not in ("add", "remove")
+        ranks.do(step)
+    there = Ranks(wanted)
+    assert (ranks.weights, set(ranks.tp), ranks.stages) == (there.weights, set(there.tp), there.stages)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [
+        (Configuration(2, 2), "share layers, or have stages, not both"),
+        (Configuration(1, 2, "int8"), "at a rank of their own"),
+        (Configuration(2, 1, "int8"), "at a rank of their own"),
+        (Configuration(1, 1, "int8"), ""),
+        (Configuration(4, 1), ""),
+        (Configuration(1, 3), ""),
+    ],
+)
+def test_what_a_fleet_cannot_have_is_said_in_words(configuration: Configuration, words: str) -> None:
+    assert words in unreachable(configuration)
+    assert bool(words) == bool(unreachable(configuration))

@@ -1,0 +1,133 @@
+"""Several deployed models behind one server: requests name theirs, and holders of the token deploy and change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from elastic.planning.estimate.intent import Intent
+from elastic.planning.estimate.performance import Load
+from support.cluster.fake_deployments import FakeDeployments
+from support.serving.live_server import CONTEXT, NAME, TOKENIZER, app_for
+
+TOKEN = "open sesame"
+ASKED = {"prompt": "hello", "max_tokens": 4}
+
+
+@pytest.fixture
+def deployments() -> Iterator[FakeDeployments]:
+    made = FakeDeployments()
+    made.deploy("/models/small", Intent(), name=NAME)
+    yield made
+    for engine in made.engines.values():
+        engine.stop()
+
+
+@pytest.fixture
+def client(deployments: FakeDeployments) -> Iterator[TestClient]:
+    def options(path: str) -> dict[str, Any]:
+        return {"tokenizer": TOKENIZER, "max_model_len": CONTEXT // 2}
+
+    app = app_for(deployments[NAME], token=TOKEN, actions=True, deployments=deployments, model_options=options)
+    with TestClient(app) as found:
+        found.headers["Authorization"] = f"Bearer {TOKEN}"
+        yield found
+
+
+def deploy(client: TestClient, path: str, **body: Any) -> Any:
+    answer = client.post("/elastic/fleet/deploy", json={"path": path, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["deployed"]
+
+
+def test_a_request_goes_to_the_model_that_it_names(client: TestClient, deployments: FakeDeployments) -> None:
+    assert deploy(client, "/models/other")["name"] == "other"
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [NAME, "other"]
+    assert client.get("/v1/models/other").json()["max_model_len"] == CONTEXT // 2
+    for model, arrived in ((NAME, (1, 0)), ("other", (1, 1)), (None, (2, 1))):
+        answer = client.post("/v1/completions", json={"model": model, **ASKED} if model else ASKED)
+        assert (answer.status_code, answer.json()["model"]) == (200, model or NAME)
+        assert tuple(deployments[name].counters.read().arrived for name in (NAME, "other")) == arrived
+    assert client.post("/v1/responses", json={"model": "other", "input": "hello"}).json()["model"] == "other"
+    told = client.post("/tokenize", json={"model": "other", "prompt": "hello"})
+    assert told.json()["max_model_len"] == CONTEXT // 2
+
+
+def test_an_unknown_model_is_refused_with_the_names_there_are(client: TestClient) -> None:
+    deploy(client, "/models/other")
+    answer = client.post("/v1/completions", json={"model": "third", **ASKED})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "model_not_found")
+    assert error["message"] == f"the model 'third' does not exist here; there is {NAME!r}, 'other'"
+
+
+def test_the_intent_and_the_load_come_as_they_were_sent(client: TestClient, deployments: FakeDeployments) -> None:
+    deploy(
+        client,
+        "/models/other",
+        intent={"latency_s": 1.5, "quality_loss": 0.01},
+        load={"prompt": 64, "new": 32, "rate": 2},
+        weights=["full", "int4"],
+    )
+    intent = Intent(latency_s=1.5, quality_loss=0.01)
+    assert deployments.asked[-1] == ("deploy", "/models/other", intent, Load(64, 32, 2), ["full", "int4"])
+    body = {"name": "other", "intent": {"minimize": "memory"}, "dry_run": True}
+    planned = client.post("/elastic/fleet/intend", json=body).json()["intended"]
+    assert (planned["status"], planned["after"], planned["steps"][0]["kind"]) == ("planned", "TP1 PP1 int8", "swap")
+    assert deployments.asked[-1] == ("intend", "other", Intent("memory"), None, True)
+    document = client.get("/elastic/status").json()
+    assert [each["intent"]["latency_s"] for each in document["deployments"]] == [None, 1.5]
+    assert document["devices"] == [
+        {
+            "name": "cpu#a", "memory_bytes": 100, "free_bytes": 40, "load": 0.25, "models": [NAME, "other"], "guest": ""
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "words"),
+    [
+        ("deploy", {"path": "/large"}, 409, "it has no place"),
+        ("deploy", {"path": "/other", "intent": {"latency_s": -1}}, 400, "latency_s=-1"),
+        ("deploy", {"path": "/other", "intent": {"minimize": "speed"}}, 400, "minimize"),
+        ("intend", {"name": "third", "intent": {"minimize": "cost"}}, 404, "no deployment 'third'"),
+        ("undeploy", {"name": NAME}, 409, "the server's own model"),
+    ],
+)
+def test_what_cannot_be_is_said(client: TestClient, verb: str, body: Any, status: int, words: str) -> None:
+    answer = client.post(f"/elastic/fleet/{verb}", json=body)
+    assert answer.status_code == status
+    assert words in answer.text
+
+
+def test_a_model_that_is_removed_is_listed_no_more(client: TestClient) -> None:
+    deploy(client, "/models/other")
+    assert client.post("/elastic/fleet/undeploy", json={"name": "other"}).json() == {"undeployed": "other"}
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [NAME]
+    assert client.post("/v1/completions", json={"model": "other", **ASKED}).status_code == 404
+
+
+def test_metrics_have_each_model_under_its_name(client: TestClient) -> None:
+    deploy(client, "/models/other")
+    client.post("/v1/completions", json={"model": "other", **ASKED})
+    text = client.get("/metrics").text
+    counts = [line for line in text.splitlines() if line.startswith("elastic_request_generation_tokens_count")]
+    assert counts == ['elastic_request_generation_tokens_count{model_name="other"} 1.0']
+    assert f'elastic_serving{{model_name="{NAME}"}} 1.0' in text
+    assert 'elastic_serving{model_name="other"} 1.0' in text
+    assert text.count("# TYPE elastic_serving gauge") == 1
+    assert text.count("\nprocess_cpu_seconds_total ") == 1
+
+
+def test_only_holders_of_the_token_deploy(client: TestClient, deployments: FakeDeployments) -> None:
+    del client.headers["Authorization"]
+    for verb in ("deploy", "intend", "undeploy"):
+        assert client.post(f"/elastic/fleet/{verb}", json={}).status_code == 401
+    with TestClient(app_for(deployments[NAME], token=TOKEN, actions=True)) as single:
+        single.headers["Authorization"] = f"Bearer {TOKEN}"
+        answer = single.post("/elastic/fleet/deploy", json={"path": "/models/other"})
+        assert answer.status_code == 404
+        assert "--devices" in answer.json()["error"]["message"]
