@@ -110,7 +110,8 @@ class Room:
 
     def parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
         """Return the parts of the KV cache that shards need."""
-        return kv_parts(shards, self.path.shards, len(self.sector_pages) // self.path.layers)
+        each, numbers = len(self.sector_pages) // self.path.layers, self.path.numbers
+        return kv_parts({shard % numbers for shard in shards}, self.path.shards, each)
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,18 @@ class CopyLayers:
     """Copy blocks (None: all) of shards that come here; answers with the bytes."""
 
     home: str
+    shards: tuple[int, ...]
     source: LayersKV
     blocks: tuple[tuple[int, ...], ...] | None = None
     coordinated: bool = True
     """In chunks, behind what the rank computes."""
+
+
+@dataclass(frozen=True)
+class SetCopies:
+    """Share requests out among so many copies of the layers, all of which are where these are now: `LayerPath`."""
+
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -262,6 +271,7 @@ StageQuestion = (
     | BeginExchange
     | PrepareLayers
     | CopyLayers
+    | SetCopies
     | PauseSteps
     | ResumeSteps
     | WrittenBlocks

@@ -45,16 +45,19 @@ class LayerExchange(HostedStages):
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
         """Say where the keys and values of shards lie. Raises `StateError` for shards whose are not here."""
-        return self._kv_exchange.locate(self._memory, sorted(self._kv_parts(shards)))
+        return self._kv_exchange.locate(self._memory, sorted(self._places(self._kv_parts(shards))))
 
     def begin_exchange(self, shards: Sequence[int]) -> Exchange:
         """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
-        Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has not.
+        Where layers have several copies, the sequences of the shards' copy count as written now, and those are all that
+        may be copied. Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has
+        not, or of several copies.
         """
 
         def begin() -> Exchange:
             self._require_shards(shards)
+            copy = self._copy_of(shards)
             if self._written is not None:
                 raise StateError("an exchange has begun; end it first")
             self._require_whole_group()
@@ -65,8 +68,10 @@ class LayerExchange(HostedStages):
                 self._memory.keep_sectors = False
                 raise
             windows = [group.window for group in self._layer_groups]
-            self._written = WrittenBlocks(windows, self.kv_format.block_tokens)
+            self._written = WrittenBlocks(windows, self.kv_format.block_tokens, copy)
             self._loop.scheduler.written = self._written.note
+            if self.path.copies > 1:
+                self._note_computed(self._written, copy)
             mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
             return Exchange(mapped, {rank: link.sent for rank, link in self._home.links.items()})
 
@@ -126,7 +131,7 @@ class LayerExchange(HostedStages):
             with self._memory.lock:
                 keeps, self._memory.keep_sectors = self._memory.keep_sectors, False  # the own ones may go for it
                 try:
-                    self._memory.add_layers(self._kv_parts(shards) - self._own_parts)
+                    self._memory.add_layers(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
                 finally:
                     self._memory.keep_sectors = keeps
             self._runner.cache.refresh()
@@ -134,9 +139,15 @@ class LayerExchange(HostedStages):
         self._between_steps(prepare)
 
     def copy_layers(
-        self, home: str, source: LayersKV, blocks: Blocks | None = None, *, coordinated: bool = True
+        self,
+        home: str,
+        shards: Sequence[int],
+        source: LayersKV,
+        blocks: Blocks | None = None,
+        *,
+        coordinated: bool = True,
     ) -> int:
-        """Copy keys and values of what is prepared, all of the source's; return bytes.
+        """Copy keys and values of shards that are prepared; return bytes.
 
         `blocks` are those to copy, by group, None: all that are in sectors which both sides have. `coordinated`: behind
         what computes here, in chunks. (KunServe, section 4.2)
@@ -144,8 +155,8 @@ class LayerExchange(HostedStages):
         Raises `StateError` where blocks are in sectors that the source does not know: ask for it anew.
         """
         if home != self.rank:
-            return self._stage(home).copy(source, blocks, coordinated=coordinated)
-        return self._copy_home(source, blocks, coordinated=coordinated)
+            return self._stage(home).copy(shards, source, blocks, coordinated=coordinated)
+        return self._copy_home(shards, source, blocks, coordinated=coordinated)
 
     def give_up_layers(self, home: str, shards: Sequence[int]) -> None:
         """Undo `prepare_layers`. Raises `StateError` for shards that steps are computed in."""
@@ -157,7 +168,7 @@ class LayerExchange(HostedStages):
             used = sorted(set(shards) & set(self.path.shards_of(self.rank)))
             if used:
                 raise StateError(f"shards {used} of {self.rank!r} are computed here; they cannot be given up")
-            self._drop_kv(self._kv_parts(shards) - self._own_parts)
+            self._drop_kv(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
 
         self._between_steps(give_up)
 
@@ -176,7 +187,7 @@ class LayerExchange(HostedStages):
             if source is None:
                 source = self.layers_kv(shards) if frm == self.rank else home.pages_of(frm, shards, timeout_s)
             if to == self.rank:
-                copied = self._copy_home(source, blocks, coordinated=False)
+                copied = self._copy_home(shards, source, blocks, coordinated=False)
             else:
                 copied = home.copy(to, shards, source, blocks, timeout_s)
             home.flip(path, to)
@@ -184,15 +195,18 @@ class LayerExchange(HostedStages):
             written.put_back(blocks)
             raise
         self._end_exchange()
+        if path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
+            self._blocks.forget_kept()
         if frm == self.rank:
-            self._drop_kv(self._kv_parts(shards) - self._own_parts)
+            self._drop_kv(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
         self._follow_journal()
         return Flipped((time.perf_counter() - start) * 1e3, copied)
 
     def _change(self, path: LayerPath) -> tuple[tuple[int, ...], str, str]:
         """Return the shards that another path moves, whose they are, and whose they will be."""
         before = self.path
-        same = (path.home, path.shards, len(path.ranks)) == (before.home, before.shards, len(before.ranks))
+        forms = [(each.home, each.shards, each.copies, len(each.ranks)) for each in (path, before)]
+        same = forms[0] == forms[1]
         if not same or path.epoch != before.epoch + 1:
             raise ConfigError(f"{path} does not follow {before}")
         pairs = list(zip(before.ranks, path.ranks, strict=True))
@@ -203,7 +217,8 @@ class LayerExchange(HostedStages):
                 f"{path} changes shards of {len(ranks)} pairs of ranks; flip those of one after the other"
             )
         ((frm, to),) = ranks
-        if to == self.rank and not self._kv_parts(shards) <= frozenset(self._memory.layers):
+        self._copy_of(shards)
+        if to == self.rank and not self._places(self._kv_parts(shards)) <= frozenset(self._memory.layers):
             raise StateError(f"shards {shards} were not prepared at {to!r}")
         if to != self.rank and to not in self._home.links:
             raise StateError(f"rank {to!r} is not attached to the engine of {self.rank!r}")
@@ -225,17 +240,39 @@ class LayerExchange(HostedStages):
 
     def _end_exchange(self) -> None:
         self._written = self._loop.scheduler.written = None
+        self._loop.scheduler.let_go()
         self._memory.keep_sectors = False
 
-    def _copy_home(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
+    def _note_computed(self, written: WrittenBlocks, copy: int) -> None:
+        """Have all blocks of a copy's sequences be copied, and be nobody else's while they are.
+
+        Else a block that comes free could be written over that a sequence of another copy has begun to write.
+        """
+        scheduler = self._loop.scheduler
+        scheduler.retain()
+        for sequence in scheduler.begun:
+            written.note(sequence.table.blocks, 0, sequence.computed, scheduler.copy_of(sequence))
+
+    def _copy_home(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:
             require_known_sectors(source, self._memory, blocks)
-        coming = sorted(frozenset(source.pages) - self._own_parts)  # steps write the others
+        coming = sorted(self._places(self._kv_parts(shards) - self._own_parts))  # steps write the others
         return self._kv_exchange.copy(self._memory, source, coming, blocks, coordinated=coordinated)
 
     def _kv_parts(self, shards: Iterable[int]) -> frozenset[int]:
         """Return the parts of the KV cache that shards need."""
         return self._kv_exchange.parts_of(shards, self.path.shards)
+
+    def _places(self, parts: Iterable[int]) -> frozenset[int]:
+        """Return the parts of a memory that parts of any copies of the layers lie in."""
+        return self._kv_exchange.places_of(parts)
+
+    def _copy_of(self, shards: Sequence[int]) -> int:
+        """Return the copy of the layers that shards are of. Raises `ConfigError` for those of several."""
+        copies = {shard // self.path.numbers for shard in shards} or {0}
+        if len(copies) > 1:
+            raise ConfigError(f"shards {sorted(shards)} are of {len(copies)} copies; exchange those of one")
+        return copies.pop()
 
     @property
     def _own_parts(self) -> frozenset[int]:

@@ -117,15 +117,15 @@ class EngineGroup:
         try:
             self[rank].prepare_layers(home, layers, began)
             try:
-                blocks = None
+                blocks = None if path.copies == 1 else engine.written_blocks()
                 for _ in range(rounds):
                     meanwhile()
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks, coordinated=False)
+                    self[rank].copy_layers(home, layers, source, blocks, coordinated=False)
                     blocks = engine.written_blocks()
                 if blocks is not None and any(blocks):
                     source = engine.layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-                    self[rank].copy_layers(home, source, blocks, coordinated=False)
+                    self[rank].copy_layers(home, layers, source, blocks, coordinated=False)
                 return engine.flip(path)
             except BaseException:
                 self[rank].give_up_layers(home, layers)

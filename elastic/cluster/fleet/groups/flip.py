@@ -65,7 +65,7 @@ def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: 
     try:
         ranks.ask(flip.target, PrepareLayers(flip.home, shards, exchange))
         prepared = True
-        moved_bytes = _copy(ranks, flip, coordinated)
+        moved_bytes = _copy(ranks, flip, coordinated, all_at_once=path.copies == 1)
         flipped = ranks.ask(flip.home, FlipLayers(goal))
     except ElasticError:
         _undo(ranks, flip, prepared)
@@ -73,17 +73,22 @@ def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: 
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 
-def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool) -> int:
-    """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
-    source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))
-    moved_bytes, before = ranks.ask(flip.target, CopyLayers(flip.home, source, coordinated=coordinated)), None
+def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool, *, all_at_once: bool) -> int:
+    """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes.
+
+    Of several copies of a layer, the home says also of what there is whose it is (`all_at_once`: there is one).
+    """
+    moved_bytes, before = 0, None
+    if all_at_once:
+        source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))
+        moved_bytes = ranks.ask(flip.target, CopyLayers(flip.home, flip.shards, source, coordinated=coordinated))
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flip.home, WrittenBlocks())
         count = sum(map(len, blocks))
         if not count:
             break
         source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))  # with sectors that are new
-        moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, source, blocks, coordinated))
+        moved_bytes += ranks.ask(flip.target, CopyLayers(flip.home, flip.shards, source, blocks, coordinated))
         if before is not None and count >= before:
             break
         before = count
