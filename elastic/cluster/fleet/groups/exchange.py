@@ -18,6 +18,7 @@ from elastic.cluster.control.stage_questions import (
     PauseSteps,
     ResumeSteps,
     Room,
+    SetCopies,
     WeightDigests,
     WeightsOf,
 )
@@ -37,6 +38,7 @@ from elastic.cluster.fleet.groups.transition import (
     plan_transition,
 )
 from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
 from elastic.types import Action, Change, Drop, Fetch, Restore
@@ -71,6 +73,13 @@ class Exchange:
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
+        self._have_copies()
+        try:
+            return self._run()
+        finally:
+            self._join_copies()
+
+    def _run(self) -> Exchanged:
         group = self.group
         rooms = measure(self._ranks, group.members)
         books, most = self._books(rooms), self._form.layers_per_step
@@ -92,6 +101,23 @@ class Exchange:
         self._raise_caps()
         self._did("caps raised")
         return self._result("applied")
+
+    def _have_copies(self) -> None:
+        """Share requests out among as many copies of the layers as there are to be: they are at the same ranks yet."""
+        for home, path in self._target.paths.items():
+            if path.copies > self.group.shape.paths[home].copies:
+                self._goes_by(home, self._ranks.ask(home, SetCopies(path.copies)))
+
+    def _join_copies(self) -> None:
+        """Have copies that are all at the same ranks be one."""
+        for home, path in self.group.shape.paths.items():
+            if path.copies > 1 and path.alike:
+                with suppress(ElasticError):  # it is lost, or recovers
+                    self._goes_by(home, self._ranks.ask(home, SetCopies(1)))
+
+    def _goes_by(self, home: str, path: LayerPath) -> None:
+        shape = self.group.shape
+        self.group.shape = replace(shape, paths={**shape.paths, home: path})
 
     def _result(self, status: Status, why: str = "") -> Exchanged:
         counts = self.counts
@@ -177,7 +203,7 @@ class Exchange:
     def _take_round(self, flips: FlipRound) -> None:
         wanted: dict[str, set[int]] = {}
         for flip in flips:
-            wanted.setdefault(flip.target, set()).update(flip.shards)
+            wanted.setdefault(flip.target, set()).update(self.group.shape.weights_of(flip))
         self._fetch(wanted)
         failed = self._flip(flips)
         self._did(f"{self.counts.flips} layers flipped")
@@ -223,9 +249,9 @@ class Exchange:
         return failed
 
     def _note(self, flip: LayerFlip, done: FlipDone) -> None:
-        shape, counts = self.group.shape, self.counts
-        self.group.shape = replace(shape, paths={**shape.paths, flip.home: done.path})
-        counts.flips += len({shard // shape.shards for shard in flip.shards})
+        counts = self.counts
+        self._goes_by(flip.home, done.path)
+        counts.flips += len({shard // self.group.shape.shards for shard in flip.shards})
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 

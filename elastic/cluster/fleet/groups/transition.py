@@ -64,6 +64,11 @@ class Shape:
         return next(iter(self.paths.values())).shards
 
     @property
+    def numbers(self) -> int:
+        """How many shards a copy of the layers has, numbered from 0."""
+        return self.layers * self.shards
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The ranks, each the home of an instance."""
         return tuple(self.paths)
@@ -75,8 +80,8 @@ class Shape:
 
     @property
     def tp(self) -> int:
-        """How many ranks share a layer, at the most."""
-        return max(len(path.holders(layer)) for path in self.paths.values() for layer in range(self.layers))
+        """How many ranks share a copy of a layer, at the most."""
+        return max(len(copy) for path in self.paths.values() for i in range(self.layers) for copy in path.copies_of(i))
 
     @property
     def has_twice(self) -> bool:
@@ -99,14 +104,18 @@ class Shape:
 
     def needs(self, rank: str) -> frozenset[int]:
         """Return the shards whose weights a rank needs."""
-        return frozenset(shard for shards in self.shards_at(rank).values() for shard in shards)
+        return frozenset(shard % self.numbers for shards in self.shards_at(rank).values() for shard in shards)
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
         paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.shards, flip.target)}
-        weights = {**self.weights, flip.target: self.weights[flip.target].union(flip.shards)}
+        weights = {**self.weights, flip.target: self.weights[flip.target].union(self.weights_of(flip))}
         shape = Shape(paths, weights)
         return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
+
+    def weights_of(self, flip: LayerFlip) -> frozenset[int]:
+        """Return the shards whose weights a flip needs at its target: the same for all copies of a layer."""
+        return frozenset(shard % self.numbers for shard in flip.shards)
 
     def kept(self, rank: str, wanted: Mapping[str, frozenset[int]]) -> frozenset[int]:
         """Return the shards of a rank that it needs, or wants, of those that it has."""
@@ -168,7 +177,7 @@ class Books:
         new = [part for part in room.parts_of(flip.shards) if part not in here.parts]
         more = max(a + b for a, b in zip(here.pages, self._by_group(room, new), strict=True)) - max(here.pages)
         weights = 0
-        for shards in layers_of(flip.shards, self._layer):
+        for shards in layers_of(shape.weights_of(flip), self._layer):
             first = min(shards) // self._layer * self._layer
             have = shape.weights[flip.target].intersection(range(first, first + self._layer))
             weights += self._weight_pages(flip.target, have | shards) - self._weight_pages(flip.target, have)
@@ -324,7 +333,7 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
         before = len(waiting)
         for home in shape.paths:
             for flip in [flip for flip in waiting if flip.home == home]:
-                if (joined := _joined(chosen.get(home), flip)) is None:
+                if (joined := _joined(chosen.get(home), flip, shape.numbers)) is None:
                     continue
                 needed = books.needed(joined, shape, caps) - _needed(chosen.get(home), shape, books, caps)
                 if needed <= free[flip.target]:
@@ -337,11 +346,12 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
     return tuple(flip._replace(shards=tuple(sorted(flip.shards))) for flip in chosen.values())
 
 
-def _joined(before: LayerFlip | None, flip: LayerFlip) -> LayerFlip | None:
-    """Return two flips as one; None: they are between other ranks."""
+def _joined(before: LayerFlip | None, flip: LayerFlip, numbers: int) -> LayerFlip | None:
+    """Return two flips as one; None: they are between other ranks, or of other copies, of so many shards each."""
     if before is None:
         return flip
-    same = (before.source, before.target) == (flip.source, flip.target)
+    ways = [(each.source, each.target, each.shards[0] // numbers) for each in (before, flip)]
+    same = ways[0] == ways[1]
     return before.with_more(flip.shards) if same else None
 
 
@@ -361,9 +371,9 @@ def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Ma
     lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, shards)) for home, shards in at.items()}
     home = max(lower, key=lambda home: (lower[home] > 0, lower[home] - books.rooms[home].committed_sectors))
     if lower[home] <= 0:
-        room = books.rooms[flip.target]
+        room, layer = books.rooms[flip.target], flip.shards[0] % shape.numbers // shape.shards
         raise CapacityError(
-            f"rank {flip.target!r} has no room for layer {flip.shards[0] // shape.shards} of instance {flip.home!r}, "
+            f"rank {flip.target!r} has no room for layer {layer} of instance {flip.home!r}, "
             "however small the caches are; give the ranks more memory",
             requested_bytes=lacking * room.page_bytes,
             free_bytes=max(0, books.free(flip.target, shape, caps)) * room.page_bytes,
