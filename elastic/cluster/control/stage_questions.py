@@ -215,6 +215,8 @@ class FlipLayers:
     """
 
     path: LayerPath
+    source: LayersKV | None = None
+    """Where what changes its rank lies, as it was told last; None: the home asks."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class Stages:
                 return engine.resume_steps()
             case WrittenBlocks():
                 return engine.written_blocks()
-            case FlipLayers(path):
-                return engine.flip(path)
+            case FlipLayers(path, source):
+                return engine.flip(path, source)
             case EndExchange():
                 return engine.end_exchange()
             case GiveUpLayers(home, shards):

@@ -15,9 +15,10 @@ from itertools import starmap
 from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.pipeline.home import ways_of
 from elastic.engines.pipeline.items import Exchange, SectorRef
 from elastic.engines.pipeline.path import LayerPath
-from elastic.engines.pipeline.stage import require_known_sectors
+from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
 from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
 from elastic.errors import ConfigError, RankLost, StateError
 
@@ -88,11 +89,16 @@ class LayerExchange(HostedStages):
         """Have steps go by another path, in which shards of one rank are another one's, which has prepared them.
 
         What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
-        `source` is where the keys and values of the shards lie; None: their rank is asked. Raises `StateError` where
-        they cannot be copied, `RankLost` where a rank has gone: nothing has changed then, and what would have been
-        copied is told again.
+        `source` is where the keys and values of the shards lie, as was told before; None: their rank is asked. Raises
+        `StateError` where they cannot be copied, `RankLost` where a rank has gone: nothing has changed then, and what
+        would have been copied is told again.
+
+        The memory of what left this rank is given back afterwards, a part of the KV cache between two steps each.
         """
-        return self._between_steps(lambda: self._flip(path, source, timeout_s))
+        flipped, left = self._between_steps(lambda: self._flip(path, source, timeout_s))
+        for part in sorted(left):
+            self._between_steps(partial(self._drop_away, part))
+        return flipped
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
@@ -174,33 +180,62 @@ class LayerExchange(HostedStages):
 
     # -- inside, on the loop's thread
 
-    def _flip(self, path: LayerPath, source: LayersKV | None, timeout_s: float) -> Flipped:
+    def _flip(self, path: LayerPath, source: LayersKV | None, timeout_s: float) -> tuple[Flipped, frozenset[int]]:
+        """Change the path; return besides which parts of the KV cache here it needs no more."""
         written, home = self._exchange(), self._home
         shards, frm, to = self._change(path)
         self._require_whole_group()
-        if source is None and frm != self.rank:
+        ways = ways_of(path)
+        if frm != self.rank and (source is None or not self._tells_of(source, self._memory.mapped_sectors)):
+            source = None
             home.ask_pages(frm, shards)  # it answers while the last steps end
         self._settle()
         start = time.perf_counter()
         blocks = written.take()
         try:
-            if source is None:
-                source = self.layers_kv(shards) if frm == self.rank else home.pages_of(frm, shards, timeout_s)
-            if to == self.rank:
-                copied = self._copy_home(shards, source, blocks, coordinated=False)
-            else:
-                copied = home.copy(to, shards, source, blocks, timeout_s)
-            home.flip(path, to)
+            if source is None and frm != self.rank:
+                source = home.pages_of(frm, shards, timeout_s)
+            copied = self._copy_last(shards, frm, to, source, blocks, timeout_s)
+            home.flip(path, to, ways)
         except BaseException:
             written.put_back(blocks)
             raise
         self._end_exchange()
         if path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
             self._blocks.forget_kept()
-        if frm == self.rank:
-            self._drop_kv(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
         self._follow_journal()
-        return Flipped((time.perf_counter() - start) * 1e3, copied)
+        left = self._places(self._kv_parts(shards)) - self._places(self._own_parts)
+        return Flipped((time.perf_counter() - start) * 1e3, copied), left if frm == self.rank else frozenset()
+
+    def _copy_last(
+        self, shards: tuple[int, ...], frm: str, to: str, source: LayersKV | None, blocks: Blocks, timeout_s: float
+    ) -> int:
+        """Copy blocks while no step is in flight; return bytes. `source` is None for what is here.
+
+        Also where there are none: who gets the shards says whether it has prepared them.
+        """
+        sectors = sectors_of(self._memory, blocks)
+        if source is not None and not self._tells_of(source, sectors):  # one was mapped for the last steps
+            self._home.ask_pages(frm, shards)
+            source = self._home.pages_of(frm, shards, timeout_s)
+        if source is None:
+            source = self._kv_exchange.locate(self._memory, self._places(self._kv_parts(shards)), sectors)
+        else:
+            source = source.of_sectors([sector for _, sector in sectors])
+        if to == self.rank:
+            return self._copy_home(shards, source, blocks, coordinated=False)
+        return self._home.copy(to, shards, source, blocks, timeout_s)
+
+    def _tells_of(self, source: LayersKV, sectors: Iterable[tuple[int, int]]) -> bool:
+        """Return whether a source says of all of these sectors, (group, sector), where they are."""
+        groups = {part: self._memory.group_of(part) for part in source.pages}
+        wanted = tuple(sectors)
+        return all(s in source.pages[part] for part, group in groups.items() for g, s in wanted if g == group)
+
+    def _drop_away(self, part: int) -> None:
+        """Give back the memory of a part of the KV cache, unless it is needed here again."""
+        if part in self._memory.layers and part not in self._places(self._own_parts):
+            self._drop_kv((part,))
 
     def _change(self, path: LayerPath) -> tuple[tuple[int, ...], str, str]:
         """Return the shards that another path moves, whose they are, and whose they will be."""

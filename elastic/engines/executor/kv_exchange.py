@@ -36,10 +36,15 @@ class KVExchange:
         count = sum(len(numbers) for numbers, _ in self._format.groups)
         return frozenset(part % count for part in parts)
 
-    def locate(self, memory: SectorSpace, parts: Iterable[int]) -> LayersKV:
-        """Say where parts of the KV cache lie. Raises `StateError` for a place that nobody else can read."""
+    def locate(
+        self, memory: SectorSpace, parts: Iterable[int], sectors: Iterable[tuple[int, int]] | None = None
+    ) -> LayersKV:
+        """Say where parts of the KV cache lie, all that is mapped or of mapped `sectors`, (group, sector).
+
+        Raises `StateError` for a place that nobody else can read.
+        """
         with memory.lock:
-            pages = memory.layer_pages(parts)
+            pages = memory.layer_pages(parts, sectors)
         pool = memory.kv.pool
         file = pool.backend.shared_file()
         if file is None and self.peers is None:

@@ -23,6 +23,9 @@ from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 
+Ways = tuple[tuple[StagePlan, tuple[str, ...]], ...]
+"""Of each copy of a path's layers, what its home does in a step, and who else has a part in it; (): nobody."""
+
 
 class HomeExecutor:
     """An `Executor`. Its calls come from the thread of the engine's loop, but for `abort` and what is said otherwise.
@@ -40,7 +43,7 @@ class HomeExecutor:
         self.forward: StageForward | None = None
         """Set while there are links."""
         self._runner, self._memory, self._turn = runner, memory, turn
-        self._ways: tuple[tuple[StagePlan, tuple[str, ...]], ...] = ()  # of each copy: the plan, and who else is in it
+        self._ways: Ways = ()
         self._cohorts = 1
         self._threads = StepThreads()
         self._aborted = False
@@ -128,7 +131,7 @@ class HomeExecutor:
         if self.transport is not None:
             self.transport.close()
         self.links, self.transport, self._aborted = {}, None, False
-        self._go_by(path)
+        self._go_by(path, ways_of(path))
 
     # -- shards that change their rank
 
@@ -162,8 +165,8 @@ class HomeExecutor:
         link.send(CopyItem(shards, source, blocks, *link.take_sectors()))
         return copied_bytes(link.answer(timeout_s), rank)
 
-    def flip(self, path: LayerPath, target: str) -> None:
-        """Have all steps from now on go by another path. No step is in flight.
+    def flip(self, path: LayerPath, target: str, ways: Ways) -> None:
+        """Have all steps from now on go by another path, whose ways these are. No step is in flight.
 
         Raises `RankLost` where the rank that layers go to has gone, and nothing has changed.
         """
@@ -177,7 +180,7 @@ class HomeExecutor:
                 if rank == target:
                     raise
                 # what it had is here or at the target, or the next step says that it is gone
-        self._go_by(path)
+        self._go_by(path, ways)
 
     def share_out(self, path: LayerPath) -> None:
         """Have steps go by the copies of a path whose layers are where they are now. No step is in flight.
@@ -187,14 +190,12 @@ class HomeExecutor:
         for rank in path.guests:
             self.links[rank].flush()
             self.links[rank].send(FlipItem(path, self._runner.sequences()))
-        self._go_by(path)
+        self._go_by(path, ways_of(path))
 
     # -- inside
 
-    def _go_by(self, path: LayerPath) -> None:
-        self.path = path
-        ways = map(path.of_copy, range(path.copies)) if path.guests else ()
-        self._ways = tuple((way.plan(path.home), way.guests) for way in ways)
+    def _go_by(self, path: LayerPath, ways: Ways) -> None:
+        self.path, self._ways = path, ways
         self.set_cohorts(self._cohorts)
 
     def _note_changes(self, removed: Iterable[str]) -> None:
@@ -235,3 +236,9 @@ class HomeExecutor:
             if self.transport is not None:
                 with suppress(ElasticError):
                     self.transport.fail(rank, number, StepFailure.of(error))
+
+
+def ways_of(path: LayerPath) -> Ways:
+    """Return what a home does in the steps of a path."""
+    copies = map(path.of_copy, range(path.copies)) if path.guests else ()
+    return tuple((way.plan(path.home), way.guests) for way in copies)

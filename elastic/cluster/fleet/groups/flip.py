@@ -19,6 +19,7 @@ from elastic.cluster.control.stage_questions import (
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import LayerFlip
 from elastic.config import require
+from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import ElasticError
 
@@ -65,20 +66,21 @@ def flip_layers(ranks: Ranks, path: LayerPath, flip: LayerFlip, *, coordinated: 
     try:
         ranks.ask(flip.target, PrepareLayers(flip.home, shards, exchange))
         prepared = True
-        moved_bytes = _copy(ranks, flip, coordinated, all_at_once=path.copies == 1)
-        flipped = ranks.ask(flip.home, FlipLayers(goal))
+        moved_bytes, source = _copy(ranks, flip, coordinated, all_at_once=path.copies == 1)
+        flipped = ranks.ask(flip.home, FlipLayers(goal, source if flip.source != flip.home else None))
     except ElasticError:
         _undo(ranks, flip, prepared)
         raise
     return FlipDone(goal, moved_bytes + flipped.copied_bytes, flipped.stalled_ms)
 
 
-def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool, *, all_at_once: bool) -> int:
-    """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes.
+def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool, *, all_at_once: bool) -> tuple[int, LayersKV | None]:
+    """Copy what there is, then what was written meanwhile, as long as it becomes less.
 
-    Of several copies of a layer, the home says also of what there is whose it is (`all_at_once`: there is one).
+    Returns bytes, and where it lies, as far as that was asked. Of several copies of a layer, the home says also of what
+    there is whose it is (`all_at_once`: there is one).
     """
-    moved_bytes, before = 0, None
+    moved_bytes, before, source = 0, None, None
     if all_at_once:
         source = ranks.ask(flip.source, LayersMemory(flip.home, flip.shards))
         moved_bytes = ranks.ask(flip.target, CopyLayers(flip.home, flip.shards, source, coordinated=coordinated))
@@ -92,7 +94,7 @@ def _copy(ranks: Ranks, flip: LayerFlip, coordinated: bool, *, all_at_once: bool
         if before is not None and count >= before:
             break
         before = count
-    return int(moved_bytes)
+    return int(moved_bytes), source
 
 
 def _undo(ranks: Ranks, flip: LayerFlip, prepared: bool) -> None:
