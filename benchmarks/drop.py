@@ -13,7 +13,8 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
 - `exchange`: one instance drops half of its layers, which the other computes for it then; again and again, under load.
   Stall of a request that moves, its longest gap during a drop less its usual one: at most .1 of the whole exchange. P99
   gap of the other's requests during exchanges, over that at rest: at most 1.15; without coordination 1.5 times more.
-  Also the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile
+  Also the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile:
+  one at each instance, in a drop as at rest. Gaps in which their prompts are computed count nowhere
 - `restoration`: two waves and a calm, as those of `overload.py`, restoring and not restoring: P50 of TTFT and TPOT in
   the calm .2 better; P99 of TTFT in the second wave beside it
 - `extreme`: twice as many requests as `wait` serves, until one waits for its first token five times as long as usual:
@@ -29,6 +30,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -189,19 +191,28 @@ def dropped_alone(path: Path, rounds: int) -> dict[str, Any]:
 
 
 class Windows:
-    """Gaps between tokens of some requests, and which of them overlap one of some stretches of time."""
+    """Gaps between tokens of some requests, and which of them overlap one of some stretches of time.
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self._gaps = [list(zip(answer.at_s, answer.at_s[1:], strict=False)) for answer in answers]
+    Those in which a newcomer waits for its first token are left out: its prompt is in the same steps.
+    """
+
+    def __init__(self, answers: Sequence[Answer], newcomers: Sequence[Answer]) -> None:
+        busy = [(answer.sent_s, answer.at_s[0]) for answer in newcomers]
+        all_gaps = [list(zip(answer.at_s, answer.at_s[1:], strict=False)) for answer in answers]
+        self._gaps = [[gap for gap in gaps if not _overlaps(gap, busy)] for gaps in all_gaps]
 
     def within(self, windows: Sequence[tuple[float, float]]) -> list[float]:
         pairs = (pair for gaps in self._gaps for pair in gaps)
-        return [b - a for a, b in pairs if any(a < end and b > begin for begin, end in windows)]
+        return [gap[1] - gap[0] for gap in pairs if _overlaps(gap, windows)]
 
     def longest(self, window: tuple[float, float]) -> list[float]:
         """Return of each request that generates then the longest gap."""
-        found = [[b - a for a, b in gaps if a < window[1] and b > window[0]] for gaps in self._gaps]
+        found = [[gap[1] - gap[0] for gap in gaps if _overlaps(gap, [window])] for gaps in self._gaps]
         return [max(gaps) for gaps in found if gaps]
+
+
+def _overlaps(gap: tuple[float, float], windows: Sequence[tuple[float, float]]) -> bool:
+    return any(gap[0] < end and gap[1] > begin for begin, end in windows)
 
 
 def exchange(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
@@ -235,7 +246,7 @@ def exchange(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[str, float]:
     """Have one instance drop half of its layers and take them back some times, with three long requests at each."""
     first, second = names(engine)
-    times, length, new, rest_s = (1, 200, 300, 0.3) if quick else (3, 600, 700, 1.0)
+    times, length, new, rest_s = (1, 200, 300, 1.0) if quick else (3, 600, 700, 2.0)
     load, choose = Load(engine), random.Random(SEED)
     asked = [Request(prompt(length, choose), new, ignore_eos=True) for _ in range(6)]
     answers = [load.submit(request) for request in asked]
@@ -243,17 +254,21 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
         time.sleep(0.005)
     drops, rests, done, ttft = [], [], [], {"during": [], "rest": []}
 
-    def newcomer(when: str) -> None:
-        ttft[when].append(load.submit(Request(prompt(64, choose), 1, ignore_eos=True)))
+    def newcomers(when: str) -> None:
+        for _ in range(2):  # one for each instance, in turn
+            ttft[when].append(load.submit(Request(prompt(64, choose), 1, ignore_eos=True)))
 
     for _ in range(times):
         begin = time.perf_counter()
-        newcomer("rest")
-        time.sleep(rest_s)
+        time.sleep(rest_s / 2)
+        newcomers("rest")
+        time.sleep(rest_s / 2)
         rests.append((begin, time.perf_counter()))
         begin = time.perf_counter()
-        newcomer("during")
+        later = threading.Timer(rest_s / 2, newcomers, ["during"])
+        later.start()
         done.append(engine.drop(layers={first: HALF, second: ()}, **form))
+        later.join()
         drops.append((begin, time.perf_counter()))
         engine.restore()
     where = [engine.instance_of(request.id) for request in asked]
@@ -262,8 +277,9 @@ def exchanged(engine: elastic.Fleet, form: dict[str, Any], quick: bool) -> dict[
     load.wait()
     if any(one.status != "applied" for one in done):
         raise RuntimeError(f"a drop was not applied: {[one.why for one in done]}")
-    moved = Windows([answer for answer, at in zip(answers, where, strict=True) if at == first])
-    others = Windows([answer for answer, at in zip(answers, where, strict=True) if at == second])
+    new_ones = [*ttft["during"], *ttft["rest"]]
+    moved = Windows([answer for answer, at in zip(answers, where, strict=True) if at == first], new_ones)
+    others = Windows([answer for answer, at in zip(answers, where, strict=True) if at == second], new_ones)
     usual = statistics.median(moved.within(rests))
     return {
         "seconds": statistics.median(one.seconds for one in done),

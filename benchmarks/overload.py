@@ -9,7 +9,8 @@ share of .63. Each round plays one trace to all systems, in random order, with f
 - `recompute`, `swap`: it begins sooner, and may be evicted; see `evicting.py` (vLLM, InferCept)
 - `migrate`: as `wait`, and requests move to the instance that has more room (Llumnix)
 - `pipeline`: the instances are two stages from the start, each with half of the layers
-- `drop`: they become that when they are overloaded, and part again (KunServe)
+- `drop`: they become that when they are overloaded, and part again (KunServe). Only if they are named,
+  `drop-uncoordinated` and `drop-lookahead`: without coordinated copies, and with steps of equal cost besides
 
 All have the same engine, blocks and bounds of a step. The conditions were fixed before `drop` was measured, and rates
 are set by `wait` alone, so that they hold on any machine. Before the rounds `wait` serves a fixed number of requests
@@ -60,6 +61,10 @@ BEFORE, AFTER = 0.7, 1.0
 """The calms, in times that a request lasts."""
 WINDOWS = 6
 SYSTEMS = ("wait", *WAYS, "migrate", "pipeline", "drop")
+ABLATION = {
+    "drop-uncoordinated": replace(OVERLOAD, coordinated=False),
+    "drop-lookahead": replace(OVERLOAD, lookahead=True),
+}
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def closed_loop(engine: elastic.Fleet, live: int, count: int) -> tuple[float, fl
 @contextmanager
 def system(name: str, path: Path, place: str = PLACE) -> Iterator[elastic.Fleet]:
     """Serve with two ranks in one of the ways."""
-    policy: Any = {"migrate": "balance", "drop": OVERLOAD}.get(name)
+    policy: Any = {"migrate": "balance", "drop": OVERLOAD, **ABLATION}.get(name)
     options = {**ENGINE, "step_budget": Installed(name)} if name in WAYS else ENGINE
     with ExitStack() as stack:
         if name in WAYS:
@@ -259,7 +264,7 @@ def needs(pairs: Sequence[tuple[Arrival, Answer]], rates: Rates) -> tuple[float,
 
 def compared(figures: dict[str, Figures]) -> dict[str, Any]:
     """Hold `drop` against the best of the others: by median over the rounds."""
-    others = {name: one for name, one in figures.items() if name != "drop"}
+    others = {name: one for name, one in figures.items() if name != "drop" and name not in ABLATION}
     if "drop" not in figures or not others:
         return {}
     p99 = {name: percentiles(one.ttft, 0.99) for name, one in figures.items()}
@@ -324,7 +329,7 @@ def played(
 
 def main() -> None:
     more = {
-        "systems": {"nargs": "*", "choices": SYSTEMS, "default": list(SYSTEMS), "help": "systems to try"},
+        "systems": {"nargs": "*", "choices": (*SYSTEMS, *ABLATION), "default": list(SYSTEMS), "help": "systems to try"},
         "only": {"nargs": "*", "choices": ("burst", "low"), "default": ["burst", "low"], "help": "rows to take"},
     }
     options = arguments(__doc__.splitlines()[0], **more)

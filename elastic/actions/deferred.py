@@ -189,6 +189,13 @@ def refit_stages(weights: ModelWeights, units: Iterable[WeightUnit], broker: Pag
         broker.give_to_cache(place, resize_stages(weights, place))
 
 
+def spare_stages(weights: ModelWeights) -> None:
+    """Keep no stage while no layer is released: the first release takes one from the KV cache."""
+    for place, streamer in weights.streamers.items():
+        streamer.least = 0
+        streamer.on_spare(resize_stages(weights, place))
+
+
 def resize_stages(weights: ModelWeights, place: str) -> int:
     """Have as many stages as a place's released layers need; return the pages that others may have more or fewer."""
     streamer = weights.streamers[place]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from elastic.actions.agreement import Agreement
+from elastic.actions.deferred import spare_stages
 from elastic.actions.transactions.event_log import EventLog
 from elastic.actions.transactions.executor import ActionExecutor
 from elastic.actions.transactions.held import LONGEST_S
@@ -263,6 +264,12 @@ class Runtime(LayerVerbs):
     def exchange_with(self, peers: Peers, pace: YieldingPace) -> None:
         """Have weights be fetched from other ranks, and read by them; `pace` is that of fetches that let steps pass."""
         self._weights.peers, self._weights.pace = peers, pace
+
+    def keep_no_stages(self) -> None:
+        """Keep no memory to stream released layers with: a release takes it from the KV cache, if it can."""
+        self._require_running()
+        self._require_outside()
+        _awaited(self._executor.call(partial(spare_stages, self._weights)))
 
     @property
     def pools(self) -> tuple[PagePool, ...]:

@@ -18,6 +18,8 @@ OWN, OTHERS = "blue", "green"
 MOST = 9
 SHARED = "+"
 """Between the names of ranks that share a layer."""
+REPLICA = "|"
+"""Between those that have copies of it."""
 WHOLE = "whole"
 
 
@@ -25,7 +27,7 @@ def stages(document: StatusDocument) -> Panel | None:
     """Draw a line for each rank, a cell for each layer; None: every instance computes its layers by itself."""
     paths = {instance.name: instance.path for instance in document.instances if instance.path}
     ranks = [rank for rank in document.ranks if rank.state in ("serving", "draining")]
-    alone = all(len(set(path)) == 1 and SHARED not in path[0] for path in paths.values())
+    alone = all(len(set(path)) == 1 and len(_ranks(path, 0)) == 1 for path in paths.values())
     if alone and not any(rank.dropped for rank in ranks):
         return None
     leaders = {each.leader or next(iter(each.ranks), ""): each.name for each in document.instances}
@@ -78,7 +80,7 @@ def grid(
         by_layer = [[name for name, path in paths.items() if rank in _ranks(path, i)] for i in range(count)]
         has = (parts or {}).get(rank, ())
         shared = [
-            _words_of_part(has[i : i + 1]) if any(len(_ranks(paths[name], i)) > 1 for name in these) else ""
+            _words_of_part(has[i : i + 1]) if any(SHARED in paths[name][i] for name in these) else ""
             for i, these in enumerate(by_layer)
         ]
         cells = Text()
@@ -102,7 +104,7 @@ def _cell(instances: Sequence[str], own: str | None, dropped: bool) -> tuple[str
 
 def _ranks(path: Sequence[str], layer: int) -> list[str]:
     """Return the ranks that compute a layer."""
-    return path[layer].split(SHARED) if layer < len(path) else []
+    return path[layer].replace(REPLICA, SHARED).split(SHARED) if layer < len(path) else []
 
 
 def _parts(rank: RankDocument) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elastic.engines.core.kv_state import KVSource, LayersKV
-from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.pipeline.path import LayerPath, Way
 from elastic.planning.sharding.heads import kv_parts
 from elastic.planning.sharding.numbers import by_layer
 from elastic.planning.sharding.shard_pages import ShardPages
@@ -112,7 +112,8 @@ class Room:
 
     def parts_of(self, shards: Iterable[int]) -> tuple[int, ...]:
         """Return the parts of the KV cache that shards need."""
-        return kv_parts(shards, self.path.shards, len(self.sector_pages) // self.path.layers)
+        each, numbers = len(self.sector_pages) // self.path.layers, self.path.numbers
+        return kv_parts({shard % numbers for shard in shards}, self.path.shards, each)
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,18 @@ class CopyLayers:
     """Copy blocks (None: all) of shards that come here; answers with the bytes."""
 
     home: str
+    shards: tuple[int, ...]
     source: LayersKV
     blocks: tuple[tuple[int, ...], ...] | None = None
     coordinated: bool = True
     """In chunks, behind what the rank computes."""
+
+
+@dataclass(frozen=True)
+class SetCopies:
+    """Share requests out among so many copies of the layers, all of which are where these are now: `LayerPath`."""
+
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -208,6 +217,8 @@ class FlipLayers:
     """
 
     path: LayerPath
+    sources: Mapping[Way, LayersKV] = field(default_factory=dict)
+    """Where what goes from one rank to another lies, as it was told last; of what is missing the home asks."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +275,7 @@ StageQuestion = (
     | BeginExchange
     | PrepareLayers
     | CopyLayers
+    | SetCopies
     | PauseSteps
     | ResumeSteps
     | WrittenBlocks

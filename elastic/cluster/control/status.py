@@ -26,6 +26,10 @@ EventKind = Literal[
     "restored",
     "restore failed",
     "migrated",
+    "replicated",
+    "replication failed",
+    "evicted",
+    "eviction failed",
     "resharded",
     "reshard failed",
     "parted",
@@ -81,7 +85,8 @@ class InstanceStatus:
     """Free blocks after promises, over running sequences (Llumnix, section 4.2)."""
     epoch: int = 0
     path: tuple[str, ...] = ()
-    """Of each layer the rank that computes it, or those that share it, such as `r0+r1`; (): its leader computes all."""
+    """Of each layer the rank that computes it, those that share it, such as `r0+r1`, or that have copies of it, such as
+    `r0|r1`; (): its leader computes all."""
     tp: int = 1
     """How many ranks share a layer, at the most."""
 

@@ -212,8 +212,9 @@ class Instance:
         """Return what `Fleet.status` says of it."""
         requests = len(self.records)
         ranks = (self.name,) if self.path is None else tuple(dict.fromkeys((self.name, *self.path.ranks)))
-        holders = [] if self.path is None else [self.path.holders(layer) for layer in range(self.path.layers)]
-        path, tp = tuple(map("+".join, holders)), max(map(len, holders), default=1)
+        layers = [] if self.path is None else [self.path.copies_of(layer) for layer in range(self.path.layers)]
+        path = tuple("|".join(map("+".join, copies)) for copies in layers)
+        tp = max((len(holders) for copies in layers for holders in copies), default=1)
         epoch = 0 if self.path is None else self.path.epoch
         return InstanceStatus(self.name, self.name, ranks, self.load, requests, self.freeness, epoch, path, tp)
 

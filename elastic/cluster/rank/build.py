@@ -50,6 +50,7 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         if not isinstance(getattr(model, "elastic", None), Runtime):
             wrap(model, places=places or None, **{**_checkpoint(spec), **spec.wrap})
             stack.callback(_unwrap, model, spec.name)
+            model.elastic.keep_no_stages()  # layers that others compute are dropped, not released
         _note_weights(model.elastic)
         options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):

@@ -17,7 +17,7 @@ def measure_room(engine: ContinuousEngine) -> Room:
         most_sectors=room.sectors,
         committed_sectors=room.committed,
         weight_pages=runtime.shard_pages,
-        resident=frozenset(range(len(engine.path.ranks))) - frozenset(runtime.dropped_shards),
+        resident=frozenset(range(engine.path.numbers)) - frozenset(runtime.dropped_shards),
         in_variant={
             layer.index: layer.held_pages
             for layer in runtime.weights.layers

@@ -30,6 +30,7 @@ from elastic.cluster.control.stage_questions import (
     Recover,
     ResumeSteps,
     SetCap,
+    SetCopies,
     StageQuestion,
     WrittenBlocks,
 )
@@ -117,16 +118,18 @@ class Stages:
                 return engine.begin_exchange(shards)
             case PrepareLayers(home, shards, exchange):
                 return engine.prepare_layers(home, shards, exchange)
-            case CopyLayers(home, source, blocks, coordinated):
-                return engine.copy_layers(home, source, blocks, coordinated=coordinated)
+            case CopyLayers(home, shards, source, blocks, coordinated):
+                return engine.copy_layers(home, shards, source, blocks, coordinated=coordinated)
+            case SetCopies(copies):
+                return engine.set_copies(copies)
             case PauseSteps():
                 return engine.pause_steps()
             case ResumeSteps():
                 return engine.resume_steps()
             case WrittenBlocks():
                 return engine.written_blocks()
-            case FlipLayers(path):
-                return engine.flip(path)
+            case FlipLayers(path, sources):
+                return engine.flip(path, sources)
             case EndExchange():
                 return engine.end_exchange()
             case GiveUpLayers(home, shards):

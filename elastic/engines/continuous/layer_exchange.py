@@ -7,7 +7,7 @@ written while none is in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
@@ -15,9 +15,10 @@ from itertools import starmap
 from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.pipeline.home import ways_of
 from elastic.engines.pipeline.items import Exchange, SectorRef
-from elastic.engines.pipeline.path import LayerPath, ShardMove
-from elastic.engines.pipeline.stage import require_known_sectors
+from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
+from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
 from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
 from elastic.errors import ConfigError, RankLost, StateError
 
@@ -45,16 +46,19 @@ class LayerExchange(HostedStages):
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
         """Say where the keys and values of shards lie. Raises `StateError` for shards whose are not here."""
-        return self._kv_exchange.locate(self._memory, sorted(self._kv_parts(shards)))
+        return self._kv_exchange.locate(self._memory, sorted(self._places(self._kv_parts(shards))))
 
     def begin_exchange(self, shards: Sequence[int]) -> Exchange:
         """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
-        Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has not.
+        Where layers have several copies, the sequences of the shards' copy count as written now, and those are all that
+        may be copied. Raises `StateError` for an exchange that has begun, `ConfigError` for shards that the model has
+        not, or of several copies.
         """
 
         def begin() -> Exchange:
             self._require_shards(shards)
+            copy = self._copy_of(shards)
             if self._written is not None:
                 raise StateError("an exchange has begun; end it first")
             self._require_whole_group()
@@ -65,8 +69,10 @@ class LayerExchange(HostedStages):
                 self._memory.keep_sectors = False
                 raise
             windows = [group.window for group in self._layer_groups]
-            self._written = WrittenBlocks(windows, self.kv_format.block_tokens)
+            self._written = WrittenBlocks(windows, self.kv_format.block_tokens, copy)
             self._loop.scheduler.written = self._written.note
+            if self.path.copies > 1:
+                self._note_computed(self._written, copy)
             mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
             return Exchange(mapped, {rank: link.sent for rank, link in self._home.links.items()})
 
@@ -79,15 +85,24 @@ class LayerExchange(HostedStages):
         """
         return self._exchange().take()
 
-    def flip(self, path: LayerPath, timeout_s: float = ANSWER_S) -> Flipped:
+    def flip(
+        self, path: LayerPath, sources: Mapping[Way, LayersKV] | None = None, timeout_s: float = ANSWER_S
+    ) -> Flipped:
         """Have steps go by another path, in which shards are other ranks', which have prepared them: no rank both gives
         and gets some.
 
-        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it. Raises
-        `StateError` where it cannot be copied, by one of the ranks or by several, `RankLost` where a rank has gone:
-        nothing has changed then, and what would have been copied is told again.
+        What was written since `written_blocks` is copied while no step is in flight; the exchange ends with it.
+        `sources` are where the keys and values of the shards lie that go from one rank to another, as was told before;
+        those that are not told of are asked for. Raises `StateError` where they cannot be copied, by one of the ranks
+        or by several, `RankLost` where a rank has gone: nothing has changed then, and what would have been copied is
+        told again.
+
+        The memory of what left this rank is given back afterwards, a part of the KV cache between two steps each.
         """
-        return self._between_steps(lambda: self._flip(path, timeout_s))
+        flipped, left = self._between_steps(lambda: self._flip(path, sources or {}, timeout_s))
+        for part in sorted(left):
+            self._between_steps(partial(self._drop_away, part))
+        return flipped
 
     def end_exchange(self) -> None:
         """End what `begin_exchange` began. Can be called twice."""
@@ -126,7 +141,7 @@ class LayerExchange(HostedStages):
             with self._memory.lock:
                 keeps, self._memory.keep_sectors = self._memory.keep_sectors, False  # the own ones may go for it
                 try:
-                    self._memory.add_layers(self._kv_parts(shards) - self._own_parts)
+                    self._memory.add_layers(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
                 finally:
                     self._memory.keep_sectors = keeps
             self._runner.cache.refresh()
@@ -134,9 +149,15 @@ class LayerExchange(HostedStages):
         self._between_steps(prepare)
 
     def copy_layers(
-        self, home: str, source: LayersKV, blocks: Blocks | None = None, *, coordinated: bool = True
+        self,
+        home: str,
+        shards: Sequence[int],
+        source: LayersKV,
+        blocks: Blocks | None = None,
+        *,
+        coordinated: bool = True,
     ) -> int:
-        """Copy keys and values of what is prepared, all of the source's; return bytes.
+        """Copy keys and values of shards that are prepared; return bytes.
 
         `blocks` are those to copy, by group, None: all that are in sectors which both sides have. `coordinated`: behind
         what computes here, in chunks. (KunServe, section 4.2)
@@ -144,8 +165,8 @@ class LayerExchange(HostedStages):
         Raises `StateError` where blocks are in sectors that the source does not know: ask for it anew.
         """
         if home != self.rank:
-            return self._stage(home).copy(source, blocks, coordinated=coordinated)
-        return self._copy_home(source, blocks, coordinated=coordinated)
+            return self._stage(home).copy(shards, source, blocks, coordinated=coordinated)
+        return self._copy_home(shards, source, blocks, coordinated=coordinated)
 
     def give_up_layers(self, home: str, shards: Sequence[int]) -> None:
         """Undo `prepare_layers`. Raises `StateError` for shards that steps are computed in."""
@@ -157,49 +178,89 @@ class LayerExchange(HostedStages):
             used = sorted(set(shards) & set(self.path.shards_of(self.rank)))
             if used:
                 raise StateError(f"shards {used} of {self.rank!r} are computed here; they cannot be given up")
-            self._drop_kv(self._kv_parts(shards) - self._own_parts)
+            self._drop_kv(self._places(self._kv_parts(shards)) - self._places(self._own_parts))
 
         self._between_steps(give_up)
 
     # -- inside, on the loop's thread
 
-    def _flip(self, path: LayerPath, timeout_s: float) -> Flipped:
+    def _flip(
+        self, path: LayerPath, sources: Mapping[Way, LayersKV], timeout_s: float
+    ) -> tuple[Flipped, frozenset[int]]:
+        """Change the path; return besides which parts of the KV cache here it needs no more."""
         written, home, moves = self._exchange(), self._home, self._moves(path)
         self._require_whole_group()
-        for move in moves:
-            if move.source != self.rank:
-                home.ask_pages(move.source, move.shards)  # it answers while the last steps end
+        ways = ways_of(path)
+        known = self._known(moves, sources)
+        asked = [move for move in moves if move.source != self.rank and move not in known]
+        for move in asked:
+            home.ask_pages(move.source, move.shards)  # it answers while the last steps end
         self._settle()
         start = time.perf_counter()
         blocks = written.take()
         try:
-            copied = self._copy_last(moves, blocks, timeout_s)
-            home.flip(path)
+            known |= zip(asked, home.pages_of(asked, timeout_s), strict=True)
+            copied = self._copy_last(moves, known, blocks, timeout_s)
+            home.flip(path, ways)
         except BaseException:
             written.put_back(blocks)
             raise
         self._end_exchange()
-        leaving = [shard for move in moves if move.source == self.rank for shard in move.shards]
-        if leaving:
-            self._drop_kv(self._kv_parts(leaving) - self._own_parts)
+        if path.copies > 1:  # of what is kept for reuse only what live sequences have was copied
+            self._blocks.forget_kept()
         self._follow_journal()
-        return Flipped((time.perf_counter() - start) * 1e3, copied)
+        leaving = [shard for move in moves if move.source == self.rank for shard in move.shards]
+        left = self._places(self._kv_parts(leaving)) - self._places(self._own_parts)
+        return Flipped((time.perf_counter() - start) * 1e3, copied), left
 
-    def _copy_last(self, moves: Sequence[ShardMove], blocks: Blocks, timeout_s: float) -> int:
-        """Have all ranks that shards go to copy these blocks, from sources that were asked; return bytes."""
-        there = [move for move in moves if move.source != self.rank]
-        pages = dict(zip(there, self._home.pages_of(there, timeout_s), strict=True))
-        pages |= {move: self.layers_kv(move.shards) for move in moves if move.source == self.rank}
+    def _known(self, moves: Sequence[ShardMove], sources: Mapping[Way, LayersKV]) -> dict[ShardMove, LayersKV]:
+        """Return where what moves lies, as far as that was told and no sector has come since."""
+        told = ((move, sources.get((move.source, move.target))) for move in moves if move.source != self.rank)
+        mapped = self._memory.mapped_sectors
+        return {move: source for move, source in told if source is not None and self._tells_of(source, mapped)}
+
+    def _copy_last(
+        self, moves: Sequence[ShardMove], known: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float
+    ) -> int:
+        """Have all ranks that shards go to copy these blocks while no step is in flight; return bytes.
+
+        `known` is where what is at other ranks lies. Also where there are no blocks: who gets shards says whether it
+        has prepared them.
+        """
+        sectors = sectors_of(self._memory, blocks)
+        late = [move for move, source in known.items() if not self._tells_of(source, sectors)]
+        for move in late:  # a sector was mapped for the last steps
+            self._home.ask_pages(move.source, move.shards)
+        told = {**known, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
+        pages = {move: source.of_sectors([sector for _, sector in sectors]) for move, source in told.items()}
+        for move in moves:
+            if move.source == self.rank:
+                parts = self._places(self._kv_parts(move.shards))
+                pages[move] = self._kv_exchange.locate(self._memory, parts, sectors)
         copied = sum(
-            self._copy_home(pages[move], blocks, coordinated=False) for move in moves if move.target == self.rank
+            self._copy_home(move.shards, pages[move], blocks, coordinated=False)
+            for move in moves
+            if move.target == self.rank
         )
         away = [move for move in moves if move.target != self.rank]
         return copied + self._home.copy(away, [pages[move] for move in away], blocks, timeout_s)
 
+    def _tells_of(self, source: LayersKV, sectors: Iterable[tuple[int, int]]) -> bool:
+        """Return whether a source says of all of these sectors, (group, sector), where they are."""
+        groups = {part: self._memory.group_of(part) for part in source.pages}
+        wanted = tuple(sectors)
+        return all(s in source.pages[part] for part, group in groups.items() for g, s in wanted if g == group)
+
+    def _drop_away(self, part: int) -> None:
+        """Give back the memory of a part of the KV cache, unless it is needed here again."""
+        if part in self._memory.layers and part not in self._places(self._own_parts):
+            self._drop_kv((part,))
+
     def _moves(self, path: LayerPath) -> tuple[ShardMove, ...]:
         """Return what another path moves. Raises `ConfigError`, `StateError` where it cannot be done."""
         before = self.path
-        same = (path.home, path.shards, len(path.ranks)) == (before.home, before.shards, len(before.ranks))
+        forms = [(each.home, each.shards, each.copies, len(each.ranks)) for each in (path, before)]
+        same = forms[0] == forms[1]
         if not same or path.epoch != before.epoch + 1:
             raise ConfigError(f"{path} does not follow {before}")
         moves = before.moves_to(path)
@@ -207,8 +268,9 @@ class LayerExchange(HostedStages):
             raise ConfigError(f"{path} changes no shard of {before}")
         if both := {move.source for move in moves} & {move.target for move in moves}:
             raise ConfigError(f"{path}: {min(both)!r} would give shards and get some; flip these one after the other")
+        self._copy_of([shard for move in moves for shard in move.shards])
         for shards, _, target in moves:
-            if target == self.rank and not self._kv_parts(shards) <= frozenset(self._memory.layers):
+            if target == self.rank and not self._places(self._kv_parts(shards)) <= frozenset(self._memory.layers):
                 raise StateError(f"shards {shards} were not prepared at {target!r}")
             if target != self.rank and target not in self._home.links:
                 raise StateError(f"rank {target!r} is not attached to the engine of {self.rank!r}")
@@ -230,17 +292,39 @@ class LayerExchange(HostedStages):
 
     def _end_exchange(self) -> None:
         self._written = self._loop.scheduler.written = None
+        self._loop.scheduler.let_go()
         self._memory.keep_sectors = False
 
-    def _copy_home(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
+    def _note_computed(self, written: WrittenBlocks, copy: int) -> None:
+        """Have all blocks of a copy's sequences be copied, and be nobody else's while they are.
+
+        Else a block that comes free could be written over that a sequence of another copy has begun to write.
+        """
+        scheduler = self._loop.scheduler
+        scheduler.retain()
+        for sequence in scheduler.begun:
+            written.note(sequence.table.blocks, 0, sequence.computed, scheduler.copy_of(sequence))
+
+    def _copy_home(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
         if blocks is not None:
             require_known_sectors(source, self._memory, blocks)
-        coming = sorted(frozenset(source.pages) - self._own_parts)  # steps write the others
+        coming = sorted(self._places(self._kv_parts(shards) - self._own_parts))  # steps write the others
         return self._kv_exchange.copy(self._memory, source, coming, blocks, coordinated=coordinated)
 
     def _kv_parts(self, shards: Iterable[int]) -> frozenset[int]:
         """Return the parts of the KV cache that shards need."""
         return self._kv_exchange.parts_of(shards, self.path.shards)
+
+    def _places(self, parts: Iterable[int]) -> frozenset[int]:
+        """Return the parts of a memory that parts of any copies of the layers lie in."""
+        return self._kv_exchange.places_of(parts)
+
+    def _copy_of(self, shards: Sequence[int]) -> int:
+        """Return the copy of the layers that shards are of. Raises `ConfigError` for those of several."""
+        copies = {shard // self.path.numbers for shard in shards} or {0}
+        if len(copies) > 1:
+            raise ConfigError(f"shards {sorted(shards)} are of {len(copies)} copies; exchange those of one")
+        return copies.pop()
 
     @property
     def _own_parts(self) -> frozenset[int]:

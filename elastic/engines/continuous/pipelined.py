@@ -52,10 +52,35 @@ class PipelinedEngine(RecoveringEngine):
 
         def share_out() -> None:
             self._settle()
+            if self.path.copies > 1:
+                raise StateError(
+                    f"cohorts={cohorts}: the layers have {self.path.copies} copies; have them be one first"
+                )
+            self._cohorts = cohorts
             self._loop.set_cohorts(cohorts)
             self._home.set_cohorts(cohorts)
 
         self._between_steps(share_out)
+
+    def set_copies(self, copies: int) -> LayerPath:
+        """Have requests be shared out among so many copies of the layers, each with a batch in flight; return the path.
+
+        All copies are where the layers are now. Shards of one can then go to another rank: they are a replica there, of
+        which the copy's requests have their keys and values. Raises `ConfigError` while copies are at different ranks,
+        `RankLost`.
+        """
+        if copies < 1:
+            raise ConfigError(f"copies={copies} must be at least 1")
+
+        def share_out() -> LayerPath:
+            self._settle()
+            if self._written is not None:
+                raise StateError("an exchange has begun; end it first")
+            self._home.share_out(self.path.with_copies(copies))
+            self._share_out(copies)
+            return self.path
+
+        return self._between_steps(share_out)
 
     def use_cost(self, cost: ChunkCost) -> None:
         """Have steps cost the same while other ranks compute layers, so that these do not wait for each other.
@@ -164,7 +189,7 @@ class PipelinedEngine(RecoveringEngine):
     def _open_pipeline(self, groups: tuple[LayerGroup, ...], cohorts: int) -> Callable[[], None]:
         """Begin as an engine that computes all of its layers alone, and no others; return what ends it."""
         self._turn, self._pipeline_lock, self._layer_groups = Turn(), threading.RLock(), groups
-        self._stages, self._forward, self._written = {}, None, None
+        self._stages, self._forward, self._written, self._cohorts = {}, None, None, cohorts
         self._kv_exchange = KVExchange(self.kv_format, YieldingPace(self._turn.wait_idle, lambda: self._turn.stage_s))
         path = LayerPath.alone("", sum(len(group.layers) for group in groups), self.runtime.shards)
         self._home = HomeExecutor(self._runner, self._memory, self._turn, path)

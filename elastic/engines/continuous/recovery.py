@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ class RecoveringEngine(LayerExchange):
     """What a rank asks of its engine when another one is lost. Thread-safe; not for listeners."""
 
     runtime: Runtime
+    _cohorts: int  # while the layers have one copy
 
     def recover(self, lost: str, restore: Restore, memories: Mapping[str, KVSource] | None = None) -> int:
         """Compute all layers here again, since a rank of the path was lost; return the tokens that are computed anew.
@@ -44,11 +46,13 @@ class RecoveringEngine(LayerExchange):
 
         def come_home() -> int:
             self._settle_lost(lost)
-            self._written = self._loop.scheduler.written = None
-            self._memory.keep_sectors = False
+            self._end_exchange()
             again = self._take_home(restore, memories) if self._away else 0
-            alone = LayerPath.alone(self.rank, self.path.layers, self.path.shards)
-            self._part(replace(alone, epoch=self.path.epoch + 1))
+            before = self.path
+            alone = LayerPath.alone(self.rank, before.layers, before.shards)
+            self._part(replace(alone, epoch=before.epoch + 1))
+            if before.copies > 1:
+                self._share_out(1)
             self._memory.set_cap(None)
             self._fail_impossible()
             self._loop.paused = False
@@ -61,8 +65,14 @@ class RecoveringEngine(LayerExchange):
 
     @property
     def _away(self) -> tuple[int, ...]:
-        """The shards that other ranks compute, or computed."""
+        """The shards that other ranks compute, or computed, of all copies of the layers."""
         return tuple(shard for shard, rank in enumerate(self.path.ranks) if rank != self.rank)
+
+    def _share_out(self, copies: int) -> None:
+        """Have live sequences be shared out among copies of the layers, as many batches each; no step is in flight."""
+        cohorts = copies * -(-self._cohorts // copies)
+        self._loop.set_copies(copies, cohorts)
+        self._home.set_cohorts(cohorts)
 
     def _settle_lost(self, lost: str) -> None:
         """Finish the steps in flight, which are void or not."""
@@ -71,14 +81,15 @@ class RecoveringEngine(LayerExchange):
 
     def _take_home(self, restore: Restore, memories: Mapping[str, KVSource] | None) -> int:
         """Have weights, keys and values of all layers here; return the tokens that are computed anew."""
-        away = self._away
-        sources = None if memories is None else self._sources(memories)
-        again = self._restart_lost(sources)
+        away = tuple(sorted({shard % self.path.numbers for shard in self._away}))
+        kept = tuple(self._kept(copy, memories) for copy in range(self.path.copies))
+        again = self._restart_lost(kept)
         try:
             restore(away)
             if self._loop.scheduler.begun:
                 self._memory.add_layers(self._missing)
-                self._copy_kept(sources or {}, memories or {})
+                for copy, sources in enumerate(kept):
+                    self._copy_kept(copy, sources or {}, memories or {})
         except ElasticError as error:
             if not self._loop.scheduler.begun:
                 raise
@@ -92,15 +103,19 @@ class RecoveringEngine(LayerExchange):
         self._loop.scheduler.keep()
         return again
 
-    def _sources(self, memories: Mapping[str, KVSource]) -> dict[str, LayersKV] | None:
-        """Say where the keys and values are that lie elsewhere, by the rank that has them; None: some are lost.
+    def _kept(self, copy: int, memories: Mapping[str, KVSource] | None) -> dict[str, LayersKV] | None:
+        """Say where the keys and values of a copy are that lie elsewhere, by the rank; None: some are lost.
 
         Of those that several ranks have, one rank's are taken: rather of one that is there.
         """
         sources: dict[str, LayersKV] = {}
-        wanted = self._kv_parts(self._away) - self._own_parts
-        for rank in sorted(self.path.guests, key=memories.__contains__):
-            parts = self._kv_parts(self.path.shards_of(rank)) & wanted
+        path = self.path.of_copy(copy)
+        wanted = self._kv_parts(shard for rank in path.guests for shard in path.shards_of(rank))
+        wanted -= self._kv_parts(path.shards_of(self.rank))
+        if memories is None:
+            return None if wanted else {}
+        for rank in sorted(path.guests, key=memories.__contains__):
+            parts = self._kv_parts(path.shards_of(rank)) & wanted
             source = self._source(rank, parts, memories) if parts else None
             if source is not None:
                 sources[rank] = source
@@ -118,18 +133,28 @@ class RecoveringEngine(LayerExchange):
         memory = memories[rank]
         return LayersKV(memory.file, memory.page_bytes, memory.format, found)
 
-    def _restart_lost(self, sources: Mapping[str, LayersKV] | None) -> int:
-        """Have sequences be computed anew that cannot go on, or have no room, the youngest first; return tokens."""
-        if sources is None:
+    def _restart_lost(self, kept: SequenceOf[Mapping[str, LayersKV] | None]) -> int:
+        """Have sequences be computed anew that cannot go on, or have no room, the youngest first; return tokens.
+
+        `kept` are the sources of each copy of the layers.
+        """
+        if not any(sources is not None for sources in kept):
             return self._restart(None)
         scheduler, memory = self._loop.scheduler, self._memory
-        pages = {part: sectors for source in sources.values() for part, sectors in source.pages.items()}
-        lost = [sequence for sequence in scheduler.begun if not self._is_known(sequence, pages)]
+        lost = [sequence for sequence in scheduler.begun if not self._is_kept(sequence, kept)]
         again = self._restart({*lost, *scheduler.unkeepable()})
         weights = self._dropped_pages()
         while scheduler.begun and memory.lacking(self._missing) + weights > 0:
             again += self._restart(scheduler.begun[-1:])
         return again
+
+    def _is_kept(self, sequence: Sequence, kept: SequenceOf[Mapping[str, LayersKV] | None]) -> bool:
+        """Return whether all that is computed of a sequence is here, or can be found."""
+        sources = kept[self._loop.scheduler.copy_of(sequence)]
+        if sources is None:
+            return False
+        pages = {part: sectors for source in sources.values() for part, sectors in source.pages.items()}
+        return self._is_known(sequence, pages)
 
     def _restart(self, sequences: Collection[Sequence] | None) -> int:
         """Have sequences be computed anew, and no memory be kept that no other needs; return tokens."""
@@ -150,7 +175,7 @@ class RecoveringEngine(LayerExchange):
     @property
     def _missing(self) -> frozenset[int]:
         """The parts of the KV cache that have no memory here."""
-        return self._kv_parts(range(len(self.path.ranks))) - frozenset(self._memory.layers)
+        return self._kv_parts(range(self.path.numbers)) - frozenset(self._memory.layers)
 
     def _dropped_pages(self) -> int:
         """Count the pages that the weights will take which are not here."""
@@ -158,14 +183,29 @@ class RecoveringEngine(LayerExchange):
         every, pages = frozenset(range(self.path.shards)), self.runtime.shard_pages
         return sum(pages[layer].pages(every) - pages[layer].pages(every - {*parts}) for layer, parts in missing.items())
 
-    def _copy_kept(self, sources: Mapping[str, LayersKV], memories: Mapping[str, KVSource]) -> None:
-        """Copy what is elsewhere. Raises `StateError` where it cannot be read, or a rank has given it up meanwhile."""
+    def _copy_kept(self, copy: int, sources: Mapping[str, LayersKV], memories: Mapping[str, KVSource]) -> None:
+        """Copy what a copy's sequences have elsewhere.
+
+        Raises `StateError` where it cannot be read, or a rank has given it up meanwhile.
+        """
+        blocks = None if self.path.copies == 1 else self._computed_blocks(copy)
         for rank, source in sources.items():
-            self._kv_exchange.copy(self._memory, source, source.pages, coordinated=False)
+            self._kv_exchange.copy(self._memory, source, source.pages, blocks, coordinated=False)
             if rank not in memories:
                 after = self._source(rank, source.pages, {})
                 if after is None or self._of_mapped(after) != self._of_mapped(source):
                     raise StateError(f"rank {rank!r} has given up keys and values while they were copied")
+
+    def _computed_blocks(self, copy: int) -> list[list[int]]:
+        """Return the blocks, by group, that hold what is computed of a copy's sequences."""
+        scheduler = self._loop.scheduler
+        tables = [
+            self._blocks.blocks_of(sequence.table, sequence.computed)
+            for sequence in scheduler.begun
+            if scheduler.copy_of(sequence) == copy
+        ]
+        groups = range(len(self._memory.groups))
+        return [sorted({block for table in tables for block in table[group][0]}) for group in groups]
 
     def _of_mapped(self, source: LayersKV) -> dict[int, dict[int, tuple[int, ...]]]:
         """Return where the sectors are that are mapped here: part of the KV cache -> sector -> pages."""

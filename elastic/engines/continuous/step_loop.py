@@ -152,6 +152,11 @@ class StepLoop:
         self.scheduler.set_cohorts(cohorts)
         self._cohorts = cohorts
 
+    def set_copies(self, copies: int, cohorts: int) -> None:
+        """Have so many steps be in flight, by so many copies of the layers; none is. On the loop's thread."""
+        self.scheduler.set_copies(copies, cohorts)
+        self._cohorts = cohorts
+
     def settle_all(self) -> None:
         """Finish all steps that are in flight. On the loop's thread."""
         while self._in_flight:

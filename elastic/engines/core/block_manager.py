@@ -148,6 +148,13 @@ class BlockManager:
             self._promised = None
             self._version += 1
 
+    def forget_names(self) -> None:
+        """Have no block be found by what is in it any more, and forget what is kept for reuse."""
+        with self.memory.lock:
+            self.forget_kept()
+            for prefixes in self._prefixes:
+                prefixes.clear()
+
     # -- what the scheduler calls
 
     def table(self, sequence: str) -> BlockTable:
@@ -167,11 +174,11 @@ class BlockManager:
             if table in self._live:
                 self._release(table)
 
-    def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool) -> int | None:
+    def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, salt: bytes = b"") -> int | None:
         """Give a sequence without blocks those for its first tokens.
 
-        They are those of `tokens` that others have computed (`share`), and up to `most` after these. Returns how many
-        there are of the former; None if there is no room for it now.
+        They are those of `tokens` that others with the same `salt` have computed (`share`), and up to `most` after
+        these. Returns how many there are of the former; None if there is no room for it now.
         """
         with self.memory.lock:
             table = self._tables[sequence]
@@ -179,6 +186,7 @@ class BlockManager:
             version, room_before, _ = table.refused
             if version == self._version and room <= room_before:
                 return None
+            table.use_salt(salt)
             cached = self._begin(table, tokens if share else ())
             if self._extend(table, min(len(tokens), cached + most), growing=False):
                 del self._waiting[sequence]
@@ -314,12 +322,12 @@ class BlockManager:
         return table.capacity
 
     def _hash(self, table: BlockTable, tokens: Sequence[int], block: int) -> bytes:
-        """Return the hash of a full block of a sequence, of which those before it are known."""
-        if block == len(table.hashes):
-            parent = table.hashes[-1] if table.hashes else b""
-            size = self.block_tokens
-            table.hashes.append(block_hash(parent, tokens[block * size : (block + 1) * size]))
-        return table.hashes[block]
+        """Return the hash of a full block of a sequence."""
+        size, hashes = self.block_tokens, table.hashes
+        while len(hashes) <= block:
+            parent, first = hashes[-1] if hashes else table.salt, len(hashes) * size
+            hashes.append(block_hash(parent, tokens[first : first + size]))
+        return hashes[block]
 
     def _extend(self, table: BlockTable, tokens: int, *, growing: bool) -> bool:
         """Give a sequence the blocks for `tokens` tokens if it may have them; return whether it has them."""

@@ -29,6 +29,8 @@ class BlockTable:
     """What it still needs; of the ledger while it has a block."""
     capacity: int = 0
     """Tokens for which it has blocks."""
+    salt: bytes = b""
+    """Sequences share blocks with those that have the same."""
     hashes: list[bytes] = field(default_factory=list)
     """Of its first full blocks, as far as they are known."""
     shared: int = 0
@@ -36,6 +38,12 @@ class BlockTable:
     refused: tuple[int, int, int] = NEVER
     """When blocks were last refused because not all could end then: `BlockManager._version`, the room that there was,
     the blocks that it wanted."""
+
+    def use_salt(self, salt: bytes) -> None:
+        """Share blocks with other sequences than before."""
+        if salt != self.salt:
+            self.salt = salt
+            self.hashes.clear()
 
 
 class SectorMemory(Protocol):

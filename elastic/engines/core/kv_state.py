@@ -7,7 +7,7 @@ engine's process has died, as long as somebody holds the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -138,6 +138,14 @@ class LayersKV:
     """Layer -> sector -> its pages of the place, in order."""
     memory: RankMemory | None = None
     """Where other ranks read them; None: nowhere."""
+
+    def of_sectors(self, wanted: Collection[int]) -> LayersKV:
+        """Return the same of these sectors alone, as far as they are known: there is less to send, and to look at."""
+        pages = {
+            layer: {sector: there[sector] for sector in wanted if sector in there}
+            for layer, there in self.pages.items()
+        }
+        return replace(self, pages=pages)
 
 
 class KVDirectory:

@@ -38,3 +38,8 @@ class PrefixCache:
         name = self._hashes.pop(block, None)
         if name is not None:
             del self._blocks[name]
+
+    def clear(self) -> None:
+        """Have no block be found any more."""
+        self._blocks.clear()
+        self._hashes.clear()

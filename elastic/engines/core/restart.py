@@ -1,16 +1,21 @@
-"""Steps that are lost on their way, as when other ranks compute a part of them: what is lost is computed anew."""
+"""Scheduling for executors of several ranks: steps that are lost on their way, and copies of layers that share them.
+
+What is lost is computed anew. A copy has cohorts of its own, whose sequences have their keys and values where that copy
+is computed; so they share no blocks with those of another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any
 
+from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.scheduler import Cohort, Scheduler
 from elastic.engines.core.sequence import Sequence
 from elastic.engines.core.step import Step
 
-WrittenListener = Callable[[tuple[list[int], ...], int, int], None]
-"""Blocks by group of layers, the first token, the one behind the last."""
+WrittenListener = Callable[[tuple[list[int], ...], int, int, int], None]
+"""Blocks by group of layers, the first token, the one behind the last, the copy of the layers."""
 
 
 class RestartingScheduler(Scheduler):
@@ -21,6 +26,8 @@ class RestartingScheduler(Scheduler):
         self.written: WrittenListener | None = None
         """Told the blocks of each sequence of a step that is over, and which tokens the step has written."""
         self._torn: set[Sequence] = set()  # void steps may have written over what was computed of them
+        self._copies = 1
+        self._retained: list[BlockTable] | None = None  # of sequences that have ended
 
     def void(self, step: Step) -> None:
         """Take back a step that was lost on its way: nothing came of it, and no sequence ends.
@@ -97,11 +104,54 @@ class RestartingScheduler(Scheduler):
                 (new.decoding if sequence in old.decoding else new.prefilling)[sequence] = None
                 sequence.cohort = new.number
 
+    # -- copies of layers
+
+    def set_copies(self, copies: int, cohorts: int) -> None:
+        """Share the live sequences out among cohorts, of which each goes by one of so many copies in turn.
+
+        No step is in flight, and keys and values of all copies are at the same place. Blocks are not found again that
+        were computed before.
+        """
+        self.set_cohorts(cohorts)
+        self._copies = copies
+        for number, sequence in enumerate(self._placed):
+            sequence.cohort = number % cohorts
+        self.blocks.forget_names()
+        for sequence in self.begun:
+            sequence.table.use_salt(self._salt(sequence.cohort))
+
+    def copy_of(self, sequence: Sequence) -> int:
+        """Return the copy of the layers that a sequence goes by which has begun."""
+        return (sequence.cohort or 0) % self._copies
+
+    def retain(self) -> None:
+        """Have the blocks of sequences that end be nobody else's until `let_go`."""
+        self._retained = []
+
+    def let_go(self) -> None:
+        """Have them be free. Can be called twice."""
+        retained, self._retained = self._retained or [], None
+        for table in retained:
+            self.blocks.release(table)
+
+    # -- inside
+
+    def _release(self, table: BlockTable) -> None:
+        if self._retained is None:
+            super()._release(table)
+        else:
+            self._retained.append(table)
+
+    def _salt(self, cohort: int | None) -> bytes:
+        copy = (cohort or 0) % self._copies
+        return bytes((copy,)) if copy else b""
+
     def _close_step(self, step: Step) -> tuple[Cohort, list[Sequence]]:
         cohort, sequences = super()._close_step(step)
         if self.written is not None:
+            copy = step.cohort % self._copies
             for chunk, sequence in zip(step.chunks, sequences, strict=True):
-                self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens))
+                self.written(sequence.table.blocks, chunk.start, chunk.start + len(chunk.tokens), copy)
         return cohort, sequences
 
 

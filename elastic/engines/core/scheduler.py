@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 
 from elastic.engines.core.block_manager import BlockManager
+from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.sequence import Produced, Sequence
@@ -336,7 +337,8 @@ class Scheduler:
             if sequence.id in self._ending:  # the executor has to forget that one first
                 return
             tokens, table = sequence.tokens, sequence.table
-            start = self.blocks.admit(sequence.id, tokens, budget, share=sequence.prompt_logprobs is None)
+            share_prefix, salt = sequence.prompt_logprobs is None, self._salt(cohort.number)
+            start = self.blocks.admit(sequence.id, tokens, budget, share=share_prefix, salt=salt)
             if start is None:
                 cohort.refused = True
                 return
@@ -384,6 +386,13 @@ class Scheduler:
         if self.journal is not None:
             self.journal.end(sequence.id, sequence.table)
         else:
-            self.blocks.release(sequence.table)
+            self._release(sequence.table)
         if sequence.known:
             self._removed.append(sequence.id)
+
+    def _release(self, table: BlockTable) -> None:
+        self.blocks.release(table)
+
+    def _salt(self, cohort: int | None) -> bytes:
+        """Return what the sequences of a cohort are named with: they share blocks with those of the same."""
+        return b""

@@ -25,13 +25,26 @@ class KVExchange:
         """The other ranks; None: only memory files of this host can be read, and only by their processes."""
 
     def parts_of(self, shards: Iterable[int], of: int) -> frozenset[int]:
-        """Return the parts of the KV cache that shards of layers need, of which each layer has `of`."""
+        """Return the parts of the KV cache that shards of layers need, of which each layer has `of`.
+
+        Parts of several copies of a layer have numbers of their own, as the shards do: `places_of` says where they are.
+        """
         return frozenset(kv_parts(shards, of, self._format.kv_shards))
 
-    def locate(self, memory: SectorSpace, parts: Iterable[int]) -> LayersKV:
-        """Say where parts of the KV cache lie. Raises `StateError` for a place that nobody else can read."""
+    def places_of(self, parts: Iterable[int]) -> frozenset[int]:
+        """Return the parts of a memory that parts of any copies of the layers lie in: the same for all copies."""
+        count = sum(len(numbers) for numbers, _ in self._format.groups)
+        return frozenset(part % count for part in parts)
+
+    def locate(
+        self, memory: SectorSpace, parts: Iterable[int], sectors: Iterable[tuple[int, int]] | None = None
+    ) -> LayersKV:
+        """Say where parts of the KV cache lie, all that is mapped or of mapped `sectors`, (group, sector).
+
+        Raises `StateError` for a place that nobody else can read.
+        """
         with memory.lock:
-            pages = memory.layer_pages(parts)
+            pages = memory.layer_pages(parts, sectors)
         pool = memory.kv.pool
         file = pool.backend.shared_file()
         if file is None and self.peers is None:

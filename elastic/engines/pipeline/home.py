@@ -25,6 +25,8 @@ from elastic.errors import ElasticError, RankLost, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 
 T = TypeVar("T")
+Ways = tuple[tuple[StagePlan, tuple[str, ...]], ...]
+"""Of each copy of a path's layers, what its home does in a step, and who else has a part in it; (): nobody."""
 
 
 class HomeExecutor:
@@ -43,7 +45,7 @@ class HomeExecutor:
         self.forward: StageForward | None = None
         """Set while there are links."""
         self._runner, self._memory, self._turn = runner, memory, turn
-        self._plan: StagePlan | None = None  # None: it computes all layers
+        self._ways: Ways = ()
         self._cohorts = 1
         self._threads = StepThreads()
         self._aborted = False
@@ -52,20 +54,21 @@ class HomeExecutor:
 
     def execute(self, step: Step) -> Future[StepResult]:
         """Compute a step; see `Executor`. With several cohorts, and ranks that have a part in it, it is in flight."""
-        if self._plan is None:
+        if not self._ways:  # it computes all layers
             if self.links:
                 self._note_changes(step.removed)
             with self._turn:
                 return self._runner.execute(step)
+        plan, _ = self._ways[step.cohort % self.path.copies]
         done: Future[StepResult] = Future()
         try:
             self._note_changes(step.removed)
             begun = self._runner.begin(step, eager=self._cohorts > 1)
-            self._send(step, self._plan)
+            self._send(step)
         except Exception as error:  # the sequences of the step end with it, as with an error of the model
             done.set_exception(error)
             return done
-        work = partial(self._compute, self._plan, step.number, begun)
+        work = partial(self._compute, plan, step.number, begun)
         if self._cohorts > 1:
             return self._threads.submit(work)
         try:
@@ -90,7 +93,7 @@ class HomeExecutor:
     def set_cohorts(self, count: int) -> None:
         """Have as many steps be in flight. None is."""
         self._cohorts = count
-        self._threads.resize(count if count > 1 and self._plan is not None else 0)
+        self._threads.resize(count if count > 1 and self._ways else 0)
 
     # -- other ranks
 
@@ -130,7 +133,7 @@ class HomeExecutor:
         if self.transport is not None:
             self.transport.close()
         self.links, self.transport, self._aborted = {}, None, False
-        self._go_by(path)
+        self._go_by(path, ways_of(path))
 
     # -- shards that change their rank
 
@@ -167,15 +170,15 @@ class HomeExecutor:
             link.send(CopyItem(move.shards, source, blocks, *link.take_sectors()))
         return sum(_all(partial(self._copied, move.target, timeout_s) for move in moves))
 
-    def flip(self, path: LayerPath) -> None:
-        """Have all steps from now on go by another path. No step is in flight.
+    def flip(self, path: LayerPath, ways: Ways) -> None:
+        """Have all steps from now on go by another path, whose ways these are. No step is in flight.
 
         Raises `RankLost` where a rank that layers go to has gone: none has dropped anything then, and steps go on by
         the path of before, if the group does.
         """
         targets = dict.fromkeys(move.target for move in self.path.moves_to(path) if move.target != path.home)
         for rank in dict.fromkeys((*targets, *self.path.guests, *path.guests)):
-            joins = rank not in self.path.guests
+            joins = not path.copies_at(rank) <= self.path.copies_at(rank)
             try:
                 self.links[rank].flush()  # of a rank that leaves, what it is told later would be out of date
                 self.links[rank].send(FlipItem(path, self._runner.sequences() if joins else ()))
@@ -183,7 +186,17 @@ class HomeExecutor:
                 if rank in targets:
                     raise
                 # what it had is here or at the target, or the next step says that it is gone
-        self._go_by(path)
+        self._go_by(path, ways)
+
+    def share_out(self, path: LayerPath) -> None:
+        """Have steps go by the copies of a path whose layers are where they are now. No step is in flight.
+
+        Raises `RankLost`.
+        """
+        for rank in path.guests:
+            self.links[rank].flush()
+            self.links[rank].send(FlipItem(path, self._runner.sequences()))
+        self._go_by(path, ways_of(path))
 
     # -- inside
 
@@ -196,9 +209,8 @@ class HomeExecutor:
     def _copied(self, rank: str, timeout_s: float) -> int:
         return copied_bytes(self.links[rank].answer(timeout_s), rank)
 
-    def _go_by(self, path: LayerPath) -> None:
-        self.path = path
-        self._plan = path.plan(path.home) if path.guests else None
+    def _go_by(self, path: LayerPath, ways: Ways) -> None:
+        self.path, self._ways = path, ways
         self.set_cohorts(self._cohorts)
 
     def _note_changes(self, removed: Iterable[str]) -> None:
@@ -212,18 +224,17 @@ class HomeExecutor:
             for rank in self.path.guests:
                 self.links[rank].note_removed(removed)
 
-    def _send(self, step: Step, plan: StagePlan) -> None:
-        """Tell all ranks of the path of a step; if one is lost, those that were told do not wait for it."""
-        added = tuple(state.id for state in step.added)
+    def _send(self, step: Step) -> None:
+        """Tell all ranks of its copy of a step; if one is lost, those that were told do not wait for it."""
+        copy, added = step.cohort % self.path.copies, tuple(state.id for state in step.added)
+        plan, guests = self._ways[copy]
         try:
             if self._aborted:
                 raise RankLost("the other ranks of the path were given up", rank="")
-            for rank in self.path.guests:
+            for rank in guests:
                 link = self.links[rank]
-                item = StepItem(
-                    step.number, self.path.epoch, step.chunks, added, link.take_removed(), *link.take_sectors()
-                )
-                link.send(item)
+                removed, (mapped, unmapped) = link.take_removed(), link.take_sectors()
+                link.send(StepItem(step.number, self.path.epoch, copy, step.chunks, added, removed, mapped, unmapped))
         except ElasticError as error:
             self._fail(plan, step.number, error)
             raise
@@ -254,3 +265,9 @@ def _all(answers: Iterable[Callable[[], T]]) -> list[T]:
     if failed:
         raise failed[0]
     return taken
+
+
+def ways_of(path: LayerPath) -> Ways:
+    """Return what a home does in the steps of a path."""
+    copies = map(path.of_copy, range(path.copies)) if path.guests else ()
+    return tuple((way.plan(path.home), way.guests) for way in copies)

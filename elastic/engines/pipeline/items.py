@@ -46,6 +46,8 @@ class StepItem:
     number: int
     epoch: int
     """Of the path that it is computed by. A rank refuses one that is not its own."""
+    copy: int
+    """Of the path's layers, the one that its sequences go by."""
     chunks: tuple[Chunk, ...]
     """With the blocks of a sequence that the rank has not heard of, all of them."""
     added: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ class FlipItem:
 
     path: LayerPath
     sequences: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
-    """All live sequences and their blocks by group, for a rank that had no part in the path before."""
+    """All live sequences and their blocks by group, for a rank that has a part in another copy than before."""
 
 
 @dataclass(frozen=True)

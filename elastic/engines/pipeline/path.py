@@ -3,6 +3,9 @@
 A layer is cut into shards, which are what changes its rank: parts of its feed-forward networks, and the keys and values
 of some of its heads. Shard p of layer l has the number `l * shards + p`. A layer whose shards are at several ranks is
 computed by all of them together (tensor parallelism); layers at one rank each are a pipeline.
+
+Layers may have several copies, which share the requests: a replica at another rank is one (CoCoServe, section 3). The
+numbers of copy k begin at `k * layers * shards`; weights, keys and values are numbered as those of the first copy.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
+
+Way = tuple[str, str]
+"""From one rank to another."""
 
 
 class ShardMove(NamedTuple):
@@ -42,14 +48,18 @@ class LayerPath:
     """Counts the paths of an instance: no step is computed by two of them."""
     shards: int = 1
     """Of each decoder layer."""
+    copies: int = 1
+    """Of all layers, each with a share of the requests. Where they are at the same ranks they are one."""
 
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ConfigError("ranks=() is no path; name a rank for one layer at least")
         if self.epoch < 0:
             raise ConfigError(f"epoch={self.epoch} must be at least 0")
-        if self.shards < 1 or len(self.ranks) % self.shards:
-            raise ConfigError(f"{len(self.ranks)} ranks are not those of whole layers of shards={self.shards}")
+        if self.shards < 1 or self.copies < 1 or len(self.ranks) % (self.shards * self.copies):
+            raise ConfigError(
+                f"{len(self.ranks)} ranks are not those of whole layers of shards={self.shards}, copies={self.copies}"
+            )
 
     @classmethod
     def alone(cls, home: str, layers: int, shards: int = 1) -> LayerPath:
@@ -59,7 +69,17 @@ class LayerPath:
     @property
     def layers(self) -> int:
         """How many decoder layers there are."""
-        return len(self.ranks) // self.shards
+        return self.numbers // self.shards
+
+    @property
+    def numbers(self) -> int:
+        """How many shards a copy has: weights, keys and values have the same numbers in all copies, below this."""
+        return len(self.ranks) // self.copies
+
+    @property
+    def alike(self) -> bool:
+        """Whether all copies are at the same ranks."""
+        return self.ranks == self.ranks[: self.numbers] * self.copies
 
     @property
     def guests(self) -> tuple[str, ...]:
@@ -67,15 +87,37 @@ class LayerPath:
         return tuple(rank for rank in dict.fromkeys(self.ranks) if rank != self.home)
 
     def ranks_of(self, layer: int) -> tuple[str, ...]:
-        """Return the rank of each shard of a layer."""
+        """Return the rank of each shard of a layer, of the first copy."""
         return self.ranks[layer * self.shards : (layer + 1) * self.shards]
 
+    def copies_at(self, rank: str) -> frozenset[int]:
+        """Return the copies of which a rank computes something."""
+        return frozenset(shard // self.numbers for shard in self.shards_of(rank))
+
+    def copies_of(self, layer: int) -> tuple[tuple[str, ...], ...]:
+        """Return the ranks that compute each different copy of a layer, in the order of their shards."""
+        first = (self.of_copy(copy).holders(layer) for copy in range(self.copies))
+        return tuple(dict.fromkeys(first))
+
+    def of_copy(self, copy: int) -> LayerPath:
+        """Return the way of the requests of one copy."""
+        if self.copies == 1:
+            return self
+        ranks = self.ranks[copy * self.numbers : (copy + 1) * self.numbers]
+        return LayerPath(self.home, ranks, self.epoch, self.shards)
+
+    def with_copies(self, copies: int) -> LayerPath:
+        """Return the next path, of so many copies at the ranks of the first. Raises `ConfigError` where one is not."""
+        if not self.alike:
+            raise ConfigError(f"copies={copies}: the copies of {self} are at other ranks; evict replicas first")
+        return LayerPath(self.home, self.ranks[: self.numbers] * copies, self.epoch + 1, self.shards, copies)
+
     def holders(self, layer: int) -> tuple[str, ...]:
-        """Return the ranks that compute a layer, each once, in the order of their first shards of it."""
+        """Return the ranks that compute a layer, of the first copy, each once, in the order of their first shards."""
         return tuple(dict.fromkeys(self.ranks_of(layer)))
 
     def runs(self) -> tuple[tuple[tuple[str, ...], range], ...]:
-        """Return the layers from first to last by the ranks that compute them, in as few runs as possible."""
+        """Return the layers from first to last by the ranks that compute the first copy, in as few runs as possible."""
         runs, first = [], 0
         for ranks, same in groupby(map(self.holders, range(self.layers))):
             last = first + len(list(same))
@@ -84,13 +126,13 @@ class LayerPath:
         return tuple(runs)
 
     def shards_of(self, rank: str) -> tuple[int, ...]:
-        """Return the numbers of the shards that a rank computes; with one shard a layer, those of its layers."""
+        """Return the numbers of the shards that a rank computes, of all copies; with one shard and copy: its layers."""
         return tuple(shard for shard, other in enumerate(self.ranks) if other == rank)
 
     def parts_of(self, rank: str) -> dict[int, tuple[int, ...]]:
-        """Return the layers that a rank computes, and its shards of each: 0 and so on within the layer."""
+        """Return the layers that a rank computes, of the first copy, and its shards of each, from 0 in each layer."""
         parts: dict[int, tuple[int, ...]] = {}
-        for shard in self.shards_of(rank):
+        for shard in self.of_copy(0).shards_of(rank):
             layer, part = divmod(shard, self.shards)
             parts[layer] = (*parts.get(layer, ()), part)
         return parts
@@ -102,18 +144,23 @@ class LayerPath:
     def redirected(self, ranks: Mapping[int, str]) -> LayerPath:
         """Return the next path, in which these ranks compute these shards: shard -> rank."""
         redirected = tuple(ranks.get(shard, rank) for shard, rank in enumerate(self.ranks))
-        return LayerPath(self.home, redirected, self.epoch + 1, self.shards)
+        return LayerPath(self.home, redirected, self.epoch + 1, self.shards, self.copies)
 
     def moves_to(self, path: LayerPath) -> tuple[ShardMove, ...]:
         """Return what changes its rank in another path of the same layers."""
-        ways: dict[tuple[str, str], list[int]] = {}
+        ways: dict[Way, list[int]] = {}
         for shard, way in enumerate(zip(self.ranks, path.ranks, strict=True)):
             if way[0] != way[1]:
                 ways.setdefault(way, []).append(shard)
         return tuple(ShardMove(tuple(shards), *way) for way, shards in ways.items())
 
+    def plans(self, rank: str) -> tuple[StagePlan | None, ...]:
+        """Return what a rank does in each step of each copy; None: it has no part in it."""
+        paths = map(self.of_copy, range(self.copies))
+        return tuple(path.plan(rank) if rank == self.home or rank in path.ranks else None for path in paths)
+
     def plan(self, rank: str) -> StagePlan:
-        """Return what a rank does in each step. Raises `ConfigError` for one that has no part in it."""
+        """Return what a rank does in each step, of the first copy. Raises `ConfigError` for one with no part in it."""
         own = {layer: LayerPart(parts, self.ranks_of(layer)) for layer, parts in self.parts_of(rank).items()}
         if rank != self.home and not own:
             raise ConfigError(f"rank {rank!r} computes no layer of {self.home!r}; its steps go by {self.runs()}")

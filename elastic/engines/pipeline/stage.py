@@ -60,7 +60,7 @@ class GuestStage:
         self._rank, self._log, self._transport = rank, log, transport
         self._runner, self._forward, self._exchange = runner, forward, exchange
         self._shards: frozenset[int] = frozenset(path.shards_of(rank))  # those that steps are computed in
-        self._plan = path.plan(rank) if self._shards else None
+        self._plans = path.plans(rank)
         self._handled = 0
         self._sectors_as_of = 0  # the last item that changed sectors, counted from 1
         self._progress = threading.Condition()  # of `_handled` and `_ended`
@@ -96,15 +96,15 @@ class GuestStage:
         with self._tables:
             self._require_running()
             self.memory.map(exchange.mapped)
-            parts = self._parts(shards) - self._parts(self._shards)
+            parts = self._places(self._parts(shards)) - self._places(self._parts(self._shards))
             self.memory.add_layers(parts)
             self._runner.cache.refresh()
             self._answer(Located(self._sectors_as_of, self.memory.layer_pages(parts)))
 
-    def copy(self, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
-        """Copy keys and values of what is prepared of all that the source has; return bytes. See `KVExchange`."""
+    def copy(self, shards: Sequence[int], source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> int:
+        """Copy keys and values of shards that are prepared; return bytes. See `KVExchange`."""
         with self._copying:
-            return self._copy(source, frozenset(source.pages), blocks, coordinated=coordinated)
+            return self._copy(source, self._parts(shards), blocks, coordinated=coordinated)
 
     def give_up(self, shards: Sequence[int]) -> None:
         """Undo `prepare`. Raises `StateError` for shards that steps are computed in."""
@@ -113,13 +113,13 @@ class GuestStage:
             used = sorted(self._shards & set(shards))
             if used:
                 raise StateError(f"shards {used} of {self.path.home!r} are computed here; they cannot be given up")
-            self._drop_kv(self._parts(shards) - self._parts(self._shards))
+            self._drop_kv(self._places(self._parts(shards)) - self._places(self._parts(self._shards)))
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
         """Say where keys and values of shards lie. Raises `StateError` for a place that others cannot read."""
         with self.memory.lock:
             self._require_running()
-            return self._exchange.locate(self.memory, sorted(self._parts(shards)))
+            return self._exchange.locate(self.memory, sorted(self._places(self._parts(shards))))
 
     def close(self) -> None:
         """End it; its memory is free then. Can be called twice; not from its own thread."""
@@ -173,7 +173,8 @@ class GuestStage:
 
     def _step(self, item: StepItem) -> None:
         """Compute a step. An error of the model is the step's alone; whoever waits for it is told."""
-        if item.epoch != self.path.epoch or self._plan is None:
+        plan = self._plans[item.copy] if item.epoch == self.path.epoch else None
+        if plan is None:
             raise StateError(
                 f"step {item.number} of {self.path.home!r} is of epoch {item.epoch}, the path here of {self.path.epoch}"
             )
@@ -184,7 +185,7 @@ class GuestStage:
         with self._tables:
             inputs = self._runner.inputs(item.chunks)
         try:
-            self._forward.run(self._plan, self._transport, item.number, inputs)
+            self._forward.run(plan, self._transport, item.number, inputs)
         except RankLost as error:  # the home says what becomes of the step
             logger.warning("step %d of %s was lost: %s", item.number, self.path.home, error)
         except Exception as error:  # whatever the model raises
@@ -198,17 +199,15 @@ class GuestStage:
             raise StateError(f"{item.path} does not follow {self.path}")
         shards = frozenset(item.path.shards_of(self._rank))
         with self._copying, self._tables:
-            parts = self._parts(shards)
+            parts = self._places(self._parts(shards))
             absent = sorted(parts - frozenset(self.memory.layers))
             if absent:
                 raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared here")
-            self._drop_kv(self._parts(self._shards) - parts)
-        if not shards:
-            self._runner.remove(tuple(self._runner.batch.rows))
+            self._drop_kv(self._places(self._parts(self._shards)) - parts)
+        self._runner.remove(tuple(self._runner.batch.rows) if not shards else (name for name, _ in item.sequences))
         for sequence, blocks in item.sequences:
             self._runner.add(sequence, blocks)
-        self.path, self._shards = item.path, shards
-        self._plan = item.path.plan(self._rank) if shards else None
+        self.path, self._shards, self._plans = item.path, shards, item.path.plans(self._rank)
 
     def _copied(self, item: CopyItem) -> Copied:
         try:
@@ -227,7 +226,7 @@ class GuestStage:
 
     def _copy(self, source: LayersKV, parts: frozenset[int], blocks: Blocks | None, *, coordinated: bool) -> int:
         self._require_running()
-        coming = sorted(parts - self._parts(self._shards))  # steps write the others
+        coming = sorted(self._places(parts - self._parts(self._shards)))  # steps write the others
         absent = sorted(set(coming) - set(self.memory.layers))
         if absent:
             raise StateError(f"the keys and values {absent} of {self.path.home!r} were not prepared at {self._rank!r}")
@@ -251,6 +250,9 @@ class GuestStage:
     def _parts(self, shards: Iterable[int]) -> frozenset[int]:
         """Return the parts of the KV cache that shards need."""
         return self._exchange.parts_of(shards, self.path.shards)
+
+    def _places(self, parts: Iterable[int]) -> frozenset[int]:
+        return self._exchange.places_of(parts)
 
     def _drop_kv(self, parts: frozenset[int]) -> None:
         here = parts & frozenset(self.memory.layers)

@@ -14,14 +14,17 @@ Blocks = tuple[tuple[int, ...], ...]
 class WrittenBlocks:
     """It hears of a step when that is over, in all of its ranks. Thread-safe."""
 
-    def __init__(self, windows: Sequence[int | None], block_tokens: int) -> None:
-        self._windows = tuple(windows)
+    def __init__(self, windows: Sequence[int | None], block_tokens: int, copy: int = 0) -> None:
+        """`copy` is the one of the layers whose sequences count."""
+        self._windows, self._copy = tuple(windows), copy
         self._block_tokens = block_tokens
         self._blocks: list[set[int]] = [set() for _ in windows]
         self._lock = threading.Lock()  # of the blocks
 
-    def note(self, blocks: Sequence[Sequence[int]], start: int, stop: int) -> None:
-        """Note that the tokens [start, stop) of a sequence with these blocks, by group, were written."""
+    def note(self, blocks: Sequence[Sequence[int]], start: int, stop: int, copy: int = 0) -> None:
+        """Note that the tokens [start, stop) of a sequence with these blocks, by group, were written in a copy."""
+        if copy != self._copy:
+            return
         with self._lock:
             for window, table, written in zip(self._windows, blocks, self._blocks, strict=True):
                 written.update(table[i] for i in changed_blocks(start, stop, self._block_tokens, window))

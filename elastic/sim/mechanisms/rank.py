@@ -159,7 +159,7 @@ class SimulatedRank:
                 return self._between(self._begin_exchange)
             case ask.PrepareLayers(home, shards):
                 return books.prepare(home, shards)
-            case ask.CopyLayers(home, source, blocks, coordinated):
+            case ask.CopyLayers(home, _, source, blocks, coordinated):
                 return self._copy(home, source, blocks, coordinated=coordinated)  # type: ignore[arg-type]
             case ask.PauseSteps():
                 instance.paused = True

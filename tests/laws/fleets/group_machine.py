@@ -117,3 +117,14 @@ class GroupMachine(FleetMachine):
         home, rank = self.two_ranks(data)
         with suppress(*REFUSALS):
             self.fleet.migrate(home, sorted(layers), rank, timeout_s=SOON_S)
+
+    @rule(data=st.data(), layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, unique=True))
+    def replicate(self, data: Any, layers: list[int]) -> None:
+        home, rank = self.two_ranks(data)
+        with suppress(*REFUSALS):
+            self.fleet.replicate(home, layers, rank, timeout_s=SOON_S)
+
+    @rule(data=st.data(), layers=st.none() | st.lists(st.integers(0, LAYERS - 1), min_size=1, unique=True))
+    def evict(self, data: Any, layers: list[int] | None) -> None:
+        with suppress(*REFUSALS):
+            self.fleet.evict(self.any_rank(data), layers, timeout_s=SOON_S)

@@ -128,7 +128,7 @@ class EngineGroup:
                     coming = [layer for layer, to in ranks.items() if to == rank]
                     self[rank].prepare_layers(home, coming, began)
                     prepared[rank] = coming
-                blocks = None
+                blocks = None if path.copies == 1 else engine.written_blocks()
                 for _ in range(rounds):
                     meanwhile()
                     self._copy(home, moves, blocks)
@@ -169,7 +169,7 @@ class EngineGroup:
     def _copy(self, home: str, moves: Iterable[ShardMove], blocks: Blocks | None) -> None:
         for layers, owner, rank in moves:
             source = self[home].layers_kv(layers) if owner == home else self[owner].stage_kv(home, layers)
-            self[rank].copy_layers(home, source, blocks, coordinated=False)
+            self[rank].copy_layers(home, layers, source, blocks, coordinated=False)
 
     def part(self, home: str) -> None:
         """Have all layers of a home come back to it, and other ranks forget it."""

@@ -52,6 +52,11 @@ def pages_of(shards: int) -> ShardPages:
     return ShardPages((range(COMMON),), tuple((range(COMMON + a, COMMON + b),) for a, b in bounds))
 
 
+def places(shards: Collection[int], path: LayerPath, kv_shards: int) -> tuple[int, ...]:
+    """The parts of a rank's KV cache that shards of any copies of the layers need."""
+    return kv_parts({shard % path.numbers for shard in shards}, path.shards, kv_shards)
+
+
 class Flipped(NamedTuple):
     stalled_ms: float
     copied_bytes: int
@@ -69,7 +74,7 @@ class Guest:
 
     def pages(self, more: Collection[int] = ()) -> int:
         """Those of its sectors, with further shards."""
-        parts = kv_parts(self.shards | self.coming | set(more), self.path.shards, self.kv_shards)
+        parts = places(self.shards | self.coming | set(more), self.path, self.kv_shards)
         return self.sectors * SECTOR * len(parts)
 
 
@@ -113,10 +118,10 @@ class GroupRank(FakeRank):
     def needed(self) -> set[int]:
         """The shards that are computed here."""
         guests = (guest.shards for guest in self.guests.values())
-        return set(self.path.shards_of(self.name)).union(*guests)
+        return {shard % self.path.numbers for shard in set(self.path.shards_of(self.name)).union(*guests)}
 
     def own_pages(self, more: Collection[int] = (), committed: int | None = None) -> int:
-        parts = kv_parts(self.shards | set(more), self.path.shards, self.kv_shards)
+        parts = places(self.shards | set(more), self.path, self.kv_shards)
         return (self.committed if committed is None else committed) * SECTOR * len(parts)
 
     @property
@@ -142,7 +147,9 @@ class GroupRank(FakeRank):
         assert not self.home_coming
         for shard, rank in enumerate(self.path.ranks):
             other = self.world[rank]
-            assert shard in other.resident, f"{rank} computes shard {shard} of {self.name} without weights"
+            assert shard % self.path.numbers in other.resident, (
+                f"{rank} computes shard {shard} of {self.name} without weights"
+            )
             if rank != self.name:
                 assert shard in other.guests[self.name].shards
                 assert other.guests[self.name].sectors >= self.committed
@@ -261,7 +268,7 @@ class GroupRank(FakeRank):
             target = self.world[after.ranks[shard]]
             coming = self.home_coming if target is self else target.guests[self.name].coming
             assert shard in coming
-            assert shard in target.resident
+            assert shard % before.numbers in target.resident
             coming.remove(shard)
             if target is not self:
                 target.guests[self.name].shards.add(shard)
@@ -270,6 +277,15 @@ class GroupRank(FakeRank):
         self.path = after
         self.exchanging = False
         return Flipped(1.0, 10)
+
+    def on_set_copies(self, question: ask.SetCopies) -> LayerPath:
+        assert not self.exchanging
+        self.path = self.path.with_copies(question.copies)
+        for rank in self.path.guests:
+            self.world[rank].guests[self.name].shards = set(self.path.shards_of(rank))
+        for rank in self.stages:
+            self.world[rank].guests[self.name].path = self.path
+        return self.path
 
     def on_weight_digests(self, question: ask.WeightDigests) -> dict[int, int]:
         assert set(question.shards) <= self.resident

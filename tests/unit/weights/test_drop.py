@@ -91,6 +91,25 @@ def test_the_pages_of_dropped_layers_are_kv_capacity_and_leave_the_ledger(wrappe
     assert rt.kv.capacity_bytes == rt.kv.maximum_bytes == capacity
 
 
+def test_memory_to_stream_with_is_cache_until_a_layer_is_released(wrapped: Any, tmp_path: Path) -> None:
+    model = build("llama-gqa")
+    expected = model.generate(**prompt(), **OPTIONS)
+    rt = wrapped(model, checkpoint=saved(model, tmp_path)).elastic
+    streamer = rt._weights.streamers["cpu"]
+    capacity = rt.kv.capacity_bytes + streamer.stage_pages * PAGE
+    rt.keep_no_stages()
+    for _ in range(2):
+        assert rt.kv.capacity_bytes == capacity
+        assert (streamer.stages, rt.status().places[0].owners.get("staging", 0)) == (0, 0)
+        rt.drop([1])
+        assert streamer.stages == 0
+        rt.restore()
+        rt.release([1])
+        assert streamer.stages == 1
+        assert torch.equal(model.generate(**prompt(), **OPTIONS), expected)
+        rt.restore()
+
+
 def test_a_drop_reads_nothing_and_copies_nothing(wrapped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a drop read or copied weights")

@@ -19,6 +19,7 @@ from elastic.cluster.control.stage_questions import (
     PauseSteps,
     ResumeSteps,
     Room,
+    SetCopies,
     WeightDigests,
     WeightsOf,
 )
@@ -39,6 +40,7 @@ from elastic.cluster.fleet.groups.transition import (
     plan_transition,
 )
 from elastic.engines.core.kv_state import KVFormat
+from elastic.engines.pipeline.path import LayerPath
 from elastic.errors import CapacityError, ElasticError, RankLost, StateError
 from elastic.planning.arrangement.caps import GAIN
 from elastic.types import Action, Change, Drop, Fetch, Restore
@@ -75,6 +77,13 @@ class Exchange:
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
+        self._have_copies()
+        try:
+            return self._run()
+        finally:
+            self._join_copies()
+
+    def _run(self) -> Exchanged:
         group = self.group
         try:
             rooms = self._restore_variants(measure(self._ranks, group.members))
@@ -99,6 +108,23 @@ class Exchange:
         self._raise_caps()
         self._did("caps raised")
         return self._result("applied")
+
+    def _have_copies(self) -> None:
+        """Share requests out among as many copies of the layers as there are to be: they are at the same ranks yet."""
+        for home, path in self._target.paths.items():
+            if path.copies > self.group.shape.paths[home].copies:
+                self._goes_by(home, self._ranks.ask(home, SetCopies(path.copies)))
+
+    def _join_copies(self) -> None:
+        """Have copies that are all at the same ranks be one."""
+        for home, path in self.group.shape.paths.items():
+            if path.copies > 1 and path.alike:
+                with suppress(ElasticError):  # it is lost, or recovers
+                    self._goes_by(home, self._ranks.ask(home, SetCopies(1)))
+
+    def _goes_by(self, home: str, path: LayerPath) -> None:
+        shape = self.group.shape
+        self.group.shape = replace(shape, paths={**shape.paths, home: path})
 
     def _result(self, status: Status, why: str = "") -> Exchanged:
         counts = self.counts
@@ -203,7 +229,7 @@ class Exchange:
     def _take_round(self, flips: FlipRound) -> None:
         wanted: dict[str, set[int]] = {}
         for flip in flips:
-            wanted.setdefault(flip.target, set()).update(flip.shards)
+            wanted.setdefault(flip.target, set()).update(self.group.shape.weights_of(flip))
         self._fetch(wanted)
         failed = self._flip(flips)
         self._did(f"{self.counts.flips} layers flipped")
@@ -251,9 +277,9 @@ class Exchange:
 
     def _note(self, flips: Sequence[LayerFlip], done: FlipDone) -> None:
         """Note what has flipped at one pause of an instance."""
-        shape, counts = self.group.shape, self.counts
-        self.group.shape = replace(shape, paths={**shape.paths, done.path.home: done.path})
-        counts.flips += sum(len({shard // shape.shards for shard in flip.shards}) for flip in flips)
+        counts = self.counts
+        self._goes_by(done.path.home, done.path)
+        counts.flips += sum(len({shard // self.group.shape.shards for shard in flip.shards}) for flip in flips)
         counts.moved_bytes += done.moved_bytes
         counts.stalled_ms = max(counts.stalled_ms, done.stalled_ms)
 

@@ -20,7 +20,8 @@ from elastic.cluster.control.stage_questions import (
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.transition import LayerFlip
 from elastic.config import require
-from elastic.engines.pipeline.path import LayerPath
+from elastic.engines.core.kv_state import LayersKV
+from elastic.engines.pipeline.path import LayerPath, Way
 from elastic.engines.pipeline.written_blocks import Blocks
 from elastic.errors import ElasticError
 
@@ -68,8 +69,8 @@ def flip_layers(ranks: Ranks, path: LayerPath, flips: Sequence[LayerFlip], *, co
     prepared: list[str] = []
     try:
         _prepare(ranks, {rank: PrepareLayers(home, shards, exchange) for rank, shards in coming.items()}, prepared)
-        moved_bytes = _copy(ranks, flips, coordinated)
-        flipped = ranks.ask(home, FlipLayers(goal))
+        moved_bytes, sources = _copy(ranks, flips, coordinated, all_at_once=path.copies == 1)
+        flipped = ranks.ask(home, FlipLayers(goal, {way: there for way, there in sources.items() if way[0] != home}))
     except ElasticError:
         _undo(ranks, home, {rank: coming[rank] for rank in prepared})
         raise
@@ -93,23 +94,34 @@ def _prepare(ranks: Ranks, questions: Mapping[str, PrepareLayers], prepared: lis
         raise error
 
 
-def _copy(ranks: Ranks, flips: Sequence[LayerFlip], coordinated: bool) -> int:
-    """Copy what there is, then what was written meanwhile, as long as it becomes less; return bytes."""
-    moved_bytes, before = _copy_blocks(ranks, flips, None, coordinated), None
+def _copy(
+    ranks: Ranks, flips: Sequence[LayerFlip], coordinated: bool, *, all_at_once: bool
+) -> tuple[int, dict[Way, LayersKV]]:
+    """Copy what there is, then what was written meanwhile, as long as it becomes less.
+
+    Returns bytes, and where it lies, as far as that was asked. Of several copies of a layer, the home says also of what
+    there is whose it is (`all_at_once`: there is one).
+    """
+    moved_bytes, before, sources = 0, None, dict[Way, LayersKV]()
+    if all_at_once:
+        moved_bytes, sources = _copy_blocks(ranks, flips, None, coordinated)
     for _ in range(MOST_ROUNDS):
         blocks = ranks.ask(flips[0].home, WrittenBlocks())
         count = sum(map(len, blocks))
         if not count:
             break
-        moved_bytes += _copy_blocks(ranks, flips, blocks, coordinated)
+        copied, sources = _copy_blocks(ranks, flips, blocks, coordinated)
+        moved_bytes += copied
         if before is not None and count >= before:
             break
         before = count
-    return moved_bytes
+    return moved_bytes, sources
 
 
-def _copy_blocks(ranks: Ranks, flips: Sequence[LayerFlip], blocks: Blocks | None, coordinated: bool) -> int:
-    """Have the ranks that layers go to copy blocks, None: all, side by side; return bytes.
+def _copy_blocks(
+    ranks: Ranks, flips: Sequence[LayerFlip], blocks: Blocks | None, coordinated: bool
+) -> tuple[int, dict[Way, LayersKV]]:
+    """Have the ranks that layers go to copy blocks, None: all, side by side; return bytes, and where all of it lies.
 
     Sources are asked each time: they may have sectors that are new. A part of the KV cache that several shards need
     comes from one of its ranks.
@@ -121,8 +133,10 @@ def _copy_blocks(ranks: Ranks, flips: Sequence[LayerFlip], blocks: Blocks | None
         pages = {part: there for part, there in source.pages.items() if (flip.target, part) not in taken}
         taken.update((flip.target, part) for part in pages)
         if pages:
-            copies.append((flip.target, CopyLayers(flip.home, replace(source, pages=pages), blocks, coordinated)))
-    return sum(ranks.ask_each(copies))
+            there = replace(source, pages=pages)
+            copies.append((flip.target, CopyLayers(flip.home, flip.shards, there, blocks, coordinated)))
+    ways = [(flip.source, flip.target) for flip in flips]
+    return sum(ranks.ask_each(copies)), dict(zip(ways, sources, strict=True))
 
 
 def _undo(ranks: Ranks, home: str, prepared: Mapping[str, tuple[int, ...]]) -> None:

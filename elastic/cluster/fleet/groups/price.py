@@ -85,8 +85,9 @@ def slowdown(changes: Sequence[Change], model: ModelCost, running: Mapping[str, 
 
 
 def _round_s(shape: Shape, model: ModelCost, running: Mapping[str, Sequence[Chunk]]) -> float:
-    layers_at = {r: {home: len(at) / shape.shards for home, at in shape.shards_at(r).items()} for r in shape.members}
-    hops = {home: _hops(path) for home, path in shape.paths.items()}
+    copies = {home: path.copies * shape.shards for home, path in shape.paths.items()}
+    layers_at = {r: {home: len(at) / copies[home] for home, at in shape.shards_at(r).items()} for r in shape.members}
+    hops = {home: max(_hops(path.of_copy(copy)) for copy in range(path.copies)) for home, path in shape.paths.items()}
     depth = {home: _depth(path) for home, path in shape.paths.items()}
     chunks = {home: running.get(home, ()) for home in shape.paths}
     return shared_round_s(model, layers_at, chunks, hops, HOP_S, depth)

@@ -1,8 +1,12 @@
-"""Instances whose ranks share every layer: tensor parallelism that changes while it serves. (AMOEBA, section 3)"""
+"""Instances whose layers are at several ranks at once: cut, with a part at each, or whole, with a replica at another.
+
+Cut layers are tensor parallelism that changes while it serves (AMOEBA, section 3); replicas share requests (CoCoServe,
+section 3).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from elastic.cluster.control.stage_questions import Room
 from elastic.cluster.control.status import EventKind
@@ -13,8 +17,8 @@ from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown, weight_bytes
-from elastic.cluster.fleet.groups.results import Resharded, Restored, all_restored
-from elastic.cluster.fleet.groups.transition import flips_between
+from elastic.cluster.fleet.groups.results import Replicated, Resharded, Restored, all_restored
+from elastic.cluster.fleet.groups.transition import Shape, flips_between
 from elastic.errors import ConfigError
 
 Units = tuple[tuple[str, ...], ...]
@@ -22,7 +26,7 @@ Units = tuple[tuple[str, ...], ...]
 
 
 class ReshardingGroups(Groups):
-    """Groups that can also be of ranks which share each layer; see `Groups`."""
+    """Groups that can also be of ranks which share each layer, or have replicas of some; see `Groups`."""
 
     def reshard(
         self,
@@ -54,6 +58,35 @@ class ReshardingGroups(Groups):
                 self._ranks.instance(rank)  # it is there
                 return Restored("applied", members=(rank,))
             return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in found])
+
+    def replicate(self, home: str, layers: Collection[int], rank: str, timeout_s: float) -> Replicated:
+        """Have a rank compute layers of an instance for half of its requests; see `Fleet.replicate`."""
+        chosen = tuple(sorted(set(layers)))
+        with self._verbs, self._group_for((home, rank)) as group:
+            target = targets.replicated(group.shape, home, chosen, rank)
+            done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "replication failed")
+            there = tuple(layer for layer in _replicas(group.shape, home) if layer in chosen)
+            kind: EventKind = "replicated" if done.status == "applied" else "replication failed"
+            self._changed(kind, group, done, f"layers of {home} at {rank}")
+            return Replicated(**vars(done), home=home, rank=rank, layers=there)
+
+    def evict(self, home: str, layers: Collection[int] | None, timeout_s: float) -> Replicated:
+        """Have layers of an instance have no replica; see `Fleet.evict`."""
+        with self._verbs:
+            group = self.group_of(home)
+            replicas = () if group is None else _replicas(group.shape, home)
+            chosen = replicas if layers is None else tuple(layer for layer in replicas if layer in set(layers))
+            if group is None or not chosen:
+                self._ranks.instance(home)  # it is there
+                return Replicated("applied", home=home)
+            with self._group_for(group.members):
+                target = targets.evicted(group.shape, home, chosen)
+                done = self._exchange(Exchange(self._ranks, group, target, timeout_s), "eviction failed")
+                kind: EventKind = "evicted" if done.status == "applied" else "eviction failed"
+                self._changed(kind, group, done, f"replicas of {home}")
+            self._divide(group)
+            gone = tuple(layer for layer in chosen if layer not in _replicas(group.shape, home))
+            return Replicated(**vars(done), home=home, layers=gone)
 
     def capacity(self, degrees: Sequence[int]) -> dict[str, dict[int, int]]:
         """Return the blocks that an instance could have, of each rank and degree; see `Fleet.capacity`."""
@@ -132,6 +165,11 @@ class ReshardingGroups(Groups):
             price=price,
             restored={} if changes[0][1].apart else restored_first(rooms),
         )
+
+
+def _replicas(shape: Shape, home: str) -> tuple[int, ...]:
+    """Return the layers of an instance that have a replica."""
+    return tuple(layer for layer in range(shape.layers) if len(shape.paths[home].copies_of(layer)) > 1)
 
 
 def _units(members: tuple[str, ...], tp: int) -> Units:

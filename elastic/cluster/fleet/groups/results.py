@@ -68,6 +68,17 @@ class Migrated(Exchanged):
 
 
 @dataclass(frozen=True)
+class Replicated(Exchanged):
+    """What `Fleet.replicate` and `Fleet.evict` came to."""
+
+    home: str = ""
+    rank: str = ""
+    """Where the replicas are; evicted: none."""
+    layers: tuple[int, ...] = ()
+    """That have a replica now, of those that were asked for; evicted: that have none any more."""
+
+
+@dataclass(frozen=True)
 class Resharded(Exchanged):
     """What `Fleet.reshard` came to."""
 

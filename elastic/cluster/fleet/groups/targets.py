@@ -132,11 +132,46 @@ def apart(now: Shape) -> Shape:
 
 def migrated(now: Shape, home: str, layers: Sequence[int], rank: str) -> Shape:
     """Return the shape in which a rank computes these layers of an instance. Who has weights keeps them."""
+    _require_layers(now, home, layers)
+    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
+    ranks = tuple(rank if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks))
+    weights = {**now.weights, rank: now.weights[rank] | shards}
+    return Shape({**now.paths, home: replace(path, ranks=ranks)}, weights)
+
+
+def replicated(now: Shape, home: str, layers: Collection[int], rank: str) -> Shape:
+    """Return the shape in which a rank has a second copy of these layers of an instance, for half of its requests."""
+    if not layers:
+        raise ConfigError("layers=() names none; name one at least")
+    _require_layers(now, home, layers)
+    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
+    first, second = path.of_copy(0).ranks, path.of_copy(path.copies - 1).ranks
+    for shard in sorted(shards):
+        if rank == first[shard] or first[shard] != second[shard]:
+            has = f"is computed by {first[shard]!r}" + f" and {second[shard]!r}" * (first[shard] != second[shard])
+            raise ConfigError(
+                f"layers: layer {shard // now.shards} of {home!r} {has}; evict its replica, or name another"
+            )
+    ranks = (*first, *(rank if shard in shards else other for shard, other in enumerate(second)))
+    weights = {**now.weights, rank: now.weights[rank] | shards}
+    return Shape({**now.paths, home: replace(path, ranks=ranks, copies=2)}, weights)
+
+
+def evicted(now: Shape, home: str, layers: Collection[int] | None) -> Shape:
+    """Return the shape in which layers of an instance (None: all) have no second copy. Who has weights keeps them."""
+    path, chosen = now.paths[home], range(now.layers) if layers is None else layers
+    _require_layers(now, home, chosen)
+    shards = frozenset(of_layers(chosen, now.shards))
+    first = path.of_copy(0).ranks
+    ranks = tuple(
+        first[shard % now.numbers] if shard % now.numbers in shards else other for shard, other in enumerate(path.ranks)
+    )
+    return replace(now, paths={**now.paths, home: replace(path, ranks=ranks)})
+
+
+def _require_layers(now: Shape, home: str, layers: Collection[int]) -> None:
     if wrong := [layer for layer in layers if not 0 <= layer < now.layers]:
         raise ConfigError(f"layers: {home!r} has no layer {wrong[0]}; its model has {now.layers}")
-    path, shards = now.paths[home], frozenset(of_layers(layers, now.shards))
-    ranks = [rank if shard in shards else other for shard, other in enumerate(path.ranks)]
-    return Shape({**now.paths, home: _goes_by(path, ranks)}, {**now.weights, rank: now.weights[rank] | shards})
 
 
 def _part_of(now: Shape, rank: str, layers: Iterable[int]) -> Iterator[int]:
@@ -172,4 +207,5 @@ def _rank_of(shard: int, path: LayerPath, keeps: Mapping[str, frozenset[int]], o
 
 
 def _goes_by(path: LayerPath, ranks: Sequence[str]) -> LayerPath:
-    return path if path.ranks == tuple(ranks) else replace(path, ranks=tuple(ranks))
+    """Return the path of which all copies are at these ranks."""
+    return replace(path, ranks=tuple(ranks) * path.copies)

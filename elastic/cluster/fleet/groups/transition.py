@@ -67,6 +67,11 @@ class Shape:
         return next(iter(self.paths.values())).shards
 
     @property
+    def numbers(self) -> int:
+        """How many shards a copy of the layers has, numbered from 0."""
+        return self.layers * self.shards
+
+    @property
     def members(self) -> tuple[str, ...]:
         """The ranks, each the home of an instance."""
         return tuple(self.paths)
@@ -78,8 +83,8 @@ class Shape:
 
     @property
     def tp(self) -> int:
-        """How many ranks share a layer, at the most."""
-        return max(len(path.holders(layer)) for path in self.paths.values() for layer in range(self.layers))
+        """How many ranks share a copy of a layer, at the most."""
+        return max(len(copy) for path in self.paths.values() for i in range(self.layers) for copy in path.copies_of(i))
 
     @property
     def has_twice(self) -> bool:
@@ -102,14 +107,18 @@ class Shape:
 
     def needs(self, rank: str) -> frozenset[int]:
         """Return the shards whose weights a rank needs."""
-        return frozenset(shard for shards in self.shards_at(rank).values() for shard in shards)
+        return frozenset(shard % self.numbers for shards in self.shards_at(rank).values() for shard in shards)
 
     def after(self, flip: LayerFlip, wanted: Mapping[str, frozenset[int]]) -> Shape:
         """Return the shape after a flip, when its source has dropped what it neither needs nor wants."""
         paths = {**self.paths, flip.home: self.paths[flip.home].moved(flip.shards, flip.target)}
-        weights = {**self.weights, flip.target: self.weights[flip.target].union(flip.shards)}
+        weights = {**self.weights, flip.target: self.weights[flip.target].union(self.weights_of(flip))}
         shape = Shape(paths, weights)
         return replace(shape, weights={**weights, flip.source: shape.kept(flip.source, wanted)})
+
+    def weights_of(self, flip: LayerFlip) -> frozenset[int]:
+        """Return the shards whose weights a flip needs at its target: the same for all copies of a layer."""
+        return frozenset(shard % self.numbers for shard in flip.shards)
 
     def kept(self, rank: str, wanted: Mapping[str, frozenset[int]]) -> frozenset[int]:
         """Return the shards of a rank that it needs, or wants, of those that it has."""
@@ -171,7 +180,7 @@ class Books:
         new = [part for part in room.parts_of(flip.shards) if part not in here.parts]
         more = max(a + b for a, b in zip(here.pages, self._by_group(room, new), strict=True)) - max(here.pages)
         weights = 0
-        for shards in layers_of(flip.shards, self._layer):
+        for shards in layers_of(shape.weights_of(flip), self._layer):
             first = min(shards) // self._layer * self._layer
             have = shape.weights[flip.target].intersection(range(first, first + self._layer))
             weights += self._weight_pages(flip.target, have | shards) - self._weight_pages(flip.target, have)
@@ -323,7 +332,7 @@ def _single(left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str
 def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
     """Choose flips of each instance in turn, of up to `most` layers of each, as long as all have room at once."""
     free = {rank: books.free(rank, shape, caps) for rank in books.pages}
-    pauses = {home: _Pause(most, shape.shards) for home in shape.paths}
+    pauses = {home: _Pause(most, shape) for home in shape.paths}
     waiting = sorted(left, key=lambda flip: -_left(flip, shape, books, caps))
     before = len(waiting) + 1
     while len(waiting) < before:
@@ -342,20 +351,22 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
 
 
 class _Pause:
-    """What is chosen to flip at one pause of an instance."""
+    """What is chosen to flip at one pause of an instance: of one copy of its layers."""
 
-    def __init__(self, most: int, shards: int) -> None:
-        """At most so many layers, of so many shards each."""
+    def __init__(self, most: int, shape: Shape) -> None:
+        """At most so many layers."""
         self.coming: dict[str, LayerFlip] = {}
         """Rank -> all that it gets, whosever it was."""
-        self._most, self._shards = most, shards
+        self._most, self._shards, self._numbers = most, shape.shards, shape.numbers
         self._ways: dict[tuple[str, str], LayerFlip] = {}
         self._layers: set[int] = set()
 
     def takes(self, flip: LayerFlip) -> bool:
         """Return whether the flip of a layer can be at the same pause; there may be no room for it."""
-        if any(flip.source == target or flip.target == source for source, target in self._ways):
-            return False
+        copy = flip.shards[0] // self._numbers
+        for (source, target), chosen in self._ways.items():
+            if flip.source == target or flip.target == source or chosen.shards[0] // self._numbers != copy:
+                return False
         return len(self._layers) < self._most or self._layer(flip) in self._layers
 
     def add(self, flip: LayerFlip, coming: LayerFlip) -> None:
@@ -385,9 +396,9 @@ def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Ma
     lower = {home: caps[home] - -(-lacking // books.sector_pages(flip.target, shards)) for home, shards in at.items()}
     home = max(lower, key=lambda home: (lower[home] > 0, lower[home] - books.rooms[home].committed_sectors))
     if lower[home] <= 0:
-        room = books.rooms[flip.target]
+        room, layer = books.rooms[flip.target], flip.shards[0] % shape.numbers // shape.shards
         raise CapacityError(
-            f"rank {flip.target!r} has no room for layer {flip.shards[0] // shape.shards} of instance {flip.home!r}, "
+            f"rank {flip.target!r} has no room for layer {layer} of instance {flip.home!r}, "
             "however small the caches are; give the ranks more memory",
             requested_bytes=lacking * room.page_bytes,
             free_bytes=max(0, books.free(flip.target, shape, caps)) * room.page_bytes,

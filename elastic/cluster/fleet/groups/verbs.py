@@ -7,7 +7,7 @@ from typing import Literal
 
 from elastic.cluster.fleet.groups.flip import ExchangeForm
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Resharded, Restored
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Migrated, Replicated, Resharded, Restored
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, StateError
@@ -124,6 +124,27 @@ class GroupVerbs:
         """
         _require_no_listener()
         return self._groups.migrate(home, layers, rank, timeout_s, ExchangeForm(exchange, coordinated, layers_per_step))
+
+    def replicate(self, home: str, layers: Iterable[int], rank: str, *, timeout_s: float = TIMEOUT_S) -> Replicated:
+        """Have another rank compute layers of an instance, too, for half of its requests; no weights are dropped.
+
+        Each half has a batch in flight, and its keys and values of these layers where they are computed. Requests go on
+        meanwhile: those of the other rank's half are copied, none is computed again. Whatever has all layers computed
+        by one rank each again, as `restore` does, evicts replicas. (CoCoServe, section 3)
+
+        Raises `ConfigError` for layers that have a replica, or are that rank's; `CapacityError` if it has no memory for
+        their keys and values, `RankLost`.
+        """
+        _require_no_listener()
+        return self._groups.replicate(home, tuple(layers), rank, timeout_s)
+
+    def evict(self, home: str, layers: Iterable[int] | None = None, *, timeout_s: float = TIMEOUT_S) -> Replicated:
+        """Have layers of an instance (None: all) be computed by one rank for all of its requests again.
+
+        Keys and values come back from the replicas, nothing is computed again. Raises `ConfigError`, `RankLost`.
+        """
+        _require_no_listener()
+        return self._groups.evict(home, None if layers is None else tuple(layers), timeout_s)
 
     def reshard(
         self,

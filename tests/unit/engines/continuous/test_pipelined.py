@@ -200,7 +200,7 @@ def test_a_flip_ends_its_exchange_and_one_that_fails_does_not(group: Callable[..
         engine.flip(engine.path.moved((1, 2), "b"))
     assert engine.written_blocks() == ((),)
     ranks["b"].prepare_layers("a", (1, 2), began)
-    ranks["b"].copy_layers("a", engine.layers_kv((1, 2)))
+    ranks["b"].copy_layers("a", (1, 2), engine.layers_kv((1, 2)))
     engine.flip(engine.path.moved((1, 2), "b"))
     with pytest.raises(StateError, match="no exchange has begun"):
         engine.written_blocks()
@@ -544,7 +544,7 @@ def test_a_rank_that_does_not_answer_counts_as_lost(
     monkeypatch.setattr(GuestStage, "_copied", lambda stage, item: (go_on.wait(60), copied(stage, item))[1])
     began = ranks["a"].begin_exchange((1,))
     ranks["b"].prepare_layers("a", (1,), began)
-    ranks["b"].copy_layers("a", ranks["a"].layers_kv((1,)))
+    ranks["b"].copy_layers("a", (1,), ranks["a"].layers_kv((1,)))
     with pytest.raises(RankLost, match="did not answer"):
         ranks["a"].flip(ranks["a"].path.moved((1,), "b"), timeout_s=0.1)
     wait_until(lambda: ranks["a"].lost_rank == "b")

@@ -125,15 +125,15 @@ def test_other_cohorts_share_the_live_sequences_out_anew() -> None:
 
 def test_it_is_told_what_each_step_has_written_when_it_is_over() -> None:
     serving = Serving()
-    written: list[tuple[int, int, int]] = []
-    serving.scheduler.written = lambda blocks, start, stop: written.append((len(blocks[0]), start, stop))
+    written: list[tuple[int, int, int, int]] = []
+    serving.scheduler.written = lambda blocks, start, stop, copy: written.append((len(blocks[0]), start, stop, copy))
     serving.add("a", 6)
     step = serving.schedule()
     assert written == []
     serving.scheduler.cancel("a/0")
     serving.executor.execute(step)
     serving.scheduler.fail(step)
-    assert written == [(2, 0, 6)]
+    assert written == [(2, 0, 6, 0)]
 
 
 def test_what_is_kept_goes_on_from_where_it_was_and_what_cannot_is_told() -> None:

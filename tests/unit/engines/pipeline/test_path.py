@@ -57,6 +57,30 @@ def test_two_ranks_beside_a_pipeline_stage() -> None:
     assert not a.layers[1].whole
 
 
+def test_copies_are_paths_of_their_own_that_begin_and_end_as_one() -> None:
+    path = LayerPath("a", ("a",) * 3, epoch=4).with_copies(2)
+    assert (path.layers, path.numbers, path.copies, path.epoch) == (3, 3, 2, 5)
+    assert path.copies_of(1) == (("a",),)
+    split = path.moved((4, 5), "b")
+    assert split.guests == ("b",)
+    assert split.of_copy(0).ranks == ("a",) * 3
+    assert split.of_copy(1).ranks == ("a", "b", "b")
+    assert split.copies_of(0) == (("a",),)
+    assert split.copies_of(2) == (("a",), ("b",))
+    assert (split.shards_of("b"), split.copies_at("b"), split.copies_at("a")) == ((4, 5), {1}, {0, 1})
+    own, guest = split.plans("a"), split.plans("b")
+    assert own[0] is not None
+    assert own[0].whole
+    assert own[1] is not None
+    assert (own[1].sends, own[1].receives) == ({0: ("b",)}, {3: "b"})
+    assert guest[0] is None
+    with pytest.raises(ConfigError, match="evict replicas first"):
+        split.with_copies(1)
+    assert split.moved((4, 5), "a").with_copies(1) == LayerPath("a", ("a",) * 3, epoch=8)
+    with pytest.raises(ConfigError, match="copies=2"):
+        LayerPath("a", ("a",) * 3, copies=2)
+
+
 @given(st.sampled_from("abcd"), LAYERS)
 def test_what_one_rank_sends_another_receives(home: str, cut: tuple[int, tuple[str, ...]]) -> None:
     shards, ranks = cut

@@ -386,6 +386,33 @@ def test_layers_of_one_instance_are_computed_elsewhere_without_a_drop(fleets: An
     assert_alone(fleet, [a, b])
 
 
+def test_a_replica_has_weights_and_keys_and_values_at_another_rank_until_it_is_evicted(fleets: Any) -> None:
+    fleet, (a, b) = fleets()
+    done = fleet.replicate("r0", (4, 5), "r1")
+    assert (done.status, done.flips, done.layers) == ("applied", 2, (4, 5))
+    assert (a.path.copies, a.path.copies_of(3), a.path.copies_of(4)) == (2, (("r0",),), (("r0",), ("r1",)))
+    (instance,) = [each for each in fleet.status().instances if each.name == "r0"]
+    assert (instance.path, instance.tp) == (("r0",) * 4 + ("r0|r1",) * 2, 1)
+    with pytest.raises(ConfigError, match="layer 5 of 'r0' is computed by 'r0' and 'r1'; evict its replica"):
+        fleet.replicate("r0", [5], "r1")
+    with pytest.raises(ConfigError, match="layer 3 of 'r0' is computed by 'r0'; evict"):
+        fleet.replicate("r0", [3], "r0")
+    for rank in (a, b):
+        rank.fill()
+        rank.check()
+    assert fleet.evict("r0", [4, 0]).layers == (4,)
+    assert [len(a.path.copies_of(layer)) for layer in range(LAYERS)] == [1, 1, 1, 1, 1, 2]
+    assert fleet.evict("r0").layers == (5,)
+    assert (a.path.copies, a.path.guests, b.path.copies) == (1, (), 1)
+    assert kinds(fleet).count("evicted") == 2
+    assert fleet.evict("r0").status == "applied"
+    assert fleet.replicate("r0", (0,), "r1").status == "applied"
+    assert fleet.drop(layers={"r0": range(3, 6), "r1": range(3)}).status == "applied"
+    assert (a.path.copies, a.path.ranks) == (1, ("r0",) * 3 + ("r1",) * 3), "a drop evicts replicas"
+    assert fleet.restore().status == "applied"
+    assert_alone(fleet, [a, b])
+
+
 def test_what_makes_no_group_is_refused_in_words(fleets: Any) -> None:
     fleet, _ = fleets()
     with pytest.raises(ConfigError, match="one of need=, layers= and plan="):
@@ -534,7 +561,9 @@ def test_verbs_in_any_order_never_need_more_than_there_is(data: st.DataObject, r
 
             for rank in world:
                 rank.fails = fail
-            verb = data.draw(st.sampled_from(["drop", "restore", "migrate", "fill", "drain", "follow"]))
+            verb = data.draw(
+                st.sampled_from(["drop", "restore", "migrate", "replicate", "evict", "fill", "drain", "follow"])
+            )
             if verb == "fill":
                 for rank in world:
                     rank.fill()
@@ -551,16 +580,21 @@ def test_verbs_in_any_order_never_need_more_than_there_is(data: st.DataObject, r
                     rank.stuck = False
                 after = [(group.shape, group.caps_in_force()) for group in fleet._groups._groups]
                 assert [shape for shape, _ in after] == [shape for shape, _ in before]
+            elif verb == "evict":
+                fleet.evict(data.draw(st.sampled_from(world)).name, timeout_s=5)
             elif verb == "restore":
                 fleet.restore(data.draw(st.sampled_from([None, *(rank.name for rank in world)])), timeout_s=5)
             else:
                 try:
+                    home, rank = data.draw(st.permutations([rank.name for rank in world]))[:2]
+                    layers = data.draw(st.sets(st.integers(0, LAYERS - 1), min_size=1))
                     if verb == "drop":
                         fleet.drop(data.draw(st.integers(1, (ranks - 1) * LAYERS)) * LAYER_BYTES, timeout_s=5)
+                    elif verb == "migrate":
+                        fleet.migrate(home, layers, rank)
                     else:
-                        home, rank = data.draw(st.permutations([rank.name for rank in world]))[:2]
-                        fleet.migrate(home, data.draw(st.sets(st.integers(0, LAYERS - 1), min_size=1)), rank)
-                except CapacityError:
+                        fleet.replicate(home, layers, rank, timeout_s=5)
+                except (CapacityError, ConfigError):  # no memory for it; a layer that is there already
                     pass
             for rank in world:
                 rank.check()
