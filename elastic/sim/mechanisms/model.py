@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -153,8 +153,7 @@ class LayeredModel:
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights, or keys and values, lie: as answers of simulated ranks say it."""
+    """Where weights lie: as answers of simulated ranks say it."""
 
     rank: str
     shards: frozenset[int]
-    facts: Mapping[str, int] = field(default_factory=dict, hash=False)

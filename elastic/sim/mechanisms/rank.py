@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -10,18 +10,20 @@ from typing import Any
 from elastic.cluster.control import stage_questions as ask
 from elastic.cluster.control.messages import Apply, Check, Drain, Look
 from elastic.engines.continuous.layer_exchange import Flipped
+from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
 from elastic.errors import RankLost, StateError
 from elastic.planning.sharding.heads import kv_parts
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
-from elastic.sim.mechanisms.model import LayeredModel, Source
+from elastic.sim.mechanisms.model import LayeredModel
 from elastic.sim.mechanisms.moves import MOVES, RequestMoves
 from elastic.sim.mechanisms.path_executor import ComputeTurn, Counting, PathExecutor
 from elastic.sim.mechanisms.recovery import come_home
-from elastic.sim.mechanisms.weights import Weights
+from elastic.sim.mechanisms.weights import PLACE, Weights
 from elastic.sim.mechanisms.wires import Wires
+from elastic.types import RankMemory
 
 
 class World:
@@ -154,13 +156,14 @@ class SimulatedRank:
             case ask.Allot(home, sectors):
                 return self._allot(home, sectors)
             case ask.LayersMemory(home, shards):
-                return Source(self.name, frozenset(shards))
+                parts = kv_parts(shards, self.world.model.shards, self.world.model.kv_shards)
+                return _lying_at(self.name, self.world.model, parts)
             case ask.BeginExchange():
                 return self._between(self._begin_exchange)
             case ask.PrepareLayers(home, shards):
                 return books.prepare(home, shards)
             case ask.CopyLayers(home, _, source, blocks, coordinated):
-                return self._copy(home, source, blocks, coordinated=coordinated)  # type: ignore[arg-type]
+                return self._copy(home, source, blocks, coordinated=coordinated)
             case ask.PauseSteps():
                 instance.paused = True
                 return self._between(lambda: None)
@@ -210,24 +213,23 @@ class SimulatedRank:
             raise StateError("no exchange has begun; call begin_exchange first")
         return self.written
 
-    def _copy(self, home: str, source: Source, blocks: Blocks | None, *, coordinated: bool) -> Future[int]:
+    def _copy(self, home: str, source: LayersKV, blocks: Blocks | None, *, coordinated: bool) -> Future[int]:
         """Copy the keys and values of what comes here: all that are in use, or these blocks."""
         model, memory = self.world.model, self.world.ranks[home].instance.memory
+        assert source.memory is not None
+        parts, ends = len(self._new_parts(home, source.pages)), (source.memory.rank, self.name)
         if blocks is None:
-            nbytes = memory.allocated * self._new_parts(home, source.shards) * model.part_pages * model.page_bytes
+            nbytes = memory.allocated * parts * model.part_pages * model.page_bytes
         else:
-            nbytes = len(blocks[0]) * self._new_parts(home, source.shards) * model.kv.block_bytes
+            nbytes = len(blocks[0]) * parts * model.kv.block_bytes
         done: Future[int] = Future()
-        ends = (source.rank, self.name)
         self.world.wires.copy(ends, nbytes, lambda: done.set_result(nbytes), coordinated=coordinated)
         return done
 
-    def _new_parts(self, home: str, shards: frozenset[int]) -> int:
-        """Count the parts of the KV cache that shards need here and that are not here yet."""
-        model = self.world.model
+    def _new_parts(self, home: str, parts: Iterable[int]) -> set[int]:
+        """Return those of parts of the KV cache that are not here yet."""
         here = self.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
-        form = model.shards, model.kv_shards
-        return len(set(kv_parts(shards, *form)).difference(kv_parts(here, *form)))
+        return set(parts).difference(kv_parts(here, self.world.model.shards, self.world.model.kv_shards))
 
     def _flip(self, path: LayerPath) -> Future[Flipped]:
         """Stand still, have copied what was written last, and go on by another path."""
@@ -241,9 +243,9 @@ class SimulatedRank:
         instance, world = self.instance, self.world
         paused, began_s, blocks = instance.paused, instance.clock.now, self._exchange.take()
         instance.paused = True
-        block_bytes = len(blocks[0]) * world.model.kv.block_bytes
+        block_bytes, form = len(blocks[0]) * world.model.kv.block_bytes, (world.model.shards, world.model.kv_shards)
         nbytes = {
-            (source, target): block_bytes * world.ranks[target]._new_parts(self.name, shards)
+            (source, target): block_bytes * len(world.ranks[target]._new_parts(self.name, kv_parts(shards, *form)))
             for (source, target), shards in moves.items()
         }
 
@@ -260,6 +262,12 @@ class SimulatedRank:
         copied = Counting(len(nbytes), lambda: instance.clock.after(world.model.links.flip_s, commit))
         for ends, each in nbytes.items():
             world.wires.copy(ends, each, copied, coordinated=False)
+
+
+def _lying_at(rank: str, model: LayeredModel, parts: Iterable[int]) -> LayersKV:
+    """Say where parts of the KV cache lie."""
+    pages: dict[int, dict[int, tuple[int, ...]]] = {part: {} for part in parts}
+    return LayersKV(None, model.page_bytes, model.kv, pages, RankMemory(rank, PLACE))
 
 
 def _moves(before: LayerPath, after: LayerPath) -> dict[tuple[str, str], frozenset[int]]:

@@ -64,7 +64,6 @@ def test_faults_befall_instances_and_lose_nothing() -> None:
         ({"policies": ["dorp"]}, "a list of balance, drop, lengths"),
         ({"policies": ["drop"], "overload": {"kvhigh": 0.5}}, "overload.kvhigh is not known"),
         ({"lengths": {"most_ranks": 2}}, "policies have no 'lengths'"),
-        ({"policies": ["drop", "lengths"]}, "choose one"),
         ({"links": {"bytes_s": 0}}, "links.bytes_s"),
         ({"stages": 2, "tp": 2, "shards": 2}, "cannot be at the same time"),
         ({"shards": 3, "kv_shards": 2}, "shards"),
