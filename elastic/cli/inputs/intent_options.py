@@ -51,10 +51,6 @@ def add_intent(command: ArgumentParser) -> None:
     command.add_argument(
         "--quality-loss", type=float, default=None, metavar="X", help="nats a token that may be lost to compression"
     )
-
-
-def add_losses(command: ArgumentParser) -> None:
-    """Add what forms lose of the quality, which intents bound."""
     command.add_argument(
         "--tolerance",
         type=float,
@@ -62,6 +58,10 @@ def add_losses(command: ArgumentParser) -> None:
         metavar="X",
         help="share above the least that is as good, for the sake of less memory, such as 0.05 (0)",
     )
+
+
+def add_losses(command: ArgumentParser) -> None:
+    """Add what forms lose of the quality, which intents bound."""
     command.add_argument(
         "--losses", default="", metavar="NAME=X,...", help="what forms lose, such as int4=0.03,KV int8=0.001"
     )

@@ -252,14 +252,16 @@ class Deployed:
             return
         if step.kind in ("part", "share", "drop"):  # keys and values are copied: for that, there is more room
             for device in self._ranks:
-                reserved = self._book.reserved(self.name)[device]
-                transition.limit(device, max(0, reserved - transition.held_bytes(device)))
+                transition.limit(device, None)
         transition.do(step)
 
     def _limit(self, transition: Transition, wanted: Deployment) -> None:
         """Give ranks what they are to have for keys and values, and give the rest of the devices back."""
         estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
         reserved = {}
+        if wanted.configuration.ranks > 1:  # limits of a group are its own, and follow from the places of its ranks
+            self._book.reserve(self.name, {device: transition.budget(device) for device in wanted.devices})
+            return
         for stage in wanted.stages:
             for device in stage.devices:
                 share = self.chooser.rank_bytes(

@@ -65,8 +65,8 @@ class Transition:
                 }
                 _require(self._fleet.drop(layers=gone, why=WHY))
 
-    def limit(self, device: str, kv_bytes: int) -> None:
-        """Have the KV cache of a rank be so large at the most."""
+    def limit(self, device: str, kv_bytes: int | None) -> None:
+        """Have the KV cache of a rank be so large at the most; None: as large as its place allows."""
         rank = self._ranks[device]
         place = self._fleet.look(rank).status.places[0].name
         self._fleet.apply(rank, (ResizeKV(place, kv_bytes),), why=WHY)
@@ -75,6 +75,11 @@ class Transition:
         """Return what a rank holds in pages besides keys and values."""
         owners = self._fleet.look(self._ranks[device]).status.places[0].owners
         return sum(nbytes for owner, nbytes in owners.items() if owner != "kv")
+
+    def budget(self, device: str) -> int:
+        """Return the size of the place of a rank."""
+        budget: int = self._fleet.look(self._ranks[device]).status.places[0].budget_bytes
+        return budget
 
     def _part(self, ranks: Sequence[str]) -> None:
         for group in self._fleet.groups():
