@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers
 from elastic.engines.core.block_pool import NEVER, BlockPool, BlockTable, SectorMemory
-from elastic.engines.core.prefix_cache import PrefixCache, block_hash
+from elastic.engines.core.prefix_cache import PrefixCache
 from elastic.errors import CapacityError, IntegrityError, Overloaded
 
 NOBODY: Sharers = frozenset()
@@ -238,7 +238,7 @@ class BlockManager:
         """Let others share the blocks of a sequence that its first `computed` tokens have filled."""
         with self.memory.lock:
             for i in range(table.shared, computed // self.block_tokens):
-                name = self._hash(table, tokens, i)
+                name = table.name_of(i, tokens, self.block_tokens)
                 for prefixes, users, blocks in zip(self._prefixes, self._users, table.blocks, strict=True):
                     prefixes.register(name, blocks[i])
                     if blocks[i] in prefixes:
@@ -289,7 +289,7 @@ class BlockManager:
         """Have a sequence share the blocks that hold its first tokens, but not its last; return how many tokens."""
         joined: dict[Sharers, Sharers] = {}  # so that blocks of the same users stay so
         for i in range((len(tokens) - 1) // self.block_tokens):
-            name = self._hash(table, tokens, i)
+            name = table.name_of(i, tokens, self.block_tokens)
             found = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
             if len(found) < len(self._pools):
                 break
@@ -320,14 +320,6 @@ class BlockManager:
         self._ledger.give(table.demand, [more] * len(self._pools), alone=False)
         table.capacity = count * self.block_tokens
         return table.capacity
-
-    def _hash(self, table: BlockTable, tokens: Sequence[int], block: int) -> bytes:
-        """Return the hash of a full block of a sequence."""
-        size, hashes = self.block_tokens, table.hashes
-        while len(hashes) <= block:
-            parent, first = hashes[-1] if hashes else table.salt, len(hashes) * size
-            hashes.append(block_hash(parent, tokens[first : first + size]))
-        return hashes[block]
 
     def _extend(self, table: BlockTable, tokens: int, *, growing: bool) -> bool:
         """Give a sequence the blocks for `tokens` tokens if it may have them; return whether it has them."""

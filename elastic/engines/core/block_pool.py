@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.engines.core.admission import Demand
+from elastic.engines.core.prefix_cache import block_hash
 from elastic.errors import IntegrityError
 
 NEVER = (-1, 0, 0)
@@ -44,6 +45,13 @@ class BlockTable:
         if salt != self.salt:
             self.salt = salt
             self.hashes.clear()
+
+    def name_of(self, block: int, tokens: Sequence[int], size: int) -> bytes:
+        """Return the hash of one of its full blocks, of `size` tokens each."""
+        while len(self.hashes) <= block:
+            parent, first = self.hashes[-1] if self.hashes else self.salt, len(self.hashes) * size
+            self.hashes.append(block_hash(parent, tokens[first : first + size]))
+        return self.hashes[block]
 
 
 class SectorMemory(Protocol):

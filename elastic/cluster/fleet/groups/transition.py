@@ -174,6 +174,10 @@ class Books:
         held = sum(caps[home] * max(self._kv(rank, path).pages) for home, path in shape.paths.items())
         return self.pages[rank] - self._weight_pages(rank, shape.weights[rank]) - held
 
+    def left(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
+        """Count the pages that a flip leaves its target."""
+        return self.free(flip.target, shape, caps) - self.needed(flip, shape, caps)
+
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
         here, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
@@ -313,8 +317,8 @@ def _walk(
     while left:
         chosen = round_of(left, shape, books, caps)
         if not chosen:
-            best = max(left, key=lambda flip: _left(flip, shape, books, caps))
-            return done, (shape, best, -_left(best, shape, books, caps))
+            best = max(left, key=lambda flip: books.left(flip, shape, caps))
+            return done, (shape, best, -books.left(best, shape, caps))
         for flip in chosen:
             shape = shape.after(flip, target.weights)
         gone = {(flip.home, shard) for flip in chosen for shard in flip.shards}
@@ -325,15 +329,15 @@ def _walk(
 
 def _single(left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
     """Choose the layer that leaves its target the most room, by itself."""
-    best = max(left, key=lambda flip: _left(flip, shape, books, caps))
-    return (best,) if _left(best, shape, books, caps) >= 0 else ()
+    best = max(left, key=lambda flip: books.left(flip, shape, caps))
+    return (best,) if books.left(best, shape, caps) >= 0 else ()
 
 
 def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: Mapping[str, int]) -> FlipRound:
     """Choose flips of each instance in turn, of up to `most` layers of each, as long as all have room at once."""
     free = {rank: books.free(rank, shape, caps) for rank in books.pages}
     pauses = {home: _Pause(most, shape) for home in shape.paths}
-    waiting = sorted(left, key=lambda flip: -_left(flip, shape, books, caps))
+    waiting = sorted(left, key=lambda flip: -books.left(flip, shape, caps))
     before = len(waiting) + 1
     while len(waiting) < before:
         before = len(waiting)
@@ -351,42 +355,31 @@ def _round(most: int, left: list[LayerFlip], shape: Shape, books: Books, caps: M
 
 
 class _Pause:
-    """What is chosen to flip at one pause of an instance: of one copy of its layers."""
+    """What is chosen to flip at one pause of an instance: at most so many layers, of one copy of them."""
 
     def __init__(self, most: int, shape: Shape) -> None:
-        """At most so many layers."""
-        self.coming: dict[str, LayerFlip] = {}
-        """Rank -> all that it gets, whosever it was."""
+        self.coming: dict[str, LayerFlip] = {}  # rank -> all that it gets, whosever it was
         self._most, self._shards, self._numbers = most, shape.shards, shape.numbers
         self._ways: dict[tuple[str, str], LayerFlip] = {}
         self._layers: set[int] = set()
 
     def takes(self, flip: LayerFlip) -> bool:
         """Return whether the flip of a layer can be at the same pause; there may be no room for it."""
-        copy = flip.shards[0] // self._numbers
-        for (source, target), chosen in self._ways.items():
-            if flip.source == target or flip.target == source or chosen.shards[0] // self._numbers != copy:
-                return False
-        return len(self._layers) < self._most or self._layer(flip) in self._layers
+        copies = {each.shards[0] // self._numbers for each in (flip, *self._ways.values())}
+        if len(copies) > 1 or any(flip.source == target or flip.target == source for source, target in self._ways):
+            return False
+        return len(self._layers) < self._most or flip.shards[0] // self._shards in self._layers
 
     def add(self, flip: LayerFlip, coming: LayerFlip) -> None:
         """Have it be one more; `coming` is then all that its target gets."""
         way = (flip.source, flip.target)
         self._ways[way] = self._ways[way].with_more(flip.shards) if way in self._ways else flip
         self.coming[flip.target] = coming
-        self._layers.add(self._layer(flip))
+        self._layers.add(flip.shards[0] // self._shards)
 
     def flips(self) -> Iterable[LayerFlip]:
         """Return what is chosen, by its way."""
         return [flip._replace(shards=tuple(sorted(flip.shards))) for flip in self._ways.values()]
-
-    def _layer(self, flip: LayerFlip) -> int:
-        return flip.shards[0] // self._shards
-
-
-def _left(flip: LayerFlip, shape: Shape, books: Books, caps: Mapping[str, int]) -> int:
-    """Count the pages that a flip leaves its target."""
-    return books.free(flip.target, shape, caps) - books.needed(flip, shape, caps)
 
 
 def _lowered(shape: Shape, flip: LayerFlip, lacking: int, books: Books, caps: Mapping[str, int]) -> dict[str, int]:
