@@ -87,13 +87,10 @@ def create_app(
     app.state.serving = serving
     app.state.models = models = Catalogue(serving, deployments, model_options)
     errors.install(app)
-    for served in (openai, responses, tokens):
-        app.include_router(served.routes(models))
-    app.include_router(action_routes.routes(serving) if actions else action_routes.closed())
-    if actions:
-        app.include_router(fleet.routes(serving))
-        app.include_router(deployment_routes.routes(models))
-    app.include_router(status.routes(models))
+    acting = (action_routes.routes(serving), fleet.routes(serving), deployment_routes.routes(models))
+    asking = (openai.routes(models), responses.routes(models), tokens.routes(models), status.routes(models))
+    for routes in (*asking, *(acting if actions else (action_routes.closed(),))):
+        app.include_router(routes)
     keys = {**dict.fromkeys(KEYED, api_key), **dict.fromkeys(ACTING, token if actions else None)}
     _add_middleware(app, serving, keys, max_body, body_timeout_s, allowed_origins)
     return app
