@@ -28,7 +28,7 @@ from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.block_manager import BlockManager, BlockTable
 from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.restart import RestartingScheduler
-from elastic.engines.core.scheduler import Cohort
+from elastic.engines.core.sequence import Cohort
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import Chunk, Step
 

@@ -62,6 +62,8 @@ class ForwardGate:
         self._readers_waiting = 0
         self._readers_first = 0  # readers to let in before the next writer
         self.thread = _EnteredModules()
+        self.commits = 0
+        """How many have ended."""
         self.refusal: str | None = None
         """Set when nothing may pass any more (in a forked child): what the `StateError` says."""
 
@@ -141,6 +143,7 @@ class ForwardGate:
         finally:
             with self._changed:
                 self._writing = False
+                self.commits += 1
                 self._readers_first = self._readers_waiting
                 self._changed.notify_all()
 

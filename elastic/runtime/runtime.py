@@ -290,6 +290,11 @@ class Runtime(LayerVerbs):
         self._occupied.append(by)
         return partial(self._occupied.remove, by)
 
+    @property
+    def commits(self) -> int:
+        """Count the safe points at which something was changed, or may have been: layers change nowhere else."""
+        return self._gate.commits
+
     def suspend_forward(self) -> AbstractContextManager[None]:
         """Let actions commit while a forward pass of this thread waits for another process; see `ForwardGate`."""
         return self._gate.suspended()

@@ -196,6 +196,16 @@ class ModelWeights:
         """Return the variant of each layer; `absent` for one in host memory, `dropped` for one that is nowhere."""
         return tuple(self._form_of(layer) for layer in self.layers)
 
+    @property
+    def packed(self) -> tuple[tuple[int, str, object], ...]:
+        """What is not full of each layer: its index, a unit's part, and which of its parameters is in which variant."""
+        return tuple(
+            (layer.index, unit.part, unit.precision.key)
+            for layer in self.layers
+            for unit in self.units(layer.index)
+            if unit.precision.variants
+        )
+
     def _form_of(self, layer: WeightUnit) -> str:
         if layer.absent:
             if layer.shards_here:

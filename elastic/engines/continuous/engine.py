@@ -112,6 +112,7 @@ class ContinuousEngine(PipelinedEngine):
             scheduler = RestartingScheduler(
                 self._blocks, max_requests=max_requests, max_batch_tokens=max_batch_tokens, cohorts=cohorts
             )
+            scheduler.weights = self._variants.weights
             scheduler.budget = step_budget or scheduler.budget
             self._loop = StepLoop(scheduler, self._home, self._requests, cohorts)
             kv.pool.listeners.append(self._loop.wake)

@@ -153,7 +153,7 @@ class MovingRequests:
                     return None
                 self._held[request] = held
             held = self._held[request]
-            kv = tuple(sequence.kv() for sequence in held if sequence.computed)
+            kv = tuple(replace(each.kv(), exact=each.table.exact) for each in held if each.computed)
             return tuple(sequence.state() for sequence in held), kv
 
         return self._between_steps(leave)

@@ -124,6 +124,7 @@ class ReceivedRequests:
                 received = reservation.sequences.get(state.id)
                 if received is not None and self._usable(received, state, by_name.get(state.id)):
                     taken[state.id] = reservation.sequences.pop(state.id)
+                    received.table.private = not by_name[state.id].exact
             self._free(reservation)
             return taken
 

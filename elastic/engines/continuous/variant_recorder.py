@@ -1,8 +1,10 @@
-"""The forms that a model's layers have had at the forward passes of an engine."""
+"""The forms that a model's layers have had at the forward passes of an engine, and a name for their weights."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -21,8 +23,36 @@ class VariantRecorder(Hook):
         self.current = 0
         self._runtime = runtime
         self._counts = counts
+        self._lock = threading.Lock()  # of those below
+        self._commits, self._packed = runtime.commits, runtime.weights.packed
+        self._weights = 0, _name_of(self._packed)
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         # the pass is behind the gate: no layer changes until it has ended
         if self._counts():
             self.current = self.forms.setdefault(self._runtime.form(), len(self.forms))
+            self.weights()
+
+    def weights(self) -> tuple[int, bytes]:
+        """Return how often the weights that layers compute by may have changed, and the name of the present ones.
+
+        The name [16 bytes] is a hash of what is in which variant; it is empty where all layers, as far as they are
+        here, have their full weights, resident or streamed. From any thread.
+        """
+        if self._runtime.commits != self._commits:
+            with self._lock:
+                self._look()
+        return self._weights
+
+    def _look(self) -> None:
+        commits, weights = self._runtime.commits, self._runtime.weights
+        packed, (changes, name) = weights.packed, self._weights
+        if packed != self._packed:
+            self._weights, self._packed = (changes + 1, _name_of(packed)), packed
+        elif commits - self._commits > 1 and any(layer.variants for layer in weights.layers):
+            self._weights = changes + 1, name  # a pass that waited for other ranks may have seen others in between
+        self._commits = commits
+
+
+def _name_of(packed: tuple[object, ...]) -> bytes:
+    return blake2b(repr(packed).encode(), digest_size=16).digest() if packed else b""

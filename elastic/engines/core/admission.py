@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter, sub
+
+from elastic.errors import IntegrityError
 
 
 @dataclass(slots=True, eq=False)
@@ -94,3 +96,26 @@ class AdmissionLedger:
                 returned[max(place[demand] for demand in users)] += count  # they come free with the last of these
         needed = [demand.needed[group] for demand in self._order]
         return max(map(sub, needed, accumulate(returned, initial=0)), default=0)
+
+
+def check_users(
+    group: int, tables: Iterable[tuple[Demand, Sequence[int]]], shared: Mapping[int, Sharers], in_use: int
+) -> None:
+    """Recount the users of a group's blocks: those whose tables have them. Raises `IntegrityError`.
+
+    `shared` are the users of blocks that may be shared, `in_use` is how many blocks are counted.
+    """
+    tables, users = list(tables), dict[int, set[Demand]]()
+    for demand, blocks in tables:
+        for block in blocks:
+            users.setdefault(block, set()).add(demand)
+    if len(users) != in_use:
+        raise IntegrityError(f"{in_use} blocks are in use, tables have {len(users)}")
+    wrong = {block for block, those in shared.items() if users.get(block, set()) != those}
+    wrong |= {block for block, those in users.items() if len(those) > 1 and block not in shared}
+    if wrong:
+        raise IntegrityError(f"the users of blocks {sorted(wrong)} are not those whose tables have them")
+    for demand, blocks in tables:
+        alone = sum(len(users[block]) == 1 for block in blocks)
+        if demand.held[group] != alone:
+            raise IntegrityError(f"a sequence alone has {alone} blocks, counted {demand.held[group]}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers
+from elastic.engines.core.admission import AdmissionLedger, Demand, Sharers, check_users
 from elastic.engines.core.block_pool import NEVER, BlockPool, BlockTable, SectorMemory
 from elastic.engines.core.prefix_cache import PrefixCache
-from elastic.errors import CapacityError, IntegrityError, Overloaded
+from elastic.errors import CapacityError, Overloaded
 
 NOBODY: Sharers = frozenset()
 RETRY_AFTER_S = 1.0
@@ -174,20 +174,24 @@ class BlockManager:
             if table in self._live:
                 self._release(table)
 
-    def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, salt: bytes = b"") -> int | None:
+    def admit(
+        self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, salt: bytes = b"", form: bytes = b""
+    ) -> int | None:
         """Give a sequence without blocks those for its first tokens.
 
         They are those of `tokens` that others with the same `salt` have computed (`share`), and up to `most` after
-        these. Returns how many there are of the former; None if there is no room for it now.
+        these. `form` names the weights that compute it; empty: the full ones, whose blocks all share, first of all.
+        Returns how many there are of the former; None if there is no room for it now.
         """
         with self.memory.lock:
-            table = self._tables[sequence]
-            room = self.memory.room(growing=False)
+            table, room = self._tables[sequence], self.memory.room(growing=False)
             version, room_before, _ = table.refused
             if version == self._version and room <= room_before:
                 return None
             table.use_salt(salt)
-            cached = self._begin(table, tokens if share else ())
+            cached = self._begin(table, tokens if share else (), form)
+            if form != table.form:
+                table.use_form(form, table.shared)
             if self._extend(table, min(len(tokens), cached + most), growing=False):
                 del self._waiting[sequence]
                 return cached
@@ -215,10 +219,8 @@ class BlockManager:
                 cached = self._share_with(table, like, alike)
             if not self._extend(table, max(cached, computed), growing=False):
                 self._release(table)
-                raise Overloaded(
-                    f"there are no blocks for {computed} tokens of a request of {most_tokens} tokens now",
-                    retry_after_s=RETRY_AFTER_S,
-                )
+                what = f"{computed} tokens of a request of {most_tokens} tokens"
+                raise Overloaded(f"there are no blocks for {what} now", retry_after_s=RETRY_AFTER_S)
             return table, cached
 
     def attach(self, sequence: str, table: BlockTable) -> None:
@@ -236,6 +238,8 @@ class BlockManager:
 
     def share_computed(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """Let others share the blocks of a sequence that its first `computed` tokens have filled."""
+        if table.private:
+            return
         with self.memory.lock:
             for i in range(table.shared, computed // self.block_tokens):
                 name = table.name_of(i, tokens, self.block_tokens)
@@ -250,20 +254,7 @@ class BlockManager:
         with self.memory.lock:
             for group, pool in enumerate(self._pools):
                 pool.check()
-                tables = [(t.demand, b) for t in self._live for b in t.blocks[group]]
-                users: dict[int, set[Demand]] = {}
-                for demand, block in tables:
-                    users.setdefault(block, set()).add(demand)
-                if len(users) != pool.in_use:
-                    raise IntegrityError(f"{pool.in_use} blocks are in use, tables have {len(users)}")
-                wrong = {b for b, n in self._users[group].items() if users.get(b, set()) != n}
-                wrong |= {b for b, n in users.items() if len(n) > 1 and b not in self._users[group]}
-                if wrong:
-                    raise IntegrityError(f"the users of blocks {sorted(wrong)} are not those whose tables have them")
-                for table in self._live:
-                    alone = sum(len(users[block]) == 1 for block in table.blocks[group])
-                    if table.demand.held[group] != alone:
-                        raise IntegrityError(f"a sequence alone has {alone} blocks, counted {table.demand.held[group]}")
+                check_users(group, ((t.demand, t.blocks[group]) for t in self._live), self._users[group], pool.in_use)
 
     # -- inside, under the lock
 
@@ -272,11 +263,11 @@ class BlockManager:
         demand = Demand(self._blocks_for(most_tokens), [0] * groups)
         return BlockTable(most_tokens, tuple([] for _ in range(groups)), demand)
 
-    def _begin(self, table: BlockTable, tokens: Sequence[int]) -> int:
+    def _begin(self, table: BlockTable, tokens: Sequence[int], form: bytes = b"") -> int:
         """Have a table be of a live sequence; return how many of these tokens are in blocks that it shares now."""
         self._live[table] = None
         self._ledger.add(table.demand)
-        return self._share_prefix(table, tokens) if self.shares else 0
+        return self._share_prefix(table, tokens, form) if self.shares else 0
 
     def _blocks_for(self, tokens: int) -> list[int]:
         size = self.block_tokens
@@ -285,14 +276,26 @@ class BlockManager:
     def _sectors_for(self, tokens: int) -> int:
         return sum(-(-n // pool.size) for n, pool in zip(self._blocks_for(tokens), self._pools, strict=True))
 
-    def _share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
+    def _prefix_blocks(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> Iterator[list[int]]:
+        """Give those that hold its first tokens, by group: of the full weights, then of those of a form."""
+        for i in range((len(tokens) - 1) // self.block_tokens):
+            found = self._find(table.name_of(i, tokens, self.block_tokens))
+            if not found and form != table.form:
+                table.use_form(form, i)
+                found = self._find(table.name_of(i, tokens, self.block_tokens))
+            if not found:
+                return
+            yield found
+
+    def _find(self, name: bytes) -> list[int]:
+        """Return the block of this hash in each group; empty where there is none in some."""
+        found = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
+        return found if len(found) == len(self._pools) else []
+
+    def _share_prefix(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> int:
         """Have a sequence share the blocks that hold its first tokens, but not its last; return how many tokens."""
         joined: dict[Sharers, Sharers] = {}  # so that blocks of the same users stay so
-        for i in range((len(tokens) - 1) // self.block_tokens):
-            name = table.name_of(i, tokens, self.block_tokens)
-            found = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
-            if len(found) < len(self._pools):
-                break
+        for found in self._prefix_blocks(table, tokens, form):
             for group, block in enumerate(found):
                 before = self._users[group].get(block, NOBODY)
                 if not before:

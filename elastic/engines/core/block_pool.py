@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.engines.core.admission import Demand
-from elastic.engines.core.prefix_cache import block_hash
+from elastic.engines.core.prefix_cache import block_hash, other_weights
 from elastic.errors import IntegrityError
 
 NEVER = (-1, 0, 0)
@@ -32,6 +32,11 @@ class BlockTable:
     """Tokens for which it has blocks."""
     salt: bytes = b""
     """Sequences share blocks with those that have the same."""
+    form: bytes = b""
+    """The name of the weights that compute what is behind its first `exact_blocks`; empty: the full ones, all of it."""
+    exact_blocks: int = 0
+    private: bool = False
+    """Whether others share no further blocks of it: nobody knows by which weights they are computed."""
     hashes: list[bytes] = field(default_factory=list)
     """Of its first full blocks, as far as they are known."""
     shared: int = 0
@@ -40,17 +45,30 @@ class BlockTable:
     """When blocks were last refused because not all could end then: `BlockManager._version`, the room that there was,
     the blocks that it wanted."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether the full weights have computed all that is in it."""
+        return not (self.form or self.private)
+
     def use_salt(self, salt: bytes) -> None:
-        """Share blocks with other sequences than before."""
-        if salt != self.salt:
-            self.salt = salt
+        """Share blocks with other sequences than before, as one that the full weights compute."""
+        if salt != self.salt or self.form:
+            self.salt, self.form = salt, b""
             self.hashes.clear()
+
+    def use_form(self, form: bytes, exact_blocks: int) -> None:
+        """Have blocks behind the first ones be of weights of another form."""
+        self.form, self.exact_blocks = form, exact_blocks
+        del self.hashes[exact_blocks:]
 
     def name_of(self, block: int, tokens: Sequence[int], size: int) -> bytes:
         """Return the hash of one of its full blocks, of `size` tokens each."""
         while len(self.hashes) <= block:
-            parent, first = self.hashes[-1] if self.hashes else self.salt, len(self.hashes) * size
-            self.hashes.append(block_hash(parent, tokens[first : first + size]))
+            number = len(self.hashes)
+            parent = self.hashes[-1] if number else self.salt
+            if self.form and number == self.exact_blocks:
+                parent = other_weights(parent, self.form)
+            self.hashes.append(block_hash(parent, tokens[number * size : (number + 1) * size]))
         return self.hashes[block]
 
 

@@ -83,6 +83,9 @@ class SequenceKV:
     decoding: bool = False
     """Whether it is past its prompt: all of its tokens but the last are computed then. In a report `computed` is as of
     the last time that it got blocks."""
+    exact: bool = False
+    """Whether the full weights have computed all of it: then others may share its blocks where it goes. Said by who
+    hands a sequence over, when nothing is computed of it any more."""
 
 
 @dataclass(frozen=True)

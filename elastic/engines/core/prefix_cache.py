@@ -1,4 +1,7 @@
-"""Full blocks by what is in them: a block's name is the hash of its tokens and of all before them."""
+"""Full blocks by what is in them: a block's name is the hash of its tokens and of all before them.
+
+Keys and values also depend on the weights: the hash goes on otherwise from the block on that was computed by others.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,11 @@ from hashlib import blake2b
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the hash [16 bytes] of a full block: of the hash of the one before it (none: empty) and its tokens."""
     return blake2b(array("q", tokens).tobytes(), digest_size=16, key=parent).digest()
+
+
+def other_weights(parent: bytes, form: bytes) -> bytes:
+    """Return what stands for `parent` in `block_hash` where weights of another form (16 bytes) compute what follows."""
+    return blake2b(form, digest_size=16, key=parent).digest()
 
 
 class PrefixCache:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from elastic.engines.core.block_pool import BlockTable
-from elastic.engines.core.scheduler import Cohort, Scheduler
-from elastic.engines.core.sequence import Sequence
+from elastic.engines.core.scheduler import Scheduler
+from elastic.engines.core.sequence import Cohort, Sequence
 from elastic.engines.core.step import Step
 
 WrittenListener = Callable[[tuple[list[int], ...], int, int, int], None]
@@ -118,6 +118,7 @@ class RestartingScheduler(Scheduler):
             sequence.cohort = number % cohorts
         self.blocks.forget_names()
         for sequence in self.begun:
+            sequence.table.private = not sequence.table.exact
             sequence.table.use_salt(self._salt(sequence.cohort))
 
     def copy_of(self, sequence: Sequence) -> int:

@@ -12,26 +12,10 @@ from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import SequenceKV
-from elastic.engines.core.sequence import Produced, Sequence
+from elastic.engines.core.sequence import Cohort, Produced, Sequence
 from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
 from elastic.engines.core.step_budget import StepBudget, TokenBudget
 from elastic.planning.pipeline import chunk_cost
-
-
-class Cohort:
-    """Live sequences of which one step at a time is in flight."""
-
-    __slots__ = ("decoding", "in_flight", "number", "prefilling", "refused")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.decoding: dict[Sequence, None] = {}  # as sets in order
-        self.prefilling: dict[Sequence, None] = {}
-        self.in_flight = False
-        self.refused = False  # whether a sequence found no room the last time
-
-    def __len__(self) -> int:
-        return len(self.decoding) + len(self.prefilling)
 
 
 class Scheduler:
@@ -60,6 +44,8 @@ class Scheduler:
         """Those that have stopped, with what they have, for another engine to go on with."""
         self.journal: KVJournal | None = None
         """Where changes of blocks are noted, if somebody wants to know; it frees those of sequences that ended."""
+        self.weights: Callable[[], tuple[int, bytes]] = lambda: (0, b"")
+        """Says how often the weights have changed, and the name of their present form; empty: the full weights."""
         self.stalled = 0
         """Live sequences that were left out of the last step for want of blocks."""
         self.short_of_kv_s = 0.0
@@ -68,6 +54,7 @@ class Scheduler:
         self._max_requests = max_requests
         self._clock = clock
         self._last_s = clock()
+        self._weights = 0, b""
         self._cohorts = [Cohort(number) for number in range(cohorts)]
         self._waiting: deque[Sequence] = deque()  # some may have ended
         self._placed: deque[Sequence] = deque()  # they have blocks, and are of no cohort yet; some may have ended
@@ -100,6 +87,7 @@ class Scheduler:
             sequence.computed = sequence.cached_tokens = (computed or {}).get(sequence.id, 0)
             if sequence.computed:
                 self._note_blocks(sequence)
+                sequence.table.private |= bool(self._weights[1])
         self._queue(added)
 
     def cancel(self, sequence: str) -> Sequence | None:
@@ -145,6 +133,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Choose the next step, of a cohort that has none in flight; None if nothing can go on now."""
+        self._note_weights()
         now = self._clock()
         if any(cohort.refused for cohort in self._cohorts):
             self.short_of_kv_s += now - self._last_s
@@ -159,6 +148,7 @@ class Scheduler:
 
     def update(self, step: Step, result: StepResult) -> list[Produced]:
         """Note what came of a step; return its tokens, in order. Sequences that ended meanwhile bring none."""
+        self._note_weights()
         cohort, sequences = self._close_step(step)
         produced: list[Produced] = []
         sampled = iter(result.sampled)
@@ -217,6 +207,14 @@ class Scheduler:
 
     # -- inside
 
+    def _note_weights(self) -> None:
+        """Where the weights have changed, have nobody share what a step computes now of sequences that live."""
+        weights = self.weights()
+        if weights != self._weights:
+            self._weights = weights
+            for sequence in chain(self.sequences.values(), self.held.values()):
+                sequence.table.private |= sequence.table.capacity > 0
+
     def _close_step(self, step: Step) -> tuple[Cohort, list[Sequence]]:
         """Have a step be in flight no more; return whose it was."""
         cohort, sequences = self._steps.pop(step.number)
@@ -272,9 +270,8 @@ class Scheduler:
             if not sequence.ended:
                 if sequence.id in self._ending:  # the executor has to forget that one first
                     return
-                if sequence.cohort is None:
-                    sequence.cohort = min(self._cohorts, key=len).number
-                cohort = self._cohorts[sequence.cohort]
+                cohort = min(self._cohorts, key=len) if sequence.cohort is None else self._cohorts[sequence.cohort]
+                sequence.cohort = cohort.number
                 (cohort.prefilling if sequence.in_prompt else cohort.decoding)[sequence] = None
                 if sequence.scheduled_s is None:
                     sequence.scheduled_s = now
@@ -338,7 +335,7 @@ class Scheduler:
                 return
             tokens, table = sequence.tokens, sequence.table
             share_prefix, salt = sequence.prompt_logprobs is None, self._salt(cohort.number)
-            start = self.blocks.admit(sequence.id, tokens, budget, share=share_prefix, salt=salt)
+            start = self.blocks.admit(sequence.id, tokens, budget, share=share_prefix, salt=salt, form=self._weights[1])
             if start is None:
                 cohort.refused = True
                 return

@@ -78,6 +78,22 @@ class Sequence:
         return SequenceKV(self.id, computed, tuple(map(tuple, self.table.blocks)), computed >= len(self.tokens) - 1)
 
 
+class Cohort:
+    """Live sequences of which one step at a time is in flight."""
+
+    __slots__ = ("decoding", "in_flight", "number", "prefilling", "refused")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.decoding: dict[Sequence, None] = {}  # as sets in order
+        self.prefilling: dict[Sequence, None] = {}
+        self.in_flight = False
+        self.refused = False  # whether a sequence found no room the last time
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+
 class Produced(NamedTuple):
     """A token that a step brought."""
 

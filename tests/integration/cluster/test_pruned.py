@@ -55,7 +55,7 @@ def test_stages_of_a_pipeline_are_in_any_pruned_variant_and_come_back() -> None:
         elastic.wrap(model, places=small(6 << 20, f"cpu#{number}"), variants=VARIANTS)
     stages, plain = {"r0": (0, 1), "r1": (2,)}, architectures.build("llama-gqa")
     whole = {prompt: continuation(plain, prompt, TOKENS) for prompt in PROMPTS}
-    engine = {"block_tokens": 8, "max_batch_tokens": 64, "share_prefixes": False}  # no KV of another variant's
+    engine = {"block_tokens": 8, "max_batch_tokens": 64}
     with Fleet.of(*models, engine=engine, beat_timeout_s=60) as fleet:
         assert fleet.drop(layers={"r0": stages["r1"], "r1": stages["r0"]}).status == "applied"
         full = {rank: weights(fleet, rank) for rank in stages}
