@@ -96,6 +96,8 @@ class WeightUnit:
         """The name of its first parameter's dtype, and what it can be swapped to, by name."""
         self.full = self.precision = self.precisions.full
         """`precision` is the one in which it lies in its block while resident, and full while absent."""
+        self.precision_changes = 0
+        """How often it got another one."""
         self.absent: Absence | None = None
         """None while resident. Read by the layer's hooks: whether a call must be staged, or refused."""
         self.cut = layer.cut if layer.cut is not None and not part and set(layer.cut.parted) <= slots.keys() else None
@@ -337,7 +339,9 @@ class WeightUnit:
     def show(self, contents: Mapping[str, Content], precision: LayerPrecision | None = None) -> None:
         """Be resident in a precision (None: full) from now on."""
         self._fill_slots(contents)
-        self.precision, self.absent, self.shards_here = precision or self.full, None, self.every
+        precision = precision or self.full
+        self.precision_changes += precision.key != self.precision.key
+        self.precision, self.absent, self.shards_here = precision, None, self.every
         if not self.part:
             self.layer.unpaged.move_to(self.pool.backend.device)
 
@@ -350,6 +354,7 @@ class WeightUnit:
         """Be absent from now on, but for some parts of it; unless it is dropped, the host store must have the bytes."""
         self.absent, self.shards_here = absence, shards
         self._fill_slots(contents)
+        self.precision_changes += self.precision.key != self.full.key
         self.precision = self.full
 
     def _fill_slots(self, contents: Mapping[str, Content]) -> None:

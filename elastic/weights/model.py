@@ -206,6 +206,11 @@ class ModelWeights:
             if unit.precision.variants
         )
 
+    @property
+    def precision_changes(self) -> int:
+        """Count how often a unit got another precision; it is another number too after a migration of one that did."""
+        return sum(unit.precision_changes for layer in self.layers for unit in self.units(layer.index))
+
     def _form_of(self, layer: WeightUnit) -> str:
         if layer.absent:
             if layer.shards_here:

@@ -24,8 +24,9 @@ class VariantRecorder(Hook):
         self._runtime = runtime
         self._counts = counts
         self._lock = threading.Lock()  # of those below
-        self._commits, self._packed = runtime.commits, runtime.weights.packed
-        self._weights = 0, _name_of(self._packed)
+        self._commits = runtime.commits
+        self._seen = runtime.weights.packed, runtime.weights.precision_changes
+        self._weights = 0, _name_of(self._seen[0])
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         # the pass is behind the gate: no layer changes until it has ended
@@ -34,7 +35,7 @@ class VariantRecorder(Hook):
             self.weights()
 
     def weights(self) -> tuple[int, bytes]:
-        """Return how often the weights that layers compute by may have changed, and the name of the present ones.
+        """Return how often layers were seen to have other weights than before, and the name of the present ones.
 
         The name [16 bytes] is a hash of what is in which variant; it is empty where all layers, as far as they are
         here, have their full weights, resident or streamed. From any thread.
@@ -46,11 +47,10 @@ class VariantRecorder(Hook):
 
     def _look(self) -> None:
         commits, weights = self._runtime.commits, self._runtime.weights
-        packed, (changes, name) = weights.packed, self._weights
-        if packed != self._packed:
-            self._weights, self._packed = (changes + 1, _name_of(packed)), packed
-        elif commits - self._commits > 1 and any(layer.variants for layer in weights.layers):
-            self._weights = changes + 1, name  # a pass that waited for other ranks may have seen others in between
+        # other ones in between count: a pass that waits for other ranks may have been computed by them
+        seen = weights.packed, weights.precision_changes
+        if seen != self._seen:
+            self._weights, self._seen = (self._weights[0] + 1, _name_of(seen[0])), seen
         self._commits = commits
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from elastic.engines.base import Request
 from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.continuous.variant_recorder import VariantRecorder
 from support import architectures
 from support.serving.generations import Collector, is_continuation, prompts, serve
 from support.serving.tracked_engine import TrackedEngine
@@ -123,3 +124,16 @@ def test_of_a_request_that_came_others_share_what_the_full_weights_computed(form
     assert is_continuation(architectures.build("llama-gqa"), PROMPT, 30, found.tokens["again"])
     for each in (here, there):
         each.close()
+
+
+def test_weights_that_were_others_for_a_while_have_changed(engines: Any) -> None:
+    """So that a pass which waited for other ranks meanwhile counts as one of both."""
+    engine = engines().engine
+    recorder = VariantRecorder(engine.runtime, lambda: False)  # which nobody else asks
+    assert recorder.weights() == (0, b"")
+    engine.runtime.swap([1], "int4")
+    engine.runtime.restore()
+    assert recorder.weights() == (1, b"")
+    engine.runtime.release([1])
+    engine.runtime.restore()
+    assert recorder.weights() == (1, b"")
