@@ -188,6 +188,7 @@ class BlockManager:
             version, room_before, _ = table.refused
             if version == self._version and room <= room_before:
                 return None
+            table.refused = NEVER  # what it shares now was not there then: room is another
             table.use_salt(salt)
             cached = self._begin(table, tokens if share else (), form)
             if form != table.form:
@@ -195,10 +196,9 @@ class BlockManager:
             if self._extend(table, min(len(tokens), cached + most), growing=False):
                 del self._waiting[sequence]
                 return cached
-            safe = table.refused == NEVER
+            refused = table.refused != NEVER
             self._release(table)
-            if not safe:
-                table.refused = self._version, room, 0
+            table.refused = (self._version, room, 0) if refused else NEVER
             return None
 
     def reserve(

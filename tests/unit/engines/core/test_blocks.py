@@ -58,6 +58,20 @@ def test_shared_blocks_lie_there_once_and_until_the_last_user_ends() -> None:
     assert manager.reusable_sectors() == 2, "kept for the next"
 
 
+def test_a_sequence_that_was_refused_is_admitted_when_there_is_room_beside_what_it_shares() -> None:
+    manager, memory = blocks_of(None, sectors=8, size=1)
+    tokens = list(range(13))
+    admit(manager, "a", tokens)
+    manager.share_computed(manager.table("a"), tokens, 12)
+    manager.forget("a")
+    manager.announce(["b"], 20)  # five blocks, of which three are there
+    memory.limit = 4
+    assert manager.admit("b", tokens, 100, share=True) is None
+    memory.limit = 6
+    assert manager.admit("b", tokens, 100, share=True) == 12
+    manager.check()
+
+
 def test_blocks_kept_for_reuse_are_given_up_the_end_of_a_beginning_first() -> None:
     manager, memory = blocks_of(None, sectors=4, size=1)
     tokens = list(range(12))
