@@ -19,7 +19,7 @@ from support.serving.generations import Collector, continuation
 
 LAYERS, TOKENS = 12, 96
 WEIGHTS, SECTOR = 10_498_560, LAYERS << 16
-PLACES = [[f"cpu#r{rank}={(WEIGHTS + SECTOR // 2 + 4 * SECTOR) >> 10}KiB"] for rank in range(2)]
+PLACES = [[f"cpu#r{rank}={(WEIGHTS + SECTOR // 2 + 3 * SECTOR) >> 10}KiB"] for rank in range(2)]
 """KV for four requests at each of two ranks."""
 SOON = Overload(tick_s=0.02, pressure_ticks=2, recovery_ticks=2, cooldown_s=0.1, dwell_s=0.2, idle_s=0.1)
 PROMPTS = [tuple(range(5, 5 + length)) for length in (6, 9, 12, 15)]
