@@ -65,11 +65,11 @@ class OptimisticBlocks(BlockManager):
                     return True
             return False
 
-    def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, salt: bytes = b"") -> int | None:
+    def admit(self, sequence: str, tokens: Sequence[int], most: int, *, share: bool, **named: bytes) -> int | None:
         with self.memory.lock:
             if self.lack([(self._tables[sequence], min(len(tokens), most))], spare=self.running):
                 return None
-            return super().admit(sequence, tokens, most, share=False, salt=salt)
+            return super().admit(sequence, tokens, most, share=False, **named)
 
     def _free(self, group: int) -> int:
         pool = self._pools[group]

@@ -108,11 +108,8 @@ def test_one_request_goes_to_the_best_place_and_several_are_shared_out(engines: 
     requests = [Request(p, 12) for p in asked]
     heard = serve(engine, requests)
     assert [heard.tokens[r.id] for r in requests] == expected
-    assert [(p.place, p.rows, p.layers) for p in rt.passes()[-1]] == [
-        ("cpu#a", 1, 3),
-        ("cpu#b", 1, 3),
-        ("cpu#c", 1, 3),
-    ]
+    shared = [[(p.place, p.rows, p.layers) for p in parts] for parts in rt.passes()]
+    assert [("cpu#a", 1, 3), ("cpu#b", 1, 3), ("cpu#c", 1, 3)] in shared  # the first may end a step before the others
 
 
 def test_places_attend_at_the_same_time(engines: Any, monkeypatch: Any) -> None:
