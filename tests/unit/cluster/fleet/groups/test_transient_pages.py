@@ -50,7 +50,7 @@ def changed(fleet: Any, tp: int, layers_per_step: int) -> list[Owned]:
 def test_a_layer_at_a_pause_needs_the_keys_and_values_of_a_layer_besides(fleet: Any) -> None:
     heard = Collector()
     for number, prompt in enumerate(prompts([200, 200, 150, 150], architectures.VOCAB)):
-        fleet.submit(Request(prompt, 250, id=f"r{number}"), heard)
+        fleet.submit(Request(prompt, 250, id=f"r{number}", ignore_eos=True), heard)
     for number in range(4):
         heard.wait_for_tokens(f"r{number}", 2)
     weights = sum(fleet.models[0].elastic.layer_pages)
@@ -61,5 +61,6 @@ def test_a_layer_at_a_pause_needs_the_keys_and_values_of_a_layer_besides(fleet: 
             assert count.transient <= OF_BASE * kept
     for count in changed(fleet, TP, LAYERS):
         assert count.transient > 2 * OF_BASE * (count.before - weights) // TP, "all layers at one pause need more"
+    assert not heard.ends, "an answer that ends meanwhile gives pages back that were counted"
     for number in range(4):
         fleet.cancel(f"r{number}")
