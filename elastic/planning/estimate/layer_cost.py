@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from elastic.errors import ConfigError
-from elastic.planning.estimate.least_squares import not_negative
+from elastic.planning.least_squares import not_negative
 from elastic.planning.pipeline.chunk_cost import Chunk, Sample
 
 

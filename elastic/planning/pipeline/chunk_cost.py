@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 from typing import NamedTuple
 
 from elastic.errors import ConfigError
+from elastic.planning.least_squares import not_negative
 
 
 class Chunk(NamedTuple):
@@ -87,7 +87,7 @@ class ChunkCost:
                 f"{len(samples)} samples cannot be fitted; measure {len(terms)} batches or more, in seconds above 0"
             )
         rows = [[term(s.chunks) / s.seconds for term in terms.values()] for s in samples]
-        found = dict(zip(terms, _least_squares(rows), strict=True))
+        found = dict(zip(terms, not_negative(rows), strict=True))
         alpha, extra, shared = found.get("alpha", 0.0), found.get("extra", 0.0), found.get("batch", 0.0)
         return cls(found.get("prefix", alpha), found.get("own", alpha), found.get("token", 0.0), extra + shared, shared)
 
@@ -163,46 +163,6 @@ FORMS: Mapping[str, Mapping[str, Term]] = {
     "tokens": {"token": _tokens, "batch": _once},
 }
 """What is fitted: by name the coefficients, and the amounts that they are multiplied with."""
-
-
-def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the coefficients, none below zero, with which the sums of the rows are nearest to 1.
-
-    The best over every set of coefficients that may be above zero: with five at the most, that is exact and quick.
-    """
-    count = len(rows[0])
-    scale = [math.sqrt(math.fsum(row[i] ** 2 for row in rows)) or 1.0 for i in range(count)]
-    products = [
-        [math.fsum(r[i] * r[j] for r in rows) / scale[i] / scale[j] for j in range(count)] for i in range(count)
-    ]
-    sums = [math.fsum(row[i] for row in rows) / scale[i] for i in range(count)]
-    best, gain = [0.0] * count, 0.0
-    for size in range(1, count + 1):
-        for free in combinations(range(count), size):
-            found = _solve([[products[i][j] for j in free] for i in free], [sums[i] for i in free])
-            if found is None or min(found) < 0:
-                continue
-            explained = math.fsum(x * sums[i] for x, i in zip(found, free, strict=True))  # of the sum of squares
-            if explained > gain * (1 + 1e-12):
-                gain, best = explained, [0.0] * count
-                for x, i in zip(found, free, strict=True):
-                    best[i] = x / scale[i]
-    return best
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solve a system of linear equations by elimination; None if it is singular."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i in range(len(rows)):
-        pivot = max(range(i, len(rows)), key=lambda j: abs(rows[j][i]))
-        if abs(rows[pivot][i]) < 1e-12:
-            return None
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for j in range(len(rows)):
-            if j != i:
-                factor = rows[j][i] / rows[i][i]
-                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    return [row[-1] / row[i] for i, row in enumerate(rows)]
 
 
 def relative_errors(cost: ChunkCost, samples: Sequence[Sample]) -> list[float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
-from elastic.planning.estimate.least_squares import not_negative
+from elastic.planning.least_squares import not_negative
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, Sample
 
 EXPANDED = LayerCost(
