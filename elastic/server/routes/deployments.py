@@ -9,19 +9,19 @@ An intent is `{"minimize": "latency", "latency_s": 1.5, "cost": 40, "quality_los
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.errors import StateError
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import Load
 from elastic.server.fleets.deployments import ServedDeployments
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.protocol.errors import APIError
+from elastic.server.routes.acting import act
 from elastic.server.routes.catalogue import Catalogue
 from elastic.server.routes.status import plain
 
@@ -122,24 +122,17 @@ def routes(models: Catalogue) -> APIRouter:
         return await _done(work)
 
     async def _done(work: Callable[[ServedDeployments], dict[str, Any]]) -> dict[str, Any]:
-        """Act on a thread, and see then what is deployed. What is not there is a 404, what cannot be now a conflict."""
+        """Act on a thread, and see then what is deployed."""
         deployments = models.deployments
         if deployments is None:
             message = "this server deploys no models; start it with elastic serve MODEL --devices DEVICES"
             raise APIError(404, message, code="not_found")
 
-        def act() -> dict[str, Any]:
+        def change() -> dict[str, Any]:
             answer = work(deployments)
             models.refresh()
             return answer
 
-        try:
-            return await asyncio.to_thread(act)
-        except ConfigError as error:
-            raise APIError(404 if "there is no" in str(error) else 400, str(error), code="not_found") from error
-        except CapacityError as error:
-            raise APIError(409, str(error), code="capacity_exceeded") from error
-        except StateError as error:
-            raise APIError(409, str(error), code="conflict") from error
+        return await act(change)
 
     return router

@@ -10,17 +10,17 @@ A drop, a restore and a reshard take `"exchange"`, `"coordinated"` and `"layers_
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.server.fleets.fleet import FleetEngine, as_fleet
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
+from elastic.server.routes.acting import act
 from elastic.server.routes.status import plain
 
 ANSWERS = ("cmpl-", "chatcmpl-", "resp_")
@@ -148,17 +148,8 @@ def routes(serving: ServerState) -> APIRouter:
         return await _done(lambda fleet: {"split": plain(fleet.split(body.rank))})
 
     async def _done(work: Any) -> dict[str, Any]:
-        """Ask the fleet on a thread. What is not there is a 404, what cannot be now a conflict."""
-        fleet = _fleet(serving)
-        try:
-            answer: dict[str, Any] = await asyncio.to_thread(work, fleet)
-        except ConfigError as error:
-            raise APIError(404 if "there is no" in str(error) else 400, str(error), code="not_found") from error
-        except CapacityError as error:
-            raise APIError(409, str(error), code="capacity_exceeded") from error
-        except StateError as error:
-            raise APIError(409, str(error), code="conflict") from error
-        return answer
+        """Ask the fleet on a thread."""
+        return await act(partial(work, _fleet(serving)))
 
     return router
 

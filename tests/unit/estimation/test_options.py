@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import transformers
 
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import layout_of
@@ -12,19 +11,10 @@ from elastic.estimation.placement import ModelSpace, place_models
 from elastic.planning.deployment.devices import DeviceState
 from elastic.planning.deployment.placing import Deployment, place
 from elastic.planning.estimate.devices import SHEETS, several
-from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.estimate.performance import Load
-from elastic.planning.estimate.ranking import judge, rank
+from elastic.planning.estimate.ranking import judge
 from support import architectures
 
-LLAMA_2_70B = transformers.LlamaConfig(
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    max_position_embeddings=4096,
-)
 LOAD = Load(prompt=100, new=28, rate=50.0)
 
 
@@ -74,24 +64,6 @@ def test_what_is_placed_serves_the_rate_that_it_was_placed_for(estimator: Estima
         best.configuration, [s.layers for s in placed.stages], estimator.devices, placed.requests
     )
     assert judge(starved, LOAD).requests == placed.requests
-
-
-def test_intents_choose_configurations_of_their_own() -> None:
-    """Of the model of the paper's figure 1 on its eight devices: many ranks are fast, fewer cheap, one is small."""
-    load = Load(prompt=1024, new=100)
-    estimator = Estimator(layout_of(LLAMA_2_70B), several(SHEETS["a6000"], 8), load, 512, None, 0, planned=True)
-    candidates = list(estimator.candidates(estimator.space(("full", "int4"), ("full",))))
-    chosen = {}
-    for intent in OBJECTIVES:
-        found = rank(candidates, load, intent)
-        chosen[intent] = str(found[0].configuration)
-        assert found[0].value(intent) == min(each.value(intent) for each in found if each.fits)
-    assert chosen == {
-        "latency": "TP8 PP1 int4",
-        "cost": "TP4 PP1 int4",
-        "memory": "TP1 PP1 int4",
-        "gpu_hours": "TP1 PP1 int4",
-    }
 
 
 def test_models_share_what_is_worked_out_of_the_same_directory_and_fill_devices() -> None:
