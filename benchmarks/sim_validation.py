@@ -49,7 +49,7 @@ from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.policies import Mechanisms
-from elastic.sim.quantiles import Quantiles
+from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.report import Report
 from elastic.sim.run import Run
 from elastic.sim.scenario import FleetOptions, Scenario
@@ -166,7 +166,7 @@ def simulated(trace: Trace, fitted: Fitted, pages: PlacePages, system: System) -
 
 
 def figures(report: Report) -> dict[str, float]:
-    def quantiles(name: str, of: Quantiles) -> dict[str, float]:
+    def quantiles(name: str, of: QuantileSketch) -> dict[str, float]:
         return dict(zip((f"p50_{name}", f"p95_{name}", f"p99_{name}"), of.read(0.5, 0.95, 0.99), strict=True))
 
     use = statistics.mean(sample.kv_use for sample in report.samples)

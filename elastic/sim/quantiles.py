@@ -1,4 +1,4 @@
-"""Quantiles of any number of values in little memory."""
+"""QuantileSketch of any number of values in little memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ACCURACY = 0.005
 """How far a quantile may be off, relative to itself."""
 
 
-class Quantiles:
+class QuantileSketch:
     """Counts of values above 0 in buckets whose bounds grow by the same factor; what is not above 0 counts as 0."""
 
     def __init__(self, accuracy: float = ACCURACY) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.engines.base import Listener, Output
 from elastic.engines.continuous.active_requests import OUTCOMES
-from elastic.sim.quantiles import Quantiles
+from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.workload import Job
 
 MOST_ACTIONS = 1000
@@ -46,12 +46,12 @@ class Sample:
 class Report:
     """Figures of a run, which grow with neither requests nor tokens. Times are seconds of the run."""
 
-    ttft_s: Quantiles = field(default_factory=Quantiles)
-    tpot_s: Quantiles = field(default_factory=Quantiles)
+    ttft_s: QuantileSketch = field(default_factory=QuantileSketch)
+    tpot_s: QuantileSketch = field(default_factory=QuantileSketch)
     """Of answers with two tokens or more."""
-    queued_s: Quantiles = field(default_factory=Quantiles)
+    queued_s: QuantileSketch = field(default_factory=QuantileSketch)
     """Until a request was first in a step."""
-    by_source: dict[str, Quantiles] = field(default_factory=dict)
+    by_source: dict[str, QuantileSketch] = field(default_factory=dict)
     """TTFT."""
     requests: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -147,7 +147,7 @@ class _Listener:
         self._first_s = output.at_s
         ttft_s = output.at_s - job.at_s
         report.ttft_s.add(ttft_s)
-        report.by_source.setdefault(job.source, Quantiles()).add(ttft_s)
+        report.by_source.setdefault(job.source, QuantileSketch()).add(ttft_s)
         report.prompt_tokens += job.prompt
         if output.scheduled_s is not None:
             report.queued_s.add(output.scheduled_s - job.at_s)

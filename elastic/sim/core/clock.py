@@ -10,7 +10,7 @@ from collections.abc import Callable
 from elastic.errors import StateError
 
 
-class Event:
+class ScheduledEvent:
     """Something that is due; `cancel` it, and it does not happen."""
 
     __slots__ = ("action", "at_s")
@@ -34,22 +34,22 @@ class VirtualClock:
         self.now = 0.0
         self.events = 0
         """How many have happened."""
-        self._heap: list[tuple[float, int, Event]] = []
+        self._heap: list[tuple[float, int, ScheduledEvent]] = []
         self._made = 0
 
     def __call__(self) -> float:
         return self.now
 
-    def at(self, at_s: float, action: Callable[[], object]) -> Event:
+    def at(self, at_s: float, action: Callable[[], object]) -> ScheduledEvent:
         """Have something happen at a time. Raises `StateError` for one that is over."""
         if not at_s >= self.now:
             raise StateError(f"an event at {at_s} s cannot be made at {self.now} s; make it for later")
-        event = Event(at_s, action)
+        event = ScheduledEvent(at_s, action)
         heapq.heappush(self._heap, (at_s, self._made, event))
         self._made += 1
         return event
 
-    def after(self, seconds: float, action: Callable[[], object]) -> Event:
+    def after(self, seconds: float, action: Callable[[], object]) -> ScheduledEvent:
         """Have something happen in so many seconds."""
         return self.at(self.now + seconds, action)
 

@@ -16,7 +16,7 @@ from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import CapacityError, Overloaded, RankLost, StateError
-from elastic.sim.core.clock import Event, VirtualClock
+from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 from elastic.sim.core.executor import TOKEN, LocalExecutor
 from elastic.sim.core.pages import SimulatedMemory
 from elastic.sim.core.stretch import Stretch, StretchingScheduler
@@ -97,7 +97,7 @@ class SimulatedInstance:
         self._between: list[Callable[[], object]] = []  # what is to be done between two steps
         self._stretch_s, self._message_s = stretch_s, message_s
         self._stretch: Stretch | None = None
-        self._stretch_end: Event | None = None
+        self._stretch_end: ScheduledEvent | None = None
         self._on_message: Callable[[News | Refused | Beat], None] = lambda _: None
         self._on_lost: Callable[[str], None] = lambda _: None
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from elastic import clock
 from elastic.errors import StateError
-from elastic.sim.core.clock import Event, VirtualClock
+from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class Waiter:
     def __init__(self, threads: SimulatedThreads) -> None:
         self._threads = threads
         self._thread = threads.require_thread()
-        self._timer: Event | None = None
+        self._timer: ScheduledEvent | None = None
         self._state = "new"
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.sim.core.clock import Event, VirtualClock
+from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 from elastic.sim.mechanisms.model import Links
 
 
@@ -17,7 +17,7 @@ class _Flow:
     done: Callable[[], object]
     coordinated: bool
     rate: float = 0.0
-    due: Event | None = None
+    due: ScheduledEvent | None = None
 
 
 class Wires:

@@ -19,7 +19,7 @@ from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.pages import SimulatedMemory
 from elastic.sim.core.step_seconds import Noise
 from elastic.sim.core.stretch import Stretch
-from elastic.sim.quantiles import ACCURACY, Quantiles
+from elastic.sim.quantiles import ACCURACY, QuantileSketch
 from elastic.sim.roofline import SheetSteps
 from elastic.sim.workload import Bursts, Job, Rates, request_of
 
@@ -41,7 +41,7 @@ def test_events_happen_in_order_of_time_then_of_when_they_were_made() -> None:
 
 @given(st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=60), st.floats(0, 1))
 def test_quantiles_are_those_of_the_values_but_for_their_accuracy(values: list[float], share: float) -> None:
-    sketch = Quantiles()
+    sketch = QuantileSketch()
     for value in values:
         sketch.add(value)
     exact = sorted(values)[math.floor(share * (len(values) - 1))]
@@ -50,7 +50,7 @@ def test_quantiles_are_those_of_the_values_but_for_their_accuracy(values: list[f
 
 
 def test_quantiles_of_nothing_and_of_zeros_are_zero() -> None:
-    sketch = Quantiles()
+    sketch = QuantileSketch()
     assert set(sketch.described().values()) == {0.0}
     sketch.add(0.0)
     assert sketch.read(0.5) == [0.0]
