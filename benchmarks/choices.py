@@ -39,7 +39,7 @@ def layouts(dtype: torch.dtype, queries: int) -> Works:
     """Attention of one token over 2,048 tokens of 4 key heads of 64, from memory that is not in cache."""
 
     def attend(order: str) -> Callable[[], Any]:
-        shape = decode_timing.Shape("this", dtype, queries, 64, 64, order)
+        shape = decode_timing.DecodeShape("this", dtype, queries, 64, 64, order)
         kernel = KERNELS[decode_timing.fastest(shape, 2048, CPU, 4)]
         inputs = cycle(decode_timing._inputs(shape, 2048, CPU, 4))
         return lambda: [kernel(*next(inputs), None, 0.125) for _ in range(8)]

@@ -30,7 +30,7 @@ from elastic.engines.core.kv_state import KVFormat
 from elastic.engines.core.restart import RestartingScheduler
 from elastic.engines.core.sequence import Cohort
 from elastic.engines.core.sequence import Sequence as LiveSequence
-from elastic.engines.core.step import Chunk, Step
+from elastic.engines.core.step import ScheduledChunk, Step
 
 WAYS = ("recompute", "swap")
 
@@ -93,7 +93,7 @@ class EvictingScheduler(RestartingScheduler):
     evictions = 0
 
     def _add_live(
-        self, cohort: Cohort, chunks: list[Chunk], sequences: list[LiveSequence], added: list[LiveSequence]
+        self, cohort: Cohort, chunks: list[ScheduledChunk], sequences: list[LiveSequence], added: list[LiveSequence]
     ) -> int:
         while len(cohort) > 1 and self.blocks.lack(self._wanted(cohort)):
             live = {*cohort.decoding, *cohort.prefilling}

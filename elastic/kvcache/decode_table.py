@@ -20,7 +20,7 @@ import torch
 
 from elastic.errors import ConfigError
 from elastic.kvcache.decode_kernels import KERNELS, Kernel, sdpa
-from elastic.kvcache.decode_timing import DEFAULT, Shape, fastest, processor
+from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, fastest, processor
 from elastic.kvcache.storage.layout import HEAD_MAJOR, KVLayout
 from elastic.memory.backends.streams import capturing
 
@@ -36,7 +36,7 @@ class DecodeKernelTable:
     """(shape, range of lengths) -> kernel. Thread-safe; entries are measured or come from a file, and never change."""
 
     def __init__(self) -> None:
-        self._entries: dict[Shape, dict[int, str]] = {}
+        self._entries: dict[DecodeShape, dict[int, str]] = {}
         self._lock = threading.Lock()
         self._forced: Kernel | None = None
 
@@ -56,11 +56,11 @@ class DecodeKernelTable:
             return self._forced(query, key, value, mask, scaling)
         queries, value_dim = query.shape[2], value.shape[3]
         order = "head_major" if key.stride(2) == dim else "token_major"
-        shape = Shape(processor(query.device), query.dtype, queries, dim, value_dim, order)
+        shape = DecodeShape(processor(query.device), query.dtype, queries, dim, value_dim, order)
         kernel = self.choose(shape, tokens, query.device, kv_heads)
         return KERNELS[kernel](query, key, value, mask, scaling)
 
-    def choose(self, shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> str:
+    def choose(self, shape: DecodeShape, tokens: int, device: torch.device, kv_heads: int) -> str:
         """Return the name of the kernel for so many tokens, after measuring it if need be."""
         bucket = MEASURED_AT[bisect_left(UP_TO, tokens)]
         entry = self._entries.get(shape)
@@ -134,20 +134,20 @@ def measure_ahead(config: Any, dtype: torch.dtype, layouts: Mapping[torch.device
         return
     for device, layout in layouts.items():
         order = "head_major" if layout is HEAD_MAJOR else "token_major"
-        shape = Shape(processor(device), dtype, heads // kv_heads, dim, dim, order)
+        shape = DecodeShape(processor(device), dtype, heads // kv_heads, dim, dim, order)
         for tokens in (1, *(end + 1 for end in UP_TO if end < longest)):
             table.choose(shape, tokens, device, kv_heads)
 
 
-def _from_row(row: dict[str, Any]) -> tuple[Shape, dict[int, str]]:
-    fields = {name: row[name] for name in Shape._fields} | {"dtype": getattr(torch, row["dtype"])}
+def _from_row(row: dict[str, Any]) -> tuple[DecodeShape, dict[int, str]]:
+    fields = {name: row[name] for name in DecodeShape._fields} | {"dtype": getattr(torch, row["dtype"])}
     kernels = {int(tokens): name for tokens, name in row["kernels"].items()}
     strange = [
         f"{tokens}: {name}" for tokens, name in kernels.items() if tokens not in MEASURED_AT or name not in KERNELS
     ]
     if strange or not isinstance(fields["dtype"], torch.dtype):
         raise ValueError(", ".join(strange) or row["dtype"])
-    return Shape(**fields), kernels
+    return DecodeShape(**fields), kernels
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ SECONDS = 0.02
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Shape(NamedTuple):
+class DecodeShape(NamedTuple):
     """The key by which a kernel is chosen, apart from the number of tokens held."""
 
     processor: str
@@ -51,7 +51,7 @@ def processor(device: torch.device) -> str:
     return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {native}"
 
 
-def fastest(shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> str:
+def fastest(shape: DecodeShape, tokens: int, device: torch.device, kv_heads: int) -> str:
     """Time the kernels on made-up keys and values of so many tokens; bounded to some tens of milliseconds."""
     try:
         with torch.inference_mode(), torch.autocast(device.type, enabled=False):
@@ -77,7 +77,7 @@ def _race(inputs: list[Inputs], scaling: float, device: torch.device) -> str:
     return winner if best[winner] < MARGIN * best[DEFAULT] else DEFAULT
 
 
-def _inputs(shape: Shape, tokens: int, device: torch.device, kv_heads: int) -> list[Inputs]:
+def _inputs(shape: DecodeShape, tokens: int, device: torch.device, kv_heads: int) -> list[Inputs]:
     """Several sets of query, key and value, one behind the other in memory."""
     room = tokens + (GAP if shape.order == "head_major" else 0)
     per_head = room * (shape.dim + shape.value_dim)

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from elastic.actions.agreement import Agreement
 from elastic.actions.deferred import spare_stages
-from elastic.actions.transactions.event_log import EventLog
+from elastic.actions.transactions.event_log import ActionLog
 from elastic.actions.transactions.executor import ActionExecutor
 from elastic.actions.transactions.held import LONGEST_S
 from elastic.actions.transactions.transaction import ActionOutcome, ActionTiming
@@ -91,7 +91,7 @@ class Runtime(LayerVerbs):
         """None with `policy="manual"`."""
         self.slo: SLO | None = None
         self._weights, self._places, self._gate = parts.weights, parts.pools, parts.gate
-        self._log = EventLog()
+        self._log = ActionLog()
         self.event_listeners = self._log.listeners
         agreement = agreement or Agreement()
         self._one_of_several = agreement.several

@@ -10,7 +10,7 @@ import torch
 
 from elastic import StateError
 from elastic.kvcache.decode_table import DecodeKernelTable
-from elastic.kvcache.decode_timing import DEFAULT, Shape, processor
+from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, processor
 from support.architectures import build, prompt
 
 pytestmark = pytest.mark.cuda
@@ -46,7 +46,7 @@ def test_what_is_refused_changes_nothing_and_leaves_the_capture_valid(verb: str,
 
 
 def test_a_kernel_of_attention_that_is_not_known_yet_is_not_measured_in_a_capture() -> None:
-    table, shape = DecodeKernelTable(), Shape(processor(DEVICE), torch.float32, 2, 8, 8, "token_major")
+    table, shape = DecodeKernelTable(), DecodeShape(processor(DEVICE), torch.float32, 2, 8, 8, "token_major")
     assert captured(lambda: table.choose(shape, 5, DEVICE, 2)) == DEFAULT
     assert not table._entries
     table.choose(shape, 5, DEVICE, 2)

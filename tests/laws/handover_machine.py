@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from elastic import CapacityError, Overloaded
 from elastic.engines.base import Output, Request, Sampling
 from elastic.engines.core.kv_state import KVReport, SequenceKV
-from elastic.engines.core.step import Chunk, SequenceState
+from elastic.engines.core.step import ScheduledChunk, SequenceState
 from elastic.engines.sampling import answer_seed
 from support import architectures
 from support.lossless_variant import HALF, exact
@@ -70,7 +70,7 @@ class Rank(TrackedEngine):
         self.dead = False
         self.buried = threading.Event()
         self.outputs: list[Output] = []
-        self.done: list[Chunk] = []
+        self.done: list[ScheduledChunk] = []
         super().__init__(exact(architectures.build(machine.name)), PLACE_BYTES, **options)
         scheduler = self.engine._loop.scheduler
         self._schedule, self._update = scheduler.schedule, scheduler.update

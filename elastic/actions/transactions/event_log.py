@@ -13,7 +13,7 @@ from elastic.types import Event
 EVENTS_KEPT = 1000
 
 
-class EventLog:
+class ActionLog:
     """The last actions of a model, oldest first. Thread-safe; takes no lock."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class HeldTransaction:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedTransaction:
     """How one ended."""
 
     actions: tuple[Action, ...]
@@ -48,7 +48,7 @@ class HeldTransactions:
     def __init__(self, runner: TransactionRunner) -> None:
         self._runner = runner
         self._held: dict[str, HeldTransaction] = {}
-        self._ended: dict[str, Ended] = {}
+        self._ended: dict[str, EndedTransaction] = {}
 
     def told(self) -> tuple[Prepared, ...]:
         """Return what was told of those that are held, oldest first."""
@@ -99,9 +99,9 @@ class HeldTransactions:
         try:
             results = self._runner.commit(transaction)
         except BaseException as error:
-            self._remember(id, Ended(transaction.actions, undone=f"it could not be committed: {error}"))
+            self._remember(id, EndedTransaction(transaction.actions, undone=f"it could not be committed: {error}"))
             raise
-        self._remember(id, Ended(transaction.actions, results))
+        self._remember(id, EndedTransaction(transaction.actions, results))
         return results
 
     def roll_back(self, id: str, reason: str = "it was asked for") -> None:
@@ -111,7 +111,7 @@ class HeldTransactions:
         """
         if id in self._held:
             transaction = self._held.pop(id).transaction
-            self._remember(id, Ended(transaction.actions, undone=reason))
+            self._remember(id, EndedTransaction(transaction.actions, undone=reason))
             self._runner.roll_back(transaction, f"rolled back: {reason}")
         elif not self._end_of(id).undone:
             raise StateError(f"id={id!r} was committed; undo it by the opposite actions")
@@ -171,12 +171,12 @@ class HeldTransactions:
         except Exception:  # nobody waits for it: the thread goes on with what others ask
             logger.exception("the prepared transaction %r could not be rolled back cleanly", id)
 
-    def _end_of(self, id: str) -> Ended:
+    def _end_of(self, id: str) -> EndedTransaction:
         if id not in self._ended:
             raise ConfigError(f"id={id!r} is no transaction of this model, or ended long ago; prepare returns the id")
         return self._ended[id]
 
-    def _remember(self, id: str, ended: Ended) -> None:
+    def _remember(self, id: str, ended: EndedTransaction) -> None:
         self._ended[id] = ended
         while len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
@@ -189,5 +189,5 @@ def _touches(action: Action) -> list[str]:
     return [f"layer {layer}" for layer in action.layers]
 
 
-def _in_words(ended: Ended) -> str:
+def _in_words(ended: EndedTransaction) -> str:
     return f"was rolled back ({ended.undone})" if ended.undone else "was committed"

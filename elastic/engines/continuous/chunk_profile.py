@@ -17,7 +17,7 @@ import torch
 
 from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
-from elastic.engines.core.step import Chunk, SequenceState, Step
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.errors import ConfigError, StateError
 from elastic.planning.pipeline.chunk_cost import ChunkProfile, ModelCost, Sample
 from elastic.weights.decoder import find_decoder
@@ -152,7 +152,7 @@ class _Stopwatch:
             if self._blocks.admit(name, tokens, len(tokens), share=False) is None:
                 raise ConfigError(f"mixes: the cache has no room for the batch {mix[:9]}; give it more memory")
             blocks = tuple(map(tuple, self._blocks.table(name).blocks))
-            chunks.append(Chunk(name, start, tuple(tokens[start:]), True, blocks))
+            chunks.append(ScheduledChunk(name, start, tuple(tokens[start:]), True, blocks))
             states.append(SequenceState(name, Request((0,), 1 << 30), 0, 0))
         self._steps += 2
         return Step(self._steps, 0, tuple(chunks), tuple(states))

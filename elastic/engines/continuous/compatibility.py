@@ -11,7 +11,7 @@ from elastic.errors import ConfigError
 from elastic.kvcache.attention import attends
 
 
-class _Probe:
+class _CacheProbe:
     """Stands for the cache in one forward pass of one token: notes what the layers give it."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class _Probe:
     def new_tokens(self) -> list[int]:
         return [1]
 
-    def of_requests(self, start: int, stop: int) -> _Probe:
+    def of_requests(self, start: int, stop: int) -> _CacheProbe:
         return self
 
     def attend(
@@ -45,7 +45,7 @@ def kv_shape(model: Any) -> tuple[int, int]:
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
             "with 'sdpa', and calls it through transformers' attention interface"
         )
-    probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    probe, zero = _CacheProbe(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
     try:
         model(input_ids=zero, position_ids=zero, attention_mask=mask, cache=probe, use_cache=False)

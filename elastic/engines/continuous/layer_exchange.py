@@ -16,10 +16,10 @@ from elastic.engines.continuous.hosted_stages import ANSWER_S, HostedStages
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.home import ways_of
-from elastic.engines.pipeline.items import Exchange, SectorRef
+from elastic.engines.pipeline.items import ExchangeStart, SectorRef
 from elastic.engines.pipeline.path import LayerPath, ShardMove, Way
 from elastic.engines.pipeline.stage import require_known_sectors, sectors_of
-from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
+from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import ConfigError, RankLost, StateError
 
 
@@ -42,13 +42,13 @@ class LayerExchange(HostedStages):
     prepared and copied by the home itself, which is named as `home` then.
     """
 
-    _written: WrittenBlocks | None
+    _written: DirtyBlockTracker | None
 
     def layers_kv(self, shards: Sequence[int]) -> LayersKV:
         """Say where the keys and values of shards lie. Raises `StateError` for shards whose are not here."""
         return self._kv_exchange.locate(self._memory, sorted(self._places(self._kv_parts(shards))))
 
-    def begin_exchange(self, shards: Sequence[int]) -> Exchange:
+    def begin_exchange(self, shards: Sequence[int]) -> ExchangeStart:
         """Note from now on which blocks are written, and keep all sectors until `flip` or `end_exchange`.
 
         Where layers have several copies, the sequences of the shards' copy count as written now, and those are all that
@@ -56,7 +56,7 @@ class LayerExchange(HostedStages):
         not, or of several copies.
         """
 
-        def begin() -> Exchange:
+        def begin() -> ExchangeStart:
             self._require_shards(shards)
             copy = self._copy_of(shards)
             if self._written is not None:
@@ -69,12 +69,12 @@ class LayerExchange(HostedStages):
                 self._memory.keep_sectors = False
                 raise
             windows = [group.window for group in self._layer_groups]
-            self._written = WrittenBlocks(windows, self.kv_format.block_tokens, copy)
+            self._written = DirtyBlockTracker(windows, self.kv_format.block_tokens, copy)
             self._loop.scheduler.written = self._written.note
             if self.path.copies > 1:
                 self._note_computed(self._written, copy)
             mapped = tuple(starmap(SectorRef, self._memory.mapped_sectors))
-            return Exchange(mapped, {rank: link.sent for rank, link in self._home.links.items()})
+            return ExchangeStart(mapped, {rank: link.sent for rank, link in self._home.links.items()})
 
         return self._between_steps(begin)
 
@@ -128,7 +128,9 @@ class LayerExchange(HostedStages):
 
         self._between_steps(resume)
 
-    def prepare_layers(self, home: str, shards: Sequence[int], mapped: Exchange, timeout_s: float = ANSWER_S) -> None:
+    def prepare_layers(
+        self, home: str, shards: Sequence[int], mapped: ExchangeStart, timeout_s: float = ANSWER_S
+    ) -> None:
         """Make room for the keys and values of shards that come here; `mapped` is what the exchange began with.
 
         Raises `CapacityError` where there is none, and nothing has changed.
@@ -285,7 +287,7 @@ class LayerExchange(HostedStages):
         if self._loop.lost is not None:
             raise RankLost(f"{self._loop.lost}; the engine waits to recover", rank=self._loop.lost.rank)
 
-    def _exchange(self) -> WrittenBlocks:
+    def _exchange(self) -> DirtyBlockTracker:
         if self._written is None:
             raise StateError("no exchange has begun; call begin_exchange first")
         return self._written
@@ -295,7 +297,7 @@ class LayerExchange(HostedStages):
         self._loop.scheduler.let_go()
         self._memory.keep_sectors = False
 
-    def _note_computed(self, written: WrittenBlocks, copy: int) -> None:
+    def _note_computed(self, written: DirtyBlockTracker, copy: int) -> None:
         """Have all blocks of a copy's sequences be copied, and be nobody else's while they are.
 
         Else a block that comes free could be written over that a sequence of another copy has begun to write.

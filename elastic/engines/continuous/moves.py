@@ -19,7 +19,7 @@ from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SectorPa
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
-from elastic.engines.executor.kv_room import KVRoom, kv_room
+from elastic.engines.executor.kv_room import KVHeadroom, kv_room
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 
@@ -73,7 +73,7 @@ class MovingRequests:
         finally:
             memory.lock.release()
 
-    def kv_room(self) -> KVRoom:
+    def kv_room(self) -> KVHeadroom:
         """Return what the memory of the KV cache could hold."""
         return kv_room(self._memory)
 

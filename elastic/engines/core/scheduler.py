@@ -13,7 +13,7 @@ from elastic.engines.core.block_pool import BlockTable
 from elastic.engines.core.kv_journal import KVJournal
 from elastic.engines.core.kv_state import SequenceKV
 from elastic.engines.core.sequence import Cohort, Produced, Sequence
-from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.engines.core.step_budget import StepBudget, TokenBudget
 from elastic.planning.pipeline import chunk_cost
 
@@ -223,7 +223,7 @@ class Scheduler:
 
     def _step_of(self, cohort: Cohort, now: float) -> Step | None:
         cohort.refused = False
-        chunks: list[Chunk] = []
+        chunks: list[ScheduledChunk] = []
         sequences: list[Sequence] = []
         added: list[Sequence] = []
         budget = self._add_live(cohort, chunks, sequences, added)
@@ -286,7 +286,9 @@ class Scheduler:
             self.journal.note(sequence.kv())
             sequence.noted = tuple(map(len, sequence.table.blocks))
 
-    def _add_live(self, cohort: Cohort, chunks: list[Chunk], sequences: list[Sequence], added: list[Sequence]) -> int:
+    def _add_live(
+        self, cohort: Cohort, chunks: list[ScheduledChunk], sequences: list[Sequence], added: list[Sequence]
+    ) -> int:
         """Append the chunks of live sequences; return how many tokens the step has room for besides.
 
         Those that the executor does not know yet are `added`.
@@ -310,7 +312,7 @@ class Scheduler:
             if not sequence.known:
                 blocks = tuple(map(tuple, sequence.table.blocks))
                 added.append(sequence)
-            chunks.append(Chunk(sequence.id, start, tuple(tokens[start:stop]), stop == total, blocks))
+            chunks.append(ScheduledChunk(sequence.id, start, tuple(tokens[start:stop]), stop == total, blocks))
             sequences.append(sequence)
             sequence.computed = stop
             budget -= stop - start
@@ -322,7 +324,9 @@ class Scheduler:
             if not sequence.ended:
                 yield chunk_cost.Chunk(sequence.id, sequence.computed, len(sequence.tokens) - sequence.computed)
 
-    def _add_new(self, cohort: Cohort, chunks: list[Chunk], sequences: list[Sequence], budget: int, now: float) -> None:
+    def _add_new(
+        self, cohort: Cohort, chunks: list[ScheduledChunk], sequences: list[Sequence], budget: int, now: float
+    ) -> None:
         """Append the first chunks of sequences that wait, in order, while there is room for the first of them."""
         live = sum(map(len, self._cohorts))
         share = -(-len(self.sequences) // len(self._cohorts))  # so that cohorts have as many sequences each
@@ -348,7 +352,7 @@ class Scheduler:
             sequence.cached_tokens = start
             stop = sequence.computed = min(start + budget, len(tokens))
             blocks = tuple(map(tuple, table.blocks))
-            chunks.append(Chunk(sequence.id, start, tuple(tokens[start:stop]), stop == len(tokens), blocks))
+            chunks.append(ScheduledChunk(sequence.id, start, tuple(tokens[start:stop]), stop == len(tokens), blocks))
             sequences.append(sequence)
             budget -= stop - start
 

@@ -24,7 +24,9 @@ class SequenceState:
     """Tokens so far."""
 
 
-class Chunk(NamedTuple):  # which is made in a third of the time of a frozen dataclass, for each sequence and step
+class ScheduledChunk(
+    NamedTuple
+):  # which is made in a third of the time of a frozen dataclass, for each sequence and step
     """The new tokens of one sequence in a step."""
 
     sequence: str
@@ -44,7 +46,7 @@ class Step:
     number: int
     cohort: int
     """Sequences of different cohorts may be in flight at the same time."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ScheduledChunk, ...]
     added: tuple[SequenceState, ...] = ()
     """Sequences of `chunks` that the executor does not know yet."""
     removed: tuple[str, ...] = ()

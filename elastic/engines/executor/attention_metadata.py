@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
-from elastic.engines.executor.input_batch import BatchTokens, BlockTable, Ints
+from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
 
 
 class PartsIndex:
@@ -78,7 +78,7 @@ class AttentionMetadata:
 class MetadataBuilder:
     """Makes the metadata of a group of layers; what did not change since the step before is used again."""
 
-    def __init__(self, layout: BlockLayout, table: BlockTable, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, layout: BlockLayout, table: BatchBlockTable, device: torch.device, dtype: torch.dtype) -> None:
         self._layout = layout
         self._table = table
         self._device = device

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor.block_layout import BlockLayout
 from elastic.engines.executor.input_batch import InputBatch
 from elastic.engines.executor.layer_groups import LayerGroup
@@ -49,7 +49,7 @@ class BatchRunner:
         )
 
     @torch.no_grad()
-    def inputs(self, chunks: Sequence[Chunk], *, eager: bool = False) -> dict[str, Any]:
+    def inputs(self, chunks: Sequence[ScheduledChunk], *, eager: bool = False) -> dict[str, Any]:
         """Return what the model is called with: [1, tokens] each. New blocks are added to the tables before.
 
         `eager`: nothing of the tables is read any more when the model is called, so that the next step can be begun.
@@ -71,7 +71,7 @@ class BatchRunner:
         """Let go of the memory."""
         self.cache.close()
 
-    def _extend_tables(self, chunks: Sequence[Chunk]) -> None:
+    def _extend_tables(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Add the chunks' new blocks to the tables.
 
         Of a sequence's new blocks only the last is read before it is full: it begins as zeros.

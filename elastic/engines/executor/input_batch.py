@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 
 Ints = NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class BatchTokens:
         return BatchTokens(self.rows[start:stop], self.starts[start:stop], self.counts[start:stop])
 
 
-class BlockTable:
+class BatchBlockTable:
     """The physical blocks of every row, for the layers of one group."""
 
     def __init__(self, block_tokens: int, window: int | None) -> None:
@@ -90,7 +90,7 @@ class InputBatch:
     """The rows of the sequences that the executor knows, and the batch of the present step."""
 
     def __init__(self, windows: Sequence[int | None], block_tokens: int) -> None:
-        self.tables = [BlockTable(block_tokens, window) for window in windows]
+        self.tables = [BatchBlockTable(block_tokens, window) for window in windows]
         self.rows: dict[str, int] = {}
         """Sequence -> row."""
         self._free: list[int] = []
@@ -108,7 +108,7 @@ class InputBatch:
         if row is not None:
             self._free.append(row)
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> tuple[BatchTokens, Ints]:
+    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> tuple[BatchTokens, Ints]:
         """Return the tokens of a step: whose they are, and their ids [tokens]. Blocks are added by the caller."""
         rows = self.rows
         batch = BatchTokens(

@@ -8,7 +8,7 @@ from elastic.kvcache.storage.paged import BlockMemory
 
 
 @dataclass(frozen=True)
-class KVRoom:
+class KVHeadroom:
     """Pages and sectors, at the limit that is in force."""
 
     pages: int
@@ -22,11 +22,11 @@ class KVRoom:
     """Sectors that live requests have, and are promised."""
 
 
-def kv_room(memory: BlockMemory) -> KVRoom:
+def kv_room(memory: BlockMemory) -> KVHeadroom:
     """Return the room of an engine's memory."""
     with memory.lock:
         pages = {layer: group.layer_pages for group in memory.groups for layer in group.group.layers}
-        return KVRoom(
+        return KVHeadroom(
             pages=memory.kv.limits.open,
             page_bytes=memory.kv.pool.page_bytes,
             sector_pages=tuple(pages[layer] for layer in sorted(pages)),

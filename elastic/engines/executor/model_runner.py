@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elastic.engines.base import GrammarCompiler, SampledToken
-from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import BlockLayout
 from elastic.engines.executor.layer_groups import LayerGroup
@@ -25,7 +25,7 @@ from elastic.memory.backends.streams import note_current_stream
 class BegunStep:
     """A step whose forward pass can be computed."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ScheduledChunk, ...]
     inputs: dict[str, Any]
     """What the model is called with."""
     rows: torch.Tensor | None
@@ -116,7 +116,7 @@ class ModelRunner(BatchRunner):
         if request.prompt_logprobs is not None and not state.index and not state.generated:
             self._scores.expect(state.id, request)
 
-    def _wanted_logits(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+    def _wanted_logits(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int]]:
         """List the tokens of the batch whose logits are wanted, and which of these are to be sampled behind."""
         kept: list[int] = []
         sampled = []
@@ -131,7 +131,7 @@ class ModelRunner(BatchRunner):
                 sampled.append(len(kept) - 1)
         return kept, sampled
 
-    def _choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> tuple[SampledToken, ...]:
+    def _choose(self, chunks: Sequence[ScheduledChunk], logits: torch.Tensor) -> tuple[SampledToken, ...]:
         """Choose the tokens behind the chunks that sample, from logits [of these, vocabulary]."""
         states = [self._sampling[chunk.sequence] for chunk in chunks if chunk.samples]
         if not states:

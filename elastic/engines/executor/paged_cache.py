@@ -14,7 +14,7 @@ import torch
 from elastic.engines.executor.attention import attend
 from elastic.engines.executor.attention_metadata import AttentionMetadata, MetadataBuilder
 from elastic.engines.executor.block_layout import BlockLayout, CacheParts
-from elastic.engines.executor.input_batch import BatchTokens, BlockTable, Ints
+from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.errors import ConfigError, StateError
 from elastic.kvcache.storage.sector_space import SectorSpace
@@ -58,7 +58,7 @@ class PagedCache:
         self,
         memory: SectorSpace,
         groups: Sequence[LayerGroup],
-        tables: Sequence[BlockTable],
+        tables: Sequence[BatchBlockTable],
         layout: BlockLayout,
         dtype: torch.dtype,
     ) -> None:

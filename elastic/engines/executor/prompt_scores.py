@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.engines.base import Request, TokenLogprobs
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.sampling import prompt_logprobs
 
 
@@ -39,7 +39,9 @@ class PromptScores:
         """Forget a sequence; unknown: nothing happens."""
         self._prompts.pop(sequence, None)
 
-    def take(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[str, tuple[TokenLogprobs | None, ...]]:
+    def take(
+        self, chunks: Sequence[ScheduledChunk], logits: torch.Tensor
+    ) -> dict[str, tuple[TokenLogprobs | None, ...]]:
         """Return the log-probabilities of the prompts' tokens in a step, by sequence.
 
         logits: [kept, vocabulary] of the step, for the sequences here those behind each of their tokens.

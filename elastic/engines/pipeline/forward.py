@@ -87,7 +87,7 @@ class StageForward:
         batch_context.thread.plan = plan
         try:
             return self._model(**inputs)
-        except _Ended:
+        except _StageDone:
             return None
         finally:
             batch_context.thread.plan = None
@@ -100,13 +100,13 @@ class StageForward:
     @torch.no_grad()
     def _layers_return_tuples(self) -> bool:
         """Look at what the model does with what its first layer returns. No layer is computed."""
-        probe = _Probe()
+        probe = _LayerOutputProbe()
         token = torch.zeros(1, 1, dtype=torch.long, device=self._model.device)
         self._call(probe, {"input_ids": token, "use_cache": False})
         return probe.indexed
 
 
-class _Ended(Exception):
+class _StageDone(Exception):
     """The forward pass came to the end of what the rank computes. Hooks are called for it as for any exception."""
 
 
@@ -141,7 +141,7 @@ class _StagePass:
         output = type(module).forward(module, *args, **kwargs)
         self._exchange.end(hidden_of(output))
         if index == self._plan.last:
-            raise _Ended
+            raise _StageDone
         return output
 
     def _require(self, index: int, part: LayerPart) -> None:
@@ -155,7 +155,7 @@ class _StagePass:
         self._cuts.require(index, part.own)
 
 
-class _Probe:
+class _LayerOutputProbe:
     """A plan by which no layer is computed, and the second one ends the pass."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class _Probe:
         given = _given(args, kwargs)
         if self._first is not None:
             self.indexed = given.ndim < self._first.ndim
-            raise _Ended
+            raise _StageDone
         self._first = given
         return given
 

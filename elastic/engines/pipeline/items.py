@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from elastic.engines.core.kv_state import LayersKV
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.pipeline.path import LayerPath
 
 
@@ -48,7 +48,7 @@ class StepItem:
     """Of the path that it is computed by. A rank refuses one that is not its own."""
     copy: int
     """Of the path's layers, the one that its sequences go by."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ScheduledChunk, ...]
     """With the blocks of a sequence that the rank has not heard of, all of them."""
     added: tuple[str, ...] = ()
     """Sequences that begin, or that it has not heard of."""
@@ -97,7 +97,7 @@ class ForgetItem:
 
 @dataclass(frozen=True)
 class AskItem:
-    """Say where the keys and values of shards lie, as of now: the rank answers `LayersKV`, or `Refused`."""
+    """Say where the keys and values of shards lie, as of now: the rank answers `LayersKV`, or `QuestionRefused`."""
 
     shards: tuple[int, ...]
 
@@ -137,14 +137,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Refused:
+class QuestionRefused:
     """Rank to home: why a question has no answer."""
 
     error: str
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeStart:
     """The state of a home's memory and of its logs when layers begin to change their rank."""
 
     mapped: tuple[SectorRef, ...] = field(repr=False)
@@ -153,4 +153,4 @@ class Exchange:
 
 
 LogItem = StepItem | CopyItem | FlipItem | ForgetItem | AskItem | EndItem
-LogAnswer = Copied | Failed | LayersKV | Located | Refused
+LogAnswer = Copied | Failed | LayersKV | Located | QuestionRefused

@@ -17,13 +17,13 @@ from elastic.engines.pipeline.items import (
     Copied,
     CopyItem,
     EndItem,
-    Exchange,
+    ExchangeStart,
     Failed,
     FlipItem,
     ForgetItem,
     Located,
     LogConnection,
-    Refused,
+    QuestionRefused,
     SectorRef,
     StepItem,
 )
@@ -84,7 +84,7 @@ class GuestStage:
         """Keep pages for so many sectors of the home; see `GuestMemory.allot`."""
         self.memory.allot(sectors)
 
-    def prepare(self, shards: Sequence[int], exchange: Exchange, timeout_s: float) -> None:
+    def prepare(self, shards: Sequence[int], exchange: ExchangeStart, timeout_s: float) -> None:
         """Have room for the keys and values of shards, in all sectors that the home has.
 
         Waits until the log is as far as the exchange says. Raises `CapacityError`, `StateError`; nothing has changed.
@@ -216,11 +216,11 @@ class GuestStage:
         except ElasticError as error:
             return Copied(0, str(error))
 
-    def _asked(self, item: AskItem) -> LayersKV | Refused:
+    def _asked(self, item: AskItem) -> LayersKV | QuestionRefused:
         try:
             return self.layers_kv(item.shards)
         except ElasticError as error:
-            return Refused(str(error))
+            return QuestionRefused(str(error))
 
     # -- inside
 

@@ -11,7 +11,7 @@ Blocks = tuple[tuple[int, ...], ...]
 """Of each group of layers."""
 
 
-class WrittenBlocks:
+class DirtyBlockTracker:
     """It hears of a step when that is over, in all of its ranks. Thread-safe."""
 
     def __init__(self, windows: Sequence[int | None], block_tokens: int, copy: int = 0) -> None:

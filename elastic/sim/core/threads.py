@@ -292,7 +292,7 @@ class SimulatedThreads:
         """Return a condition of a lock."""
         return SimulatedCondition(self, lock)
 
-    def event(self) -> clock.Event:
+    def event(self) -> clock.ClockEvent:
         """Return an event that is not set."""
         return SimulatedEvent(self)
 

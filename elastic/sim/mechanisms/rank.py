@@ -12,7 +12,7 @@ from elastic.cluster.control.messages import Apply, Check, Drain, Look
 from elastic.engines.continuous.layer_exchange import Flipped
 from elastic.engines.core.kv_state import LayersKV
 from elastic.engines.pipeline.path import LayerPath
-from elastic.engines.pipeline.written_blocks import Blocks, WrittenBlocks
+from elastic.engines.pipeline.written_blocks import Blocks, DirtyBlockTracker
 from elastic.errors import RankLost, StateError
 from elastic.planning.sharding.heads import kv_parts
 from elastic.sim.mechanisms.books import RankBooks
@@ -50,7 +50,7 @@ class SimulatedRank:
         self.weights = Weights(instance, self.books, world.wires)
         self.moves = RequestMoves(instance, world.wires)
         self.stages: set[str] = set()
-        self.written: WrittenBlocks | None = None
+        self.written: DirtyBlockTracker | None = None
         turn = world.turns[instance.name] = ComputeTurn(instance.clock)
         self.turn = turn
         local = instance.local
@@ -204,11 +204,11 @@ class SimulatedRank:
     def _begin_exchange(self) -> None:
         if self.written is not None:
             raise StateError("an exchange has begun; end it first")
-        self.written = WrittenBlocks([None], self.world.model.kv.block_tokens)
+        self.written = DirtyBlockTracker([None], self.world.model.kv.block_tokens)
         self.instance.scheduler.written = self.written.note
 
     @property
-    def _exchange(self) -> WrittenBlocks:
+    def _exchange(self) -> DirtyBlockTracker:
         if self.written is None:
             raise StateError("no exchange has begun; call begin_exchange first")
         return self.written

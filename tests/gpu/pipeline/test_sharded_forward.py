@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
 from support.cluster.joined_runtimes import joined
@@ -34,9 +34,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def chunks(step: int) -> list[Chunk]:
+def chunks(step: int) -> list[ScheduledChunk]:
     return [
-        Chunk(name, start, tuple(text[0, start:stop].tolist()), True, ((),))
+        ScheduledChunk(name, start, tuple(text[0, start:stop].tolist()), True, ((),))
         for name, text, (start, stop) in zip("xy", TEXTS, CUTS[step], strict=True)
     ]
 

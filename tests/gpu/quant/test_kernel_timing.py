@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.kvcache.decode_kernels import KERNELS
-from elastic.kvcache.decode_timing import DEFAULT, Shape, fastest, processor
+from elastic.kvcache.decode_timing import DEFAULT, DecodeShape, fastest, processor
 from elastic.quant.formats.autotune import measure
 from elastic.quant.formats.base import KernelTarget, MatrixShape
 from elastic.quant.formats.integer import Integers, round_to_nearest
@@ -23,7 +23,7 @@ def choose_kernels(device: torch.device) -> None:
     parts = {name: part.to(device) for name, part in packed.items()}
     chosen = measure(KernelTable(), config, parts, matrix, target, torch.bfloat16, buckets=(1, 64), rounds=1)
     assert chosen.keys() == {1, 64}
-    shape = Shape(processor(device), torch.float32, 2, 64, 64, "token_major")
+    shape = DecodeShape(processor(device), torch.float32, 2, 64, 64, "token_major")
     assert fastest(shape, 128, device, kv_heads=2) in KERNELS
 
 
@@ -45,6 +45,6 @@ def test_kernels_of_another_gpu_are_timed_on_it() -> None:
 @pytest.mark.cuda
 def test_a_kernel_that_there_is_no_memory_to_measure_is_the_stock_one() -> None:
     device = torch.device("cuda", 0)
-    shape = Shape(processor(device), torch.float32, 2, 64, 64, "token_major")
+    shape = DecodeShape(processor(device), torch.float32, 2, 64, 64, "token_major")
     assert fastest(shape, 8192, device, kv_heads=1 << 26) == DEFAULT
     assert fastest(shape, 128, device, kv_heads=2) in KERNELS

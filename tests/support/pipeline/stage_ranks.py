@@ -14,7 +14,7 @@ import torch
 
 import elastic
 from elastic.engines.continuous.compatibility import kv_shape
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.input_batch import InputBatch
 from elastic.engines.executor.layer_groups import block_groups, layer_groups
@@ -99,7 +99,7 @@ class Rank:
         self.memory.remove_layers(set(self.memory.layers) - set(parts))
         self.cache.refresh()
 
-    def inputs(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def inputs(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Any]:
         batch, ids = self.batch.begin_step(chunks)
         return {
             "input_ids": torch.from_numpy(ids)[None].to(self.device),

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from elastic.engines.base import SampledToken
-from elastic.engines.core.step import Chunk, SequenceState, Step, StepResult
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step, StepResult
 from elastic.errors import CapacityError, Overloaded
 
 VOCABULARY = 7
@@ -144,7 +144,7 @@ class SimulatedExecutor:
         future.set_result(result)
         return step, result
 
-    def _compute(self, chunk: Chunk, *, fail: bool) -> SampledToken | None:
+    def _compute(self, chunk: ScheduledChunk, *, fail: bool) -> SampledToken | None:
         sequence = self.running[chunk.sequence]
         for held, more in zip(sequence.blocks, chunk.blocks, strict=True):
             held += more

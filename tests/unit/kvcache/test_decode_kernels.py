@@ -16,12 +16,12 @@ from elastic.kvcache import decode_table, decode_timing
 from elastic.kvcache.attention import elastic_sdpa
 from elastic.kvcache.decode_kernels import KERNELS
 from elastic.kvcache.decode_table import FILE, DecodeKernelTable
-from elastic.kvcache.decode_timing import Shape, fastest
+from elastic.kvcache.decode_timing import DecodeShape, fastest
 from elastic.runtime import installation
 from support.architectures import build, prompt
 
 CPU = torch.device("cpu")
-SHAPE = Shape("some processor", torch.float32, 2, 8, 8, "head_major")
+SHAPE = DecodeShape("some processor", torch.float32, 2, 8, 8, "head_major")
 
 
 def states(order: str, heads: int = 3, tokens: int = 50, dim: int = 16, batch: int = 2) -> torch.Tensor:

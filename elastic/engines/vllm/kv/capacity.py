@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from elastic.errors import IntegrityError
 
 
-class BlockPool(Protocol):
+class VllmBlockPool(Protocol):
     """What is used of vLLM's `BlockPool`; of its blocks `block_id`, `ref_cnt` and `block_hash`."""
 
     blocks: Sequence[Any]
@@ -32,7 +32,7 @@ class BlockCapacity:
     Block 0 is vLLM's null block, in use for ever.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: VllmBlockPool) -> None:
         self.pool = pool
         self.limit = len(pool.blocks)
         self.withheld: set[int] = set()

@@ -30,7 +30,7 @@ RETRY_S = 1.0
 """After pages could not be mapped though the budget has them, none are asked for so long."""
 
 
-class RankModel(Protocol):
+class WorkerModel(Protocol):
     """What is used of the elastic model of a worker."""
 
     @property
@@ -55,7 +55,7 @@ class WorkerChannel:
     local: ClassVar[dict[str, WorkerChannel]] = {}
     """Those of this process, by the name in their handshake."""
 
-    def __init__(self, model: RankModel, sectors: KVSectors) -> None:
+    def __init__(self, model: WorkerModel, sectors: KVSectors) -> None:
         self._model = model
         self.sectors = sectors
         self.process = f"{os.getpid()}:{id(self)}"

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from elastic.engines.base import Request, SampledToken
 from elastic.engines.core.block_manager import BlockManager
 from elastic.engines.core.restart import RestartingScheduler
-from elastic.engines.core.step import Chunk, SequenceState, Step
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.errors import Overloaded
 from support.serving.simulated_executor import SimulatedExecutor, SimulatedMemory
 
@@ -42,7 +42,7 @@ class Weights(SimulatedExecutor):
         self._form = self.planned.popleft()
         return super().compute(fail=fail)
 
-    def _compute(self, chunk: Chunk, *, fail: bool) -> SampledToken | None:
+    def _compute(self, chunk: ScheduledChunk, *, fail: bool) -> SampledToken | None:
         sequence, first = self.running[chunk.sequence], not self.running[chunk.sequence].computed
         token = super()._compute(chunk, fail=fail)
         slots = [sequence.blocks[0][i // SIZE] * SIZE + i % SIZE for i in range(sequence.computed)]

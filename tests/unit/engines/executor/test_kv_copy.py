@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic.engines.core.kv_state import KVFormat, KVSource, LayersKV, SectorPages
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
-from elastic.engines.executor.input_batch import BlockTable
+from elastic.engines.executor.input_batch import BatchBlockTable
 from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks, copy_layers
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.engines.executor.paged_cache import PagedCache
@@ -218,7 +218,7 @@ def test_a_cache_shows_the_layers_that_are_here() -> None:
     home, guest = home_and_guest()
     groups = [LayerGroup((0, 2), None), LayerGroup((1,), None)]
     layout = LAYOUTS["head_centric"](BlockShape(8, 2, 8))
-    tables = [BlockTable(8, None) for _ in groups]
+    tables = [BatchBlockTable(8, None) for _ in groups]
     cache = PagedCache(guest, groups, tables, layout, torch.float32)
     assert sorted(cache.layers) == [1, 2]
     filled(guest, 0)

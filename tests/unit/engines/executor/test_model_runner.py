@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.engines.base import Request
-from elastic.engines.core.step import Chunk, SequenceState, Step
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
 from elastic.engines.executor.model_runner import ModelRunner
@@ -49,16 +49,16 @@ class HandMadeSteps:
             self.free[group] += range(sector * size, (sector + 1) * size)
         return tuple(self.free[group].pop() for _ in range(count))
 
-    def chunk(self, sequence: str, start: int, tokens: Sequence[int], samples: bool) -> Chunk:
+    def chunk(self, sequence: str, start: int, tokens: Sequence[int], samples: bool) -> ScheduledChunk:
         held = self.held.setdefault(sequence, [0] * len(self.groups))
         blocks = []
         for group, (layers, have) in enumerate(zip(self.groups, held, strict=True)):
             needed = -(-min(start + len(tokens), layers.window or 10**9) // self.block_tokens)
             blocks.append(self.take(group, max(0, needed - have)))
             held[group] = max(needed, have)
-        return Chunk(sequence, start, tuple(tokens), samples, tuple(blocks))
+        return ScheduledChunk(sequence, start, tuple(tokens), samples, tuple(blocks))
 
-    def run(self, chunks: Sequence[Chunk], added: Sequence[SequenceState] = ()) -> Any:
+    def run(self, chunks: Sequence[ScheduledChunk], added: Sequence[SequenceState] = ()) -> Any:
         self.number += 1
         return self.runner.execute(Step(self.number, 0, tuple(chunks), tuple(added))).result()
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.engines.core.kv_state import KVFormat
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import LAYOUTS, layout_of
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups
@@ -70,7 +70,7 @@ class Rank:
         self._free: list[list[int]] = [[], []]
         self._held: dict[str, list[int]] = {}
 
-    def chunk(self, sequence: str, start: int, count: int) -> Chunk:
+    def chunk(self, sequence: str, start: int, count: int) -> ScheduledChunk:
         """New tokens of a sequence, with blocks for them; whose numbers are as at any other rank."""
         if sequence not in self._held:
             self.runner.add(sequence)
@@ -79,7 +79,7 @@ class Rank:
             needed = -(-min(start + count, kind.window or start + count) // BLOCK)
             blocks.append(tuple(self._take(group) for _ in range(needed - held[group])))
             held[group] = max(needed, held[group])
-        return Chunk(sequence, start, (0,) * count, True, tuple(blocks))
+        return ScheduledChunk(sequence, start, (0,) * count, True, tuple(blocks))
 
     def begin(self, chunks: Sequence[tuple[str, int, int]], *, eager: bool = False) -> Any:
         return self.runner.inputs([self.chunk(*chunk) for chunk in chunks], eager=eager)["cache"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import elastic
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.queue_transport import QueueExchange
@@ -50,8 +50,8 @@ def test_prompts_and_decoding_in_blocks_give_the_same_bits_by_every_path(name: s
     for path in PATHS:  # each begins anew, over what the path before has written
         for step, (cut_x, cut_y) in enumerate([((0, 20), (0, 9)), ((20, 21), (9, 40)), ((21, 22), (40, 41))]):
             chunks = [
-                Chunk("x", cut_x[0], tuple(x[slice(*cut_x)]), True, ((),)),
-                Chunk("y", cut_y[0], tuple(y[slice(*cut_y)]), True, ((),)),
+                ScheduledChunk("x", cut_x[0], tuple(x[slice(*cut_x)]), True, ((),)),
+                ScheduledChunk("y", cut_y[0], tuple(y[slice(*cut_y)]), True, ((),)),
             ]
             with torch.no_grad():
                 expected = plain.model(**plain.inputs(chunks)).logits

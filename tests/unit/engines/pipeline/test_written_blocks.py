@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.engines.pipeline.written_blocks import WrittenBlocks
+from elastic.engines.pipeline.written_blocks import DirtyBlockTracker
 
 
 def test_blocks_are_told_once_and_again_if_they_could_not_be_copied() -> None:
-    written = WrittenBlocks((None, 8), 4)
+    written = DirtyBlockTracker((None, 8), 4)
     written.note(([5, 6, 9], [1, 2]), 0, 10)
     written.note(([7], [3]), 2, 3)
     assert written.take() == ((5, 6, 7, 9), (1, 2, 3))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic.engines.base import Request
-from elastic.engines.core.step import Chunk, SequenceState, Step
+from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.pipeline.path import LayerPath
 from elastic.planning.pipeline import chunk_cost
 from elastic.planning.pipeline.timeline import run_pipeline
@@ -31,7 +31,7 @@ def executor(
 
 def step(number: int, tokens: int) -> Step:
     name = f"s{number}"
-    chunk = Chunk(name, 0, (1,) * tokens, True, ((),))
+    chunk = ScheduledChunk(name, 0, (1,) * tokens, True, ((),))
     return Step(number, 0, (chunk,), (SequenceState(name, Request((1,) * tokens, 5), 0, 0),))
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elastic
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.pipeline.forward import StageForward
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.queue_transport import QueueExchange
@@ -62,7 +62,7 @@ def test_a_lost_rank_ends_the_pass_in_the_middle_of_a_layer_and_leaves_nothing_o
     ranks = Ranks("llama-gqa", "ab", stack, 2)
     a = ranks.ranks["a"]
     home = started(
-        ranks, "a", ranks.path("ab/ab/ab"), lambda rank: rank.inputs([Chunk("x", 0, (5, 6, 7), True, ((),))])
+        ranks, "a", ranks.path("ab/ab/ab"), lambda rank: rank.inputs([ScheduledChunk("x", 0, (5, 6, 7), True, ((),))])
     )
     ranks.exchange.lost("b")
     with pytest.raises(RankLost, match="'b' was lost"):

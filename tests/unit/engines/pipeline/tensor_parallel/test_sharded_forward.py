@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from elastic.engines.core.step import Chunk
+from elastic.engines.core.step import ScheduledChunk
 from elastic.engines.pipeline.transport import Key
 from elastic.errors import StateError
 from elastic.planning.sharding.heads import kv_parts
@@ -47,9 +47,9 @@ def error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return (logits.double() - expected).norm().item()
 
 
-def chunks(step: int) -> list[Chunk]:
+def chunks(step: int) -> list[ScheduledChunk]:
     return [
-        Chunk(name, start, tuple(text[0, start:stop].tolist()), True, ((),))
+        ScheduledChunk(name, start, tuple(text[0, start:stop].tolist()), True, ((),))
         for name, text, (start, stop) in zip("xy", TEXTS, CUTS[step], strict=True)
     ]
 
