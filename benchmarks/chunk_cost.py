@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import elastic
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
-from elastic.planning.pipeline.chunk_cost import FORMS, ChunkCost, ChunkProfile, Sample, relative_errors
+from elastic.planning.pipeline.chunk_cost import FORMS, BatchTiming, ChunkCost, ChunkProfile, relative_errors
 
 MOST_CHUNKS, MOST_NEW = 8, 2048
 SHARE = 0.3
@@ -57,14 +57,14 @@ def mixes(count: int, longest: int, choose: random.Random) -> list[Mix]:
     return found
 
 
-def attention_share(cost: ChunkCost, sample: Sample) -> float:
+def attention_share(cost: ChunkCost, sample: BatchTiming) -> float:
     """Return the share of a batch's predicted time that attention takes."""
     terms = FORMS["two alphas"]
     seconds = cost.prefix * terms["prefix"](sample.chunks) + cost.own * terms["own"](sample.chunks)
     return seconds / sample.seconds
 
 
-def errors(cost: ChunkCost, samples: Sequence[Sample]) -> dict[str, float]:
+def errors(cost: ChunkCost, samples: Sequence[BatchTiming]) -> dict[str, float]:
     off = sorted(relative_errors(cost, samples))
     return {"mean": statistics.mean(off), "p50": statistics.median(off), "max": off[-1]}
 

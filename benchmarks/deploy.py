@@ -29,7 +29,7 @@ from elastic.cluster.deployment.deployed import Deployed
 from elastic.cluster.deployment.deployments import Deployments
 from elastic.engines.base import Output, Request
 from elastic.estimation.profile import measure_fingerprints
-from elastic.estimation.profiles.guest import Guest
+from elastic.estimation.profiles.guest import ProfilingProcess
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, place
 from elastic.planning.estimate.configuration import Configuration
@@ -162,7 +162,7 @@ def harvest(path: str, clocked: Clocked, rate: float, seconds: float, pairs: int
     beside: list[tuple[float, float]] = []
     for _ in range(pairs):
         alone += clocked.run(rate, seconds)
-        guest = Guest(path, FORMS, "cpu", context=256, share=0.2)
+        guest = ProfilingProcess(path, FORMS, "cpu", context=256, share=0.2)
         beside += clocked.run(rate, seconds)
         guest.cancel()
     ttft_s, tpot_s = (SLACK * statistics.median(each) for each in zip(*alone, strict=True))

@@ -21,7 +21,7 @@ from common import arguments, finish, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from elastic.planning.arrangement.drop import Group, drop_plan
+from elastic.planning.arrangement.drop import PlannedGroup, drop_plan
 from elastic.planning.arrangement.stages import Held, stages
 from support.planning.every_cut import best_score, random_ranks
 
@@ -29,12 +29,12 @@ LAYERS, LAYER_BYTES = 32, 400 << 20
 MOST = 4
 
 
-def fleet(count: int, choose: random.Random, *, unlike: bool) -> list[Group]:
+def fleet(count: int, choose: random.Random, *, unlike: bool) -> list[PlannedGroup]:
     """Whole instances, one a group."""
     groups = []
     for number in range(count):
         kv = tuple([choose.randint(0, LAYER_BYTES)] * LAYERS) if unlike else ()
-        groups.append(Group((Held(f"i{number}", frozenset(range(LAYERS)), None, kv),)))
+        groups.append(PlannedGroup((Held(f"i{number}", frozenset(range(LAYERS)), None, kv),)))
     return groups
 
 

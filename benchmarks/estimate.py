@@ -38,7 +38,7 @@ from elastic.engines.continuous.chunk_profile import Mix, profile_chunks
 from elastic.estimation.activations import bound_bytes
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.fingerprint import fingerprint, paper_fingerprints
-from elastic.estimation.kv_room import KVRoom, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import (
     ROUNDS,
@@ -152,7 +152,7 @@ class Shape:
     def batch_bytes(self, form: str) -> int:
         """Return what the largest of the batches that are measured takes, with its keys and values."""
         shape = kv_shape_of(self.layout.config, 4)
-        room = KVRoom(self.layout.config, shape, None, CPU_PAGE_BYTES, range(self.layers))
+        room = KVBlockCapacity(self.layout.config, shape, None, CPU_PAGE_BYTES, range(self.layers))
         share = self.profile.activations[form]
         found = []
         for mix in MIXES:

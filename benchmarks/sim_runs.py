@@ -22,7 +22,7 @@ from elastic.assets import MODEL_DIR
 from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.engines.base import Output, Request
 from elastic.engines.core.restart import RestartingScheduler
-from elastic.planning.pipeline.chunk_cost import Sample
+from elastic.planning.pipeline.chunk_cost import BatchTiming
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.report import Report
 from elastic.sim.workload import Job
@@ -99,14 +99,14 @@ def record_steps(folder: str) -> None:
     RestartingScheduler.schedule, RestartingScheduler.update = noted_schedule, noted_update  # type: ignore[method-assign]
 
 
-def recorded(folder: Path) -> list[Sample]:
+def recorded(folder: Path) -> list[BatchTiming]:
     """Read what ranks wrote down."""
     found = []
     for file in sorted(folder.glob("*.steps")):
         for line in file.read_text().splitlines():
             seconds, *chunks = line.split()
             pairs = ((int(start), int(count)) for start, _, count in (chunk.partition(":") for chunk in chunks))
-            found.append(Sample(tuple(pairs), float(seconds)))
+            found.append(BatchTiming(tuple(pairs), float(seconds)))
     return found
 
 

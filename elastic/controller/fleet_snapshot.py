@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.planning.arrangement.drop import Group
+from elastic.planning.arrangement.drop import PlannedGroup
 from elastic.planning.arrangement.stages import Held
 
 
 @dataclass(frozen=True)
-class InstanceReading:
+class MemberReading:
     """One instance of a group."""
 
     held: Held
@@ -24,7 +24,7 @@ class InstanceReading:
 class GroupReading:
     """Instances that serve requests together; at first each by itself. Bytes are of all layers."""
 
-    members: tuple[InstanceReading, ...]
+    members: tuple[MemberReading, ...]
     capacity_bytes: int
     """KV that requests may have now."""
     used_bytes: int
@@ -65,9 +65,9 @@ class GroupReading:
         return sum(member.base_bytes for member in self.members)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> PlannedGroup:
         """The group as planners see it."""
-        return Group(tuple(member.held for member in self.members))
+        return PlannedGroup(tuple(member.held for member in self.members))
 
 
 @dataclass(frozen=True)

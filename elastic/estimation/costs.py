@@ -8,7 +8,7 @@ from typing import Protocol
 from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVShape
 from elastic.estimation.model_layout import LayerKind
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages
 from elastic.estimation.work import layer_work, rest_work
 from elastic.planning.estimate.devices import LINK_LATENCY_S, DeviceKind
@@ -67,7 +67,7 @@ class MeasuredCosts:
     pages: WeightPages
     device: DeviceKind
     """Of which the links are where they were not measured."""
-    profile: Profile
+    profile: CostProfile
     basis: str = "measured"
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:

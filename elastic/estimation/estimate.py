@@ -12,9 +12,9 @@ import torch
 from elastic.errors import ConfigError
 from elastic.estimation.costs import Costs, MeasuredCosts, SheetCosts
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.kv_room import KVRoom, KVShape, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity, KVShape, kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, read_bytes
 from elastic.planning.estimate.configuration import FULL, Configuration, configurations, even_stages
@@ -41,7 +41,7 @@ def estimate(
     kv: Sequence[str] = (FULL,),
     intent: Intent | Objective = "cost",
     kind: str | None = None,
-    profile: Profile | None = None,
+    profile: CostProfile | None = None,
     dtype: torch.dtype | None = None,
     step_tokens: int = 512,
     block_tokens: int | None = None,
@@ -88,7 +88,7 @@ class Estimator:
     step_tokens: int
     block_tokens: int | None
     prefetch_buffers: int
-    profile: Profile | None = None
+    profile: CostProfile | None = None
     planned: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
 
@@ -172,15 +172,15 @@ class Estimator:
         known = [self.losses.get(name) for name in configuration.compressed]
         return math.fsum(loss for loss in known if loss is not None) if None not in known else None
 
-    def room(self, kv: KVShape, tp: int, layers: range) -> KVRoom:
+    def room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of a stage at one of its ranks."""
-        return KVRoom(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
+        return KVBlockCapacity(self.layout.config, kv.at_rank(tp), self.block_tokens, self.pages.page_bytes, layers)
 
     def ranks(
         self,
         configuration: Configuration,
         stages: Sequence[range],
-        rooms: Sequence[KVRoom],
+        rooms: Sequence[KVBlockCapacity],
         devices: Sequence[Device],
         running: int,
     ) -> tuple[tuple[RankBytes, ...], int]:
@@ -211,7 +211,7 @@ class Estimator:
             return bound
         return int(self.profile.activations[weights] * bound) + self.profile.scratch_bytes.get(weights, 0)
 
-    def request_bytes(self, room: KVRoom, configuration: Configuration, layers: range) -> int:
+    def request_bytes(self, room: KVBlockCapacity, configuration: Configuration, layers: range) -> int:
         """Return the keys and values of one request at a rank of a stage, with what decode steps copy of it."""
         share = self.copied_share(configuration, layers)
         return round(room.request_bytes(self.load.tokens) / (1 - share))
@@ -249,7 +249,7 @@ def unserved(configuration: Configuration) -> str:
     return ""
 
 
-def _costs(pages: WeightPages, kind: DeviceKind, profile: Profile | None) -> Costs:
+def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) -> Costs:
     if profile is None:
         return SheetCosts(pages, kind)
     if profile.device != kind.type:

@@ -66,7 +66,7 @@ def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
     raise ConfigError(f"kv={form!r} is not known; use {FULL!r} or {INT8!r}")
 
 
-class KVRoom:
+class KVBlockCapacity:
     """Blocks of some of a model's layers in the pages of a rank, as the engine would have them."""
 
     def __init__(self, config: Any, shape: KVShape, block_tokens: int | None, page_bytes: int, layers: range) -> None:

@@ -16,7 +16,7 @@ from elastic.engines.continuous.chunk_profile import Mix, Pace, profile_chunks
 from elastic.errors import ConfigError
 from elastic.estimation.activations import measured_share
 from elastic.estimation.fingerprint import fingerprint, take_layers
-from elastic.estimation.kv_room import KVRoom, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import LayerKind, ModelLayout, layout_of
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.estimation.work import window_of
@@ -36,7 +36,7 @@ _SEQUENCES = 9
 
 
 @dataclass(frozen=True)
-class Profile:
+class CostProfile:
     """Costs that were fitted to measurements, of one kind of device."""
 
     device: str
@@ -64,7 +64,7 @@ def measure_fingerprints(
     step_tokens: int = 512,
     most_s: float = 2.0,
     pace: Pace | None = None,
-) -> Profile:
+) -> CostProfile:
     """Measure a fingerprint of each kind of layer, in the model's weights and in variants: `most_s` seconds for each.
 
     `model` is a directory, of whose layers only those of fingerprints are read, or a loaded model, which stays as it
@@ -94,7 +94,7 @@ def measure_fingerprints(
             layers[kind.name, name], explained[kind.name, name] = cost, r_squared(cost, measured.layer)
             around.setdefault(name, LayerCost.fit(measured.rest, attention=False))
             taken[name], kept[name] = max(share, taken.get(name, 0.0)), kept_bytes()
-    return Profile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
+    return CostProfile(target.type, layers, around, activations=taken, scratch_bytes=kept, r_squared=explained)
 
 
 def fingerprint_layers(kind: LayerKind, device: str = "cpu") -> tuple[int, ...]:
@@ -174,6 +174,6 @@ def _budget(model: Any, weights: str, device: torch.device, tokens: int) -> int:
     page_bytes = CPU_PAGE_BYTES if device.type == "cpu" else CUDA_PAGE_BYTES
     pages = WeightPages(layout, page_bytes, kernel_target(device.type, ""))
     every = range(len(layout.decoder.layers))
-    room = KVRoom(layout.config, kv_shape_of(layout.config, layout.dtype.itemsize), 32, page_bytes, every)
+    room = KVBlockCapacity(layout.config, kv_shape_of(layout.config, layout.dtype.itemsize), 32, page_bytes, every)
     held = pages.fixed + pages.layers(every, FULL, 1) + pages.staging(weights, 1)
     return (held + room.pages(_SEQUENCES, tokens)) * page_bytes

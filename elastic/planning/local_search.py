@@ -37,7 +37,7 @@ def plan_up(
 
     Replicas that are there already stay. `needs` are of all layers.
     """
-    search = _Search(placement, needs, eligible(places, t_up))
+    search = _ReplicaSearch(placement, needs, eligible(places, t_up))
     begin = IncrementalCost(model, placement)
     tried = [add_replicas(begin.copy(), needs, search.places)]
     tried += [search.improved(begin.copy(), order) for order in search.orders()]
@@ -88,7 +88,7 @@ def plan_together(
     return planned
 
 
-class _Search:
+class _ReplicaSearch:
     """Changes of replicas at places, tried one by one; those of `floor` stay."""
 
     def __init__(self, floor: Placement, needs: Sequence[ResourceDemand], places: Sequence[PlaceCapacity]) -> None:

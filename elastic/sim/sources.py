@@ -8,7 +8,7 @@ from elastic.bench.traces.generator import (
     ArrivalProcess,
     Fixed,
     Gamma,
-    Lengths,
+    LengthDistribution,
     LikeTrace,
     Lognormal,
     OnOff,
@@ -60,7 +60,7 @@ def _arrivals(table: Table, kind: str) -> ArrivalProcess:
     return Bursts(table.number("rate"), tuple(windows))
 
 
-def _lengths(table: Table, kind: str, trace: Trace | None) -> Lengths:
+def _lengths(table: Table, kind: str, trace: Trace | None) -> LengthDistribution:
     if kind == "fixed":
         return Fixed(table.whole("prompt_tokens"), table.whole("answer_tokens"))
     if kind == "trace":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic.bench.traces.generator import ArrivalProcess, Lengths, Poisson
+from elastic.bench.traces.generator import ArrivalProcess, LengthDistribution, Poisson
 from elastic.bench.traces.trace import Trace
 from elastic.engines.base import Request
 from elastic.errors import ConfigError
@@ -43,7 +43,7 @@ class Source:
     name: str
     arrivals: ArrivalProcess | None
     """None: those of the trace."""
-    lengths: Lengths | None
+    lengths: LengthDistribution | None
     trace: Trace | None = None
     ask: float = 1.0
     """What requests ask for, of the tokens that they get."""

@@ -25,7 +25,7 @@ class ArrivalProcess(Protocol):
         """Yield arrival times in seconds, ascending, without end."""
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """A distribution of lengths."""
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class LikeTrace:
         return f"LikeTrace({self.trace.source})"
 
 
-def generate(arrivals: ArrivalProcess, lengths: Lengths, duration_s: float, *, seed: int = 0) -> Trace:
+def generate(arrivals: ArrivalProcess, lengths: LengthDistribution, duration_s: float, *, seed: int = 0) -> Trace:
     """Generate the requests of an arrival process in [0, `duration_s`). The same seed gives the same trace.
 
     Arrivals and lengths have generators of their own, so that other lengths leave the arrivals as they are. Raises

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elastic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from elastic.bench.traces.generator import ArrivalProcess, Lengths
+    from elastic.bench.traces.generator import ArrivalProcess, LengthDistribution
     from elastic.bench.traces.trace import Trace
 
 POLICIES = "manual (the default: nothing is swapped), accuracy, balanced, performance"
@@ -141,7 +141,7 @@ def _arrivals(options: Namespace) -> ArrivalProcess:
     return Ramp(first, last, options.duration)
 
 
-def _lengths(options: Namespace) -> Lengths:
+def _lengths(options: Namespace) -> LengthDistribution:
     from elastic.bench.traces.generator import Fixed, LikeTrace, Lognormal
     from elastic.bench.traces.readers import read_trace
 

@@ -15,7 +15,7 @@ from elastic.errors import ConfigError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import WEIGHTS
 from elastic.estimation.estimate import estimate as estimate_all
-from elastic.estimation.profile import Profile, measure_fingerprints
+from elastic.estimation.profile import CostProfile, measure_fingerprints
 from elastic.planning.estimate.performance import Load
 from elastic.planning.estimate.ranking import Estimate
 
@@ -53,7 +53,7 @@ def estimate(options: Namespace) -> int:
     return 0 if fitting else 2
 
 
-def _profile(options: Namespace, weights: Sequence[str], load: Load) -> Profile:
+def _profile(options: Namespace, weights: Sequence[str], load: Load) -> CostProfile:
     """Measure fingerprints on the first of the devices, which is of this machine."""
     first = parse_devices(options.devices, options.kind)[0]
     device = first.name.partition("#")[0]

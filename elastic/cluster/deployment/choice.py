@@ -14,7 +14,7 @@ import torch
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.options import ModelOption, options
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.planning.deployment.assign import assign
 from elastic.planning.deployment.devices import DeviceState, Stage
 from elastic.planning.deployment.placing import Deployment, Refusal, place
@@ -106,7 +106,7 @@ class Chooser:
         self.losses = losses or {}
         self._step_tokens = (engine or {}).get("max_batch_tokens", STEP_TOKENS)
         self._block_tokens = (engine or {}).get("block_tokens")
-        self.profile: Profile | None = None
+        self.profile: CostProfile | None = None
         """What was measured of it; None: seconds of data sheets."""
         self._dtype = torch.float32 if devices[0].kind.type == "cpu" else None
         self._path = path

@@ -21,7 +21,7 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.config import parse_bytes
 from elastic.errors import ConfigError, ElasticError, StateError
 from elastic.estimation.device_list import parse_devices
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.deployment.placing import Deployment, Refusal
 from elastic.planning.deployment.policies import PolicyName, preferred
@@ -239,7 +239,7 @@ class Deployments:
         if changed is not None:
             logger.info("%s: %s to %s, %s", deployed.name, changed.before, changed.after, changed.why)
 
-    def _measured(self, name: str, profile: Profile) -> None:
+    def _measured(self, name: str, profile: CostProfile) -> None:
         if name in self._deployed:
             self._deployed[name].chooser.profile = profile
 

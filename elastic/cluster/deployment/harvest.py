@@ -9,8 +9,8 @@ from typing import Protocol
 
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.errors import CapacityError, ElasticError, StateError
-from elastic.estimation.profile import Profile
-from elastic.estimation.profiles.guest import SHARE, Guest, guest_bytes
+from elastic.estimation.profile import CostProfile
+from elastic.estimation.profiles.guest import SHARE, ProfilingProcess, guest_bytes
 from elastic.estimation.profiles.store import ProfileStore
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Measuring(Protocol):
 
     @property
     def ended(self) -> bool: ...
-    def result(self) -> Profile: ...
+    def result(self) -> CostProfile: ...
     def cancel(self) -> None: ...
 
 
@@ -45,7 +45,7 @@ Starter = Callable[[str, Sequence[str], str], Measuring]
 
 
 def _start(model: str, weights: Sequence[str], device: str) -> Measuring:
-    return Guest(model, weights, device, context=CONTEXT, share=SHARE)
+    return ProfilingProcess(model, weights, device, context=CONTEXT, share=SHARE)
 
 
 class Harvester:
@@ -58,7 +58,7 @@ class Harvester:
         self,
         book: DeviceBook,
         store: ProfileStore,
-        stored: Callable[[str, Profile], object],
+        stored: Callable[[str, CostProfile], object],
         start: Starter = _start,
         needs: Callable[[str | Path, Sequence[str], int], int] = guest_bytes,
     ) -> None:
@@ -111,7 +111,7 @@ class Harvester:
                 total_bytes=self._book.memory(device),
             )
 
-    def known(self, model: Measured) -> Profile | None:
+    def known(self, model: Measured) -> CostProfile | None:
         """Return the profile of a model, if all its forms are in it."""
         profile = self._store.load(model.path, self._kind)
         return profile if profile is not None and set(model.forms) <= profile.around.keys() else None

@@ -33,7 +33,7 @@ class CostWeights:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PricedPlan:
     """One plan of one policy, with its price."""
 
     plan: Plan
@@ -99,7 +99,7 @@ class Arbiter:
         return replace(plan, state=ArbiterState(states, costs), short=short)
 
     def _states(
-        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], chosen: Candidate | None
+        self, snapshot: Snapshot, state: ArbiterState, offers: Sequence[tuple[Plan, ...]], chosen: PricedPlan | None
     ) -> tuple[Any, ...]:
         """Return the states of the policies: of those whose actions are not done, as if another's were under way."""
         busy, states = replace(snapshot, busy=True), []
@@ -114,7 +114,7 @@ class Arbiter:
 
     def _candidates(
         self, snapshot: Snapshot, offers: Sequence[tuple[Plan, ...]], costs: ActionCosts
-    ) -> list[Candidate]:
+    ) -> list[PricedPlan]:
         """Price the plans with actions that are possible: replicas leave before their layers are swapped."""
         candidates = []
         for number, plan in ((number, plan) for number, plans in enumerate(offers) for plan in plans if plan.actions):
@@ -123,10 +123,10 @@ class Arbiter:
                 continue
             seconds = math.fsum(self._seconds(action, snapshot, costs) for action in plan.actions)
             relieved_bytes = sum(self._relieved_bytes(action, snapshot) for action in plan.actions)
-            candidates.append(Candidate(plan, number, seconds, relieved_bytes, _relieves(plan, snapshot)))
+            candidates.append(PricedPlan(plan, number, seconds, relieved_bytes, _relieves(plan, snapshot)))
         return candidates
 
-    def _choose(self, snapshot: Snapshot, candidates: Sequence[Candidate]) -> tuple[Candidate | None, str]:
+    def _choose(self, snapshot: Snapshot, candidates: Sequence[PricedPlan]) -> tuple[PricedPlan | None, str]:
         """Return the best candidate, and the words that say why."""
         if not any(candidate.relieves for candidate in candidates):  # layers return before memory goes to replicas
             return min(candidates, key=lambda bid: not isinstance(bid.plan.actions[0], Restore), default=None), ""
@@ -136,7 +136,7 @@ class Arbiter:
         missing_bytes = max(0.0, snapshot.kv.used_bytes / self.weights.kv_target - snapshot.kv.capacity_bytes)
         enough = [candidate for candidate in relief if candidate.relieved_bytes >= missing_bytes]
 
-        def price(candidate: Candidate) -> tuple[float, int]:
+        def price(candidate: PricedPlan) -> tuple[float, int]:
             """Return seconds, where none suffices for each byte; at the same price the first policy wins."""
             if enough:
                 return candidate.seconds, candidate.policy

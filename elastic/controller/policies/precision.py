@@ -12,7 +12,7 @@ from enum import Enum
 
 from elastic.config import SLO, Policy
 from elastic.controller.decision import Plan
-from elastic.controller.policies.precision_steps import LayerSize, Step, path, restores, still_there, swaps
+from elastic.controller.policies.precision_steps import LayerSize, PrecisionStep, path, restores, still_there, swaps
 from elastic.controller.policies.pressure import PressureReading, alone, entry, exit_wish, missed, share
 from elastic.controller.sensors.gpu_headroom import reachable
 from elastic.controller.sensors.sliding_window import BUCKET_S, BUCKETS, moving_average
@@ -58,9 +58,9 @@ class PrecisionState:
     acted_s: float = -math.inf
     pressed_s: float = -math.inf
     """The last time of pressure."""
-    done: tuple[Step, ...] = ()
+    done: tuple[PrecisionStep, ...] = ()
     """The steps that were done, the last one last."""
-    done_before: tuple[Step, ...] | None = None
+    done_before: tuple[PrecisionStep, ...] | None = None
     """`done` before the action whose outcome is not known yet."""
     failures: int = 0
     """Actions in a row that came to nothing."""
@@ -189,7 +189,7 @@ class PrecisionPolicy:
 
     def _restore(self, snapshot: Snapshot, kv: MemoryStats, state: PrecisionState, idle: bool) -> Plan:
         """Undo the last steps: as many as may be, are possible, and leave KV use well below the entry threshold."""
-        chosen: Sequence[Step] = state.done[::-1]
+        chosen: Sequence[PrecisionStep] = state.done[::-1]
         if not idle:
             chosen = self._within_budget(chosen, lambda step: step.before_bytes)
         chosen, waits_for, figures = self._possible(kv, state, chosen)
@@ -200,8 +200,8 @@ class PrecisionPolicy:
         return Plan(restores(chosen, self._sizes), "no requests" if idle else PrecisionPhase.RESTORING.value, asked)
 
     def _possible(
-        self, kv: MemoryStats, state: PrecisionState, wanted: Sequence[Step]
-    ) -> tuple[Sequence[Step], str, str]:
+        self, kv: MemoryStats, state: PrecisionState, wanted: Sequence[PrecisionStep]
+    ) -> tuple[Sequence[PrecisionStep], str, str]:
         """Return the steps that can be undone now, and the condition that the next one waits for, with figures."""
         used = max(kv.used_bytes, state.used_bytes or 0.0)
         highest = self.settings.kv_high - self.settings.margin
@@ -218,7 +218,9 @@ class PrecisionPolicy:
                 return wanted[:number], "until KV use would stay low", f"it would be {use:.0%}, not {highest:.0%}"
         return wanted, "", ""
 
-    def _within_budget(self, steps: Sequence[Step], nbytes: Callable[[Step], int]) -> Sequence[Step]:
+    def _within_budget(
+        self, steps: Sequence[PrecisionStep], nbytes: Callable[[PrecisionStep], int]
+    ) -> Sequence[PrecisionStep]:
         """Return the first steps, within the layers and the bytes of one action, but one at least."""
         copied, most = 0, self.settings.layers_per_action
         for number, step in enumerate(steps[:most]):

@@ -24,7 +24,7 @@ class LayerSize:
 
 
 @dataclass(frozen=True)
-class Step:
+class PrecisionStep:
     """One layer from a variant to a coarser one."""
 
     layer: int
@@ -39,24 +39,26 @@ class Step:
         return self.before_bytes - self.after_bytes
 
 
-def path(order: Sequence[int], levels: Sequence[str], sizes: Sequence[LayerSize], max_layers: int) -> tuple[Step, ...]:
+def path(
+    order: Sequence[int], levels: Sequence[str], sizes: Sequence[LayerSize], max_layers: int
+) -> tuple[PrecisionStep, ...]:
     """List all steps, the first to do first: every layer to the first level, then every layer on to the next."""
     steps = []
     for number, after in enumerate(levels):
         for layer in order[:max_layers]:
             size = sizes[layer]
             before = levels[number - 1] if number else size.full
-            steps.append(Step(layer, before, after, size.nbytes(before), size.nbytes(after)))
+            steps.append(PrecisionStep(layer, before, after, size.nbytes(before), size.nbytes(after)))
     return tuple(steps)
 
 
-def still_there(done: Sequence[Step], layers: Sequence[str]) -> tuple[Step, ...]:
+def still_there(done: Sequence[PrecisionStep], layers: Sequence[str]) -> tuple[PrecisionStep, ...]:
     """Return the steps asked for that the layers' variants show: none that failed, or that was undone."""
     last = {step.layer: i for i, step in enumerate(done) if layers[step.layer] == step.after}
     return tuple(step for i, step in enumerate(done) if i <= last.get(step.layer, -1))
 
 
-def swaps(steps: Sequence[Step]) -> tuple[Swap, ...]:
+def swaps(steps: Sequence[PrecisionStep]) -> tuple[Swap, ...]:
     """Return the actions that do these steps."""
     layers: dict[str, list[int]] = {}
     for step in steps:
@@ -64,7 +66,7 @@ def swaps(steps: Sequence[Step]) -> tuple[Swap, ...]:
     return tuple(Swap(tuple(indices), variant) for variant, indices in layers.items())
 
 
-def restores(steps: Sequence[Step], sizes: Sequence[LayerSize]) -> tuple[Swap | Restore, ...]:
+def restores(steps: Sequence[PrecisionStep], sizes: Sequence[LayerSize]) -> tuple[Swap | Restore, ...]:
     """Return the actions that undo these steps, which are given last done first."""
     layers: dict[tuple[str, bool], list[int]] = {}
     for layer, variant in {step.layer: step.before for step in steps}.items():

@@ -19,7 +19,7 @@ from elastic.types import Evict, Migrate, MigrateKV, Replicate, Restore
 
 
 @dataclass(frozen=True)
-class Offer:
+class CapacityOffer:
     """Capacity for replicas of one model: what it may take now, and what peers could give back for it."""
 
     places: tuple[PlaceCapacity, ...]
@@ -88,7 +88,7 @@ class SharedCapacity:
             shortage = result.left
         return tuple(asks)
 
-    def fair_share(self, model: CostModel) -> Offer:
+    def fair_share(self, model: CostModel) -> CapacityOffer:
         """Return this model's share of all places: by `plan_together`, as if there were no replicas yet.
 
         It may take what is not in the peers' shares, or not taken by them yet. Peers are asked for what they have
@@ -96,7 +96,7 @@ class SharedCapacity:
         """
         load, rooms = self.load, {place.name: place for place in self.load.places}
         if not self._snapshot.others:
-            return Offer(load.places)
+            return CapacityOffer(load.places)
         empty = rooms
         for model_load in (load, *(peer.load for peer in self._peers)):
             replicas = added_replicas(model_load.placement.alone_at_home, model_load.placement)
@@ -112,7 +112,7 @@ class SharedCapacity:
         for layer, place in wanted:
             after = after.with_replicas([layer], place)
         gain = speedup(model, after) / speedup(model, load.placement)
-        return Offer(tuple(rooms.values()), gain, self._surplus(wanted, targets))
+        return CapacityOffer(tuple(rooms.values()), gain, self._surplus(wanted, targets))
 
     def _surplus(
         self, wanted: Sequence[tuple[int, str]], targets: Mapping[str, Placement]
@@ -129,14 +129,14 @@ class SharedCapacity:
             asks += [EvictionRequest(peer.name, action) for action in joined(surplus) if isinstance(action, Evict)]
         return tuple(asks)
 
-    def take_over(self, model: CostModel) -> Offer:
+    def take_over(self, model: CostModel) -> CapacityOffer:
         """Return all that is free, and of the replicas of one peer at one place those that gain most together.
 
         The gain is the product of both models' speed-ups: what one doubles is worth what another halves, whoever is
         larger.
         """
         load, rooms = self.load, {place.name: place for place in self.load.places}
-        offers = [Offer(load.places)]
+        offers = [CapacityOffer(load.places)]
         for peer in self._peers:
             for place in rooms:
                 layers = tuple(i for i, places in enumerate(peer.load.placement.layers) if place in places[1:])
@@ -147,7 +147,9 @@ class SharedCapacity:
                 without = peer.load.placement.without_replicas(layers, place)
                 won = speedup(model, after) / speedup(model, load.placement)
                 lost = speedup(peer.model, peer.load.placement) / speedup(peer.model, without)
-                offers.append(Offer(load.places, won / lost, (EvictionRequest(peer.name, Evict(layers, place)),)))
+                offers.append(
+                    CapacityOffer(load.places, won / lost, (EvictionRequest(peer.name, Evict(layers, place)),))
+                )
         return max(offers, key=lambda offer: offer.gain)
 
 

@@ -19,7 +19,7 @@ from elastic.engines.base import Request
 from elastic.engines.continuous.engine import ContinuousEngine
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.errors import ConfigError, StateError
-from elastic.planning.pipeline.chunk_cost import ChunkProfile, ModelCost, Sample
+from elastic.planning.pipeline.chunk_cost import BatchTiming, ChunkProfile, ModelCost
 from elastic.weights.decoder import find_decoder
 
 Mix = tuple[tuple[int, int], ...]
@@ -55,8 +55,8 @@ def profile_chunks(
                 taken[each].append(stopwatch.run(mixes[each]))
     layer, rest = [], []
     for mix, pairs in zip(mixes, taken, strict=True):
-        layer.append(Sample(mix, statistics.median(of_layer for of_layer, _ in pairs)))
-        rest.append(Sample(mix, statistics.median(around for _, around in pairs)))
+        layer.append(BatchTiming(mix, statistics.median(of_layer for of_layer, _ in pairs)))
+        rest.append(BatchTiming(mix, statistics.median(around for _, around in pairs)))
     return ChunkProfile(tuple(layer), tuple(rest), stopwatch.layers)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from elastic.errors import ConfigError, ElasticError
 from elastic.estimation.model_layout import layout_of
-from elastic.estimation.profile import Profile, fingerprint_bytes, measure_fingerprints
+from elastic.estimation.profile import CostProfile, fingerprint_bytes, measure_fingerprints
 from elastic.estimation.profiles.store import from_json, to_json
 from elastic.planning.estimate.configuration import FULL
 
@@ -32,7 +32,7 @@ STEP_TOKENS = 256
 _PR_SET_PDEATHSIG = 1
 
 
-class Guest:
+class ProfilingProcess:
     """A process that measures; `ended` looks whether it has."""
 
     def __init__(self, model: str | Path, weights: Sequence[str], device: str, *, context: int, share: float) -> None:
@@ -51,7 +51,7 @@ class Guest:
         """Whether it has ended by itself."""
         return self._process.poll() is not None
 
-    def result(self) -> Profile:
+    def result(self) -> CostProfile:
         """Return what it measured, when it has ended. Raises `ConfigError` with its reason, if it measured nothing."""
         text = "" if self._cancelled else self._process.communicate()[0]
         try:

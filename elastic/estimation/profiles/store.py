@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ConfigError
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -61,7 +61,7 @@ class ProfileStore:
         usual = os.environ.get(CACHE) or Path.home() / ".cache" / "elastic"
         self._directory, self._beside = Path(directory or usual), beside
 
-    def load(self, model: str | Path, device: str) -> Profile | None:
+    def load(self, model: str | Path, device: str) -> CostProfile | None:
         """Return what was measured of a model, all of it; None: nothing, or with another device or version.
 
         A damaged file is as none. Raises `ConfigError` where there is no model.
@@ -73,7 +73,7 @@ class ProfileStore:
                 return profile
         return None
 
-    def save(self, model: str | Path, profile: Profile) -> Path:
+    def save(self, model: str | Path, profile: CostProfile) -> Path:
         """Add what was measured to what is known of a model; return the file. Raises `ConfigError` if none can be
         written."""
         key = ProfileKey.here(model, profile.device)
@@ -91,9 +91,9 @@ class ProfileStore:
         return [*beside, self._directory / key.model / name]
 
 
-def merged(known: Profile, measured: Profile) -> Profile:
+def merged(known: CostProfile, measured: CostProfile) -> CostProfile:
     """Return two measurements of one model as one; of what both have the second counts."""
-    return Profile(
+    return CostProfile(
         known.device,
         {**known.layers, **measured.layers},
         {**known.around, **measured.around},
@@ -138,7 +138,7 @@ _COSTS: Mapping[str, Callable[[Mapping[str, Any]], LayerCost | ChunkCost]] = {
 }
 
 
-def to_json(profile: Profile) -> dict[str, Any]:
+def to_json(profile: CostProfile) -> dict[str, Any]:
     """Return a profile as what JSON can hold."""
     link = profile.link
     return {
@@ -151,12 +151,12 @@ def to_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-def from_json(content: Mapping[str, Any]) -> Profile:
+def from_json(content: Mapping[str, Any]) -> CostProfile:
     """Return the profile that `to_json` gave. Raises `ValueError`, `KeyError` or `TypeError` for what is none."""
     layers = {(str(kind), str(weights)): _COSTS[form](fields) for kind, weights, form, fields in content["layers"]}
     around = {str(weights): _COSTS[form](fields) for weights, (form, fields) in content["around"].items()}
     link = content["link"]
-    return Profile(
+    return CostProfile(
         str(content["device"]),
         layers,
         around,
@@ -178,7 +178,7 @@ def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
     return cost
 
 
-def _read(path: Path, key: ProfileKey, device: str) -> Profile | None:
+def _read(path: Path, key: ProfileKey, device: str) -> CostProfile | None:
     try:
         content = json.loads(path.read_text())
         if content["format"] != FILE_FORMAT or content["key"] != asdict(key):
@@ -192,7 +192,7 @@ def _read(path: Path, key: ProfileKey, device: str) -> Profile | None:
     return profile if profile.device == device else None
 
 
-def _write(path: Path, key: ProfileKey, profile: Profile) -> None:
+def _write(path: Path, key: ProfileKey, profile: CostProfile) -> None:
     """Replace a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -20,7 +20,7 @@ from elastic.planning.arrangement.stages import Held, StageCut, stages
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """Instances that serve requests together, and that have a copy of every layer together; at first one by itself."""
 
     members: tuple[Held, ...]
@@ -80,7 +80,7 @@ class DropPlan:
 
 
 def drop_plan(
-    groups: Sequence[Group],
+    groups: Sequence[PlannedGroup],
     layer_bytes: Sequence[int],
     needed: int,
     *,
@@ -283,7 +283,7 @@ def _distance(layer: int, run: range) -> int:
     return max(run.start - layer, layer - run.stop + 1)
 
 
-def _copies(group: Group, layers: int, number: int) -> Counter[int]:
+def _copies(group: PlannedGroup, layers: int, number: int) -> Counter[int]:
     """Return how many members hold each layer. Raises `ConfigError` if none holds one."""
     held = Counter(layer for member in group.members for layer in member.layers)
     missing = [layer for layer in range(layers) if not held[layer]]

@@ -135,7 +135,7 @@ def flip_order(changes: Sequence[LayerChange], free: Mapping[str, int]) -> FlipO
     request; where not even one request does, the layer that lacks least is staged in host memory, one at a time.
     Raises `CapacityError` if a rank would not have enough in the end, or if nothing can go on.
     """
-    search = _Search(changes, free)
+    search = _FlipSearch(changes, free)
     search.require_end()
     while search.pending:
         whole = search.best(list(search.pending))
@@ -154,7 +154,7 @@ Keys = list[tuple[int, int]]
 """(which of `LayerChange.moving`, which of its requests)."""
 
 
-class _Search:
+class _FlipSearch:
     """The ledgers of the ranks while flips are tried one after another."""
 
     def __init__(self, changes: Sequence[LayerChange], free: Mapping[str, int]) -> None:

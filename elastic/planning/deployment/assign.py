@@ -13,7 +13,7 @@ from elastic.planning.deployment.devices import DeviceState, Stage
 from elastic.planning.estimate.configuration import Configuration, even_stages
 
 
-class Demand(Protocol):
+class RankDemand(Protocol):
     """What the ranks of a model need in one configuration."""
 
     @property
@@ -31,7 +31,7 @@ class Demand(Protocol):
         """
 
 
-def assign(demand: Demand, states: Sequence[DeviceState], requests: int = 1) -> tuple[Stage, ...] | str:
+def assign(demand: RankDemand, states: Sequence[DeviceState], requests: int = 1) -> tuple[Stage, ...] | str:
     """Put all layers onto the first K = TP * PP devices that have room for an even share each; return the stages.
 
     Where fewer have, the K with the most free memory get as many layers as they have room for. Every device gets one at
@@ -96,7 +96,7 @@ def _possible_ends(layers: int, rooms: Sequence[int], need: Callable[[range], in
     return found[::-1]
 
 
-def _shortage(demand: Demand, states: Sequence[DeviceState], requests: int) -> str:
+def _shortage(demand: RankDemand, states: Sequence[DeviceState], requests: int) -> str:
     """Say what would be needed of the devices with the most free memory."""
     shares = even_stages(demand.layers, demand.configuration.pp)
     needed = max(demand.need(layers, requests) for layers in shares)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic.planning.deployment.assign import Demand, assign
+from elastic.planning.deployment.assign import RankDemand, assign
 from elastic.planning.deployment.devices import DeviceState, Stage
 from elastic.planning.deployment.policies import THETA, PolicyName, preferred
 from elastic.planning.estimate.configuration import Configuration
@@ -16,7 +16,7 @@ MOST_REQUESTS = 256
 """That an instance runs at a time, at the most."""
 
 
-class Option(Demand, Protocol):
+class Option(RankDemand, Protocol):
     """One configuration of a model, with what is expected of it."""
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from elastic.errors import ConfigError
 from elastic.planning.least_squares import not_negative
-from elastic.planning.pipeline.chunk_cost import Chunk, Sample
+from elastic.planning.pipeline.chunk_cost import BatchTiming, Chunk
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LayerCost:
 
     @classmethod
     def fit(
-        cls, samples: Sequence[Sample], window: int | None = None, block: int = 1, *, attention: bool = True
+        cls, samples: Sequence[BatchTiming], window: int | None = None, block: int = 1, *, attention: bool = True
     ) -> Self:
         """Fit by least squares of relative errors; lines bend at numbers of tokens that were measured.
 
@@ -103,7 +103,7 @@ class LayerCost:
         return cost
 
 
-def r_squared(cost: LayerCost, samples: Sequence[Sample]) -> float:
+def r_squared(cost: LayerCost, samples: Sequence[BatchTiming]) -> float:
     """Return the share of the variance of the samples' seconds that a cost explains."""
     taken = [sample.seconds for sample in samples]
     mean = math.fsum(taken) / len(taken)

@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     """New ones."""
 
 
-class Sample(NamedTuple):
+class BatchTiming(NamedTuple):
     """A batch that was measured: (earlier tokens, new tokens) of each chunk, and seconds."""
 
     chunks: tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ class ChunkCost:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample], form: str = "paper") -> ChunkCost:
+    def fit(cls, samples: Sequence[BatchTiming], form: str = "paper") -> ChunkCost:
         """Fit by least squares of relative errors, no coefficient below zero. `form` is one of `FORMS`.
 
         Raises `ConfigError` for fewer samples than coefficients, and for seconds that are not above zero.
@@ -116,16 +116,16 @@ class ModelCost:
 class ChunkProfile:
     """Batches that were measured in a model, its decoder layers and what is around them apart."""
 
-    layer: tuple[Sample, ...]
+    layer: tuple[BatchTiming, ...]
     """Seconds of one layer, of as many as there are on the average."""
-    rest: tuple[Sample, ...]
+    rest: tuple[BatchTiming, ...]
     layers: int
 
     @property
-    def whole(self) -> tuple[Sample, ...]:
+    def whole(self) -> tuple[BatchTiming, ...]:
         """The seconds of the whole model."""
         pairs = zip(self.layer, self.rest, strict=True)
-        return tuple(Sample(one.chunks, self.layers * one.seconds + rest.seconds) for one, rest in pairs)
+        return tuple(BatchTiming(one.chunks, self.layers * one.seconds + rest.seconds) for one, rest in pairs)
 
     def fit(self, form: str = "paper") -> ModelCost:
         """Fit the layers and the rest, in which there is no attention."""
@@ -165,7 +165,7 @@ FORMS: Mapping[str, Mapping[str, Term]] = {
 """What is fitted: by name the coefficients, and the amounts that they are multiplied with."""
 
 
-def relative_errors(cost: ChunkCost, samples: Sequence[Sample]) -> list[float]:
+def relative_errors(cost: ChunkCost, samples: Sequence[BatchTiming]) -> list[float]:
     """Return |predicted / measured - 1| of each sample."""
     batches = [([Chunk("", start, count) for start, count in s.chunks], s.seconds) for s in samples]
     return [abs(cost.batch(chunks) / seconds - 1) for chunks, seconds in batches]

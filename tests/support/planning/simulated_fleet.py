@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
 from elastic.controller.policies.overload import OverloadPlan
 from elastic.planning.arrangement.stages import Held
 from support.planning.simulated_server import BASE, TICK_S, Arrival
@@ -167,7 +167,7 @@ class SimulatedFleet:
         """With noise in what is used."""
         noisy = max(0, round(group.used * self._choose.gauss(1, 0.02)))
         members = tuple(
-            InstanceReading(Held(name, layers), BASE, group.homes[name]) for name, layers in group.layers.items()
+            MemberReading(Held(name, layers), BASE, group.homes[name]) for name, layers in group.layers.items()
         )
         return GroupReading(
             members,

@@ -12,7 +12,7 @@ import elastic
 from elastic.assets import MODEL_DIR
 from elastic.engines.continuous import ContinuousEngine
 from elastic.errors import ConfigError
-from elastic.estimation.kv_room import KVRoom, kv_shape_of
+from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import layout_of, meta_model
 from elastic.estimation.weight_pages import WeightPages, kernel_target
 from elastic.planning.estimate.configuration import FULL, even_stages
@@ -96,7 +96,7 @@ def test_requests_find_the_room_that_is_estimated(name: str, form: str, block: i
         config = model.config
         shape = kv_shape_of(config, 4, form)
         assert shape.block_bytes(engine.kv_format.block_tokens) == engine.kv_format.block_bytes
-        room = KVRoom(config, shape, block, PAGE, range(3))
+        room = KVBlockCapacity(config, shape, block, PAGE, range(3))
         free = model.elastic.status().kv[0].maximum_bytes // PAGE
         for tokens in (40, 130):
             most = room.requests(free, tokens)
@@ -117,17 +117,19 @@ def test_requests_find_the_room_that_is_estimated(name: str, form: str, block: i
 def test_a_stage_has_room_for_its_own_layers_only() -> None:
     config = architectures.CONFIGS["llama-gqa"]()
     shape = kv_shape_of(config, 4)
-    whole, stage = (KVRoom(config, shape, 16, PAGE, layers) for layers in (range(3), range(2, 3)))
+    whole, stage = (KVBlockCapacity(config, shape, 16, PAGE, layers) for layers in (range(3), range(2, 3)))
     assert stage.pages(6, 100) * 3 == whole.pages(6, 100)
     assert stage.requests(60, 100) >= 3 * whole.requests(60, 100) > 0
-    half = KVRoom(config, shape.at_rank(2), 16, PAGE, range(3))
+    half = KVBlockCapacity(config, shape.at_rank(2), 16, PAGE, range(3))
     assert half.pages(60, 100) * 2 == whole.pages(60, 100)
     assert kv_shape_of(config, 4).parts(8) == 2
 
 
 def test_eight_bit_caches_hold_nearly_twice_sixteen_bit_ones() -> None:
     config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
-    full, small_ = (KVRoom(config, kv_shape_of(config, 2, form), None, 2 << 20, range(32)) for form in (FULL, "int8"))
+    full, small_ = (
+        KVBlockCapacity(config, kv_shape_of(config, 2, form), None, 2 << 20, range(32)) for form in (FULL, "int8")
+    )
     assert 1.9 < full.request_bytes(4096) / small_.request_bytes(4096) < 2
     with pytest.raises(ConfigError, match="kv='fp4' is not known"):
         kv_shape_of(config, 2, "fp4")

@@ -21,7 +21,7 @@ from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.estimate import estimate
 from elastic.estimation.model_layout import layout_of
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.intent import OBJECTIVES
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -162,7 +162,7 @@ def test_batches_take_no_more_memory_than_is_estimated(name: str) -> None:
 def test_measured_costs_count_for_the_devices_that_they_were_measured_on() -> None:
     (kind,) = layout_of(MODEL_DIR).kinds
     cost = ChunkCost(1e-8, 1e-8, 1e-5, 1e-4, 9e-5)
-    profile = Profile("cpu", {(kind.name, "full"): cost}, {"full": cost})
+    profile = CostProfile("cpu", {(kind.name, "full"): cost}, {"full": cost})
     load = elastic.Load(prompt=100, new=50)
     full, int8 = estimate(MODEL_DIR, "cpu=40MiB", load=load, weights=("full", "int8"), profile=profile)
     assert full.basis == "measured"

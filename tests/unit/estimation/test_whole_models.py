@@ -22,7 +22,7 @@ from elastic.estimation import profile as profiles
 from elastic.estimation.activations import bound_bytes, peak_bytes
 from elastic.estimation.fingerprint import paper_fingerprints, take_layers
 from elastic.estimation.model_layout import ModelLayout, layout_of
-from elastic.estimation.profile import Profile, engine_for, measure_fingerprints
+from elastic.estimation.profile import CostProfile, engine_for, measure_fingerprints
 from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.paper import PerLayer
 from elastic.planning.estimate.performance import InstanceCost
@@ -101,7 +101,7 @@ def counted() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda name: name)
-def measured(request: pytest.FixtureRequest) -> tuple[Any, ModelLayout, Profile]:
+def measured(request: pytest.FixtureRequest) -> tuple[Any, ModelLayout, CostProfile]:
     """A model, its layout, and what two layers of each kind tell of it."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[request.param]).eval().requires_grad_(False)
@@ -110,7 +110,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[Any, ModelLayout, Profile]
 
 
 def test_seconds_of_a_model_follow_from_its_fingerprints_and_not_from_its_bytes(
-    measured: tuple[Any, ModelLayout, Profile],
+    measured: tuple[Any, ModelLayout, CostProfile],
 ) -> None:
     """At other lengths, at batches of 1, 2 and 8: within 5 %. By the bytes of layers more than 20 %."""
     model, layout, profile = measured
@@ -129,7 +129,7 @@ def test_seconds_of_a_model_follow_from_its_fingerprints_and_not_from_its_bytes(
     assert max(by_bytes) > 0.2
 
 
-def test_bytes_of_a_batch_follow_from_its_fingerprints(measured: tuple[Any, ModelLayout, Profile]) -> None:
+def test_bytes_of_a_batch_follow_from_its_fingerprints(measured: tuple[Any, ModelLayout, CostProfile]) -> None:
     """The share of the bound that fingerprints took is near what the whole model takes, or above."""
     model, layout, profile = measured
     share = profile.activations[FULL]
@@ -141,14 +141,14 @@ def test_bytes_of_a_batch_follow_from_its_fingerprints(measured: tuple[Any, Mode
 
 
 def test_a_fingerprint_is_measured_for_each_kind_and_explains_what_was_measured(
-    measured: tuple[Any, ModelLayout, Profile],
+    measured: tuple[Any, ModelLayout, CostProfile],
 ) -> None:
     _, layout, profile = measured
     assert profile.layers.keys() == {(kind.name, FULL) for kind in layout.kinds}
     assert min(profile.r_squared.values()) > 0.99
 
 
-def test_seconds_are_linear_in_the_layers_of_each_kind(measured: tuple[Any, ModelLayout, Profile]) -> None:
+def test_seconds_are_linear_in_the_layers_of_each_kind(measured: tuple[Any, ModelLayout, CostProfile]) -> None:
     """Of K kinds K + 1 fingerprints tell what a batch takes in the whole model. (Figure 7)"""
     model, layout, _ = measured
     fingerprints = paper_fingerprints(layout.kinds)

@@ -38,8 +38,7 @@ from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, RankLost, StateError
 from elastic.planning.arrangement.caps import better_caps
-from elastic.planning.arrangement.drop import DropPlan, GroupPlan, drop_plan
-from elastic.planning.arrangement.drop import Group as PlannedGroup
+from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 
 logger = logging.getLogger(__name__)

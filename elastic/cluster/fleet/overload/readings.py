@@ -11,7 +11,7 @@ from elastic.cluster.fleet.groups import targets
 from elastic.cluster.fleet.groups.results import GroupStatus
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.requests import RequestRecord
-from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading, request_bytes
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading, request_bytes
 from elastic.engines.core.kv_state import KVFormat
 from elastic.planning.arrangement.stages import Held
 
@@ -71,18 +71,18 @@ class FleetReadings:
 
     def _member(
         self, names: tuple[str, ...], serving: Mapping[str, Instance], layers: frozenset[int], *, whole: bool
-    ) -> InstanceReading:
+    ) -> MemberReading:
         """Return the reading of one rank, or of those that share layers; `whole`: they compute all that is theirs."""
         instances = [serving[name] for name in names]
         size, blocks = block_bytes(instances[0].kv_format), sum(each.load.total_blocks for each in instances)
         if whole:
             self._base[names] = blocks
         base = self._base.get(names, blocks)
-        return InstanceReading(Held(names[0], layers), base * size, sum(map(_committed, instances)) * size)
+        return MemberReading(Held(names[0], layers), base * size, sum(map(_committed, instances)) * size)
 
 
 def _reading(
-    instances: Sequence[Instance], members: tuple[InstanceReading, ...], usual: int | None, now: float
+    instances: Sequence[Instance], members: tuple[MemberReading, ...], usual: int | None, now: float
 ) -> GroupReading:
     waiting = [(instance.kv_format, record) for instance in instances for record in _waiting(instance)]
     sizes = [block_bytes(instance.kv_format) for instance in instances]

@@ -10,7 +10,7 @@ from elastic.controller.policies.lengths.snapshot import InstanceReading, LiveTo
 
 
 @dataclass
-class Candidate:
+class InstanceDraft:
     """An instance, with what has been decided for it since the snapshot."""
 
     reading: InstanceReading
@@ -84,7 +84,7 @@ class Candidate:
 class Merger:
     """Instances of one host that could become one which holds a request."""
 
-    members: tuple[Candidate, ...]
+    members: tuple[InstanceDraft, ...]
     degree: int
     ready: bool
     """Whether it would hold the request now; else some requests must end before."""
@@ -101,7 +101,7 @@ class Merger:
         return not self.ready, self.degree, mixed, sum(member.load_s for member in self.members)
 
 
-def best_merger(candidates: Sequence[Candidate], kv: LiveTokens, step: int, most_ranks: int) -> Merger | None:
+def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, most_ranks: int) -> Merger | None:
     """Return the instances that had best become one for a request; None: no free ones could ever hold it."""
     free = [candidate for candidate in candidates if not candidate.taken and not candidate.reading.busy]
     hosts = dict.fromkeys(candidate.reading.host for candidate in free)
@@ -119,13 +119,13 @@ def best_merger(candidates: Sequence[Candidate], kv: LiveTokens, step: int, most
     return min(found, key=attrgetter("order"), default=None)
 
 
-def holds_together(members: Sequence[Candidate], kv: LiveTokens, room: int) -> bool:
+def holds_together(members: Sequence[InstanceDraft], kv: LiveTokens, room: int) -> bool:
     """Tell whether instances that become one with so much KV would hold a request beside all that they have."""
     live = [request for member in members for request in member.live]
     return tokens_to_end([*live, kv]) <= room
 
 
-def _sets(candidates: Sequence[Candidate], degree: int, step: int) -> Iterator[tuple[Candidate, ...]]:
+def _sets(candidates: Sequence[InstanceDraft], degree: int, step: int) -> Iterator[tuple[InstanceDraft, ...]]:
     """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones."""
     small = [candidate for candidate in candidates if candidate.reading.degree * step <= degree]
     small.sort(key=lambda candidate: (candidate.load_s, candidate.reading.name))
@@ -141,7 +141,7 @@ def _sets(candidates: Sequence[Candidate], degree: int, step: int) -> Iterator[t
         if len(equal) * own >= degree:
             yield tuple(equal[: degree // own])
     if len(degrees) > 1:
-        mixed: list[Candidate] = []
+        mixed: list[InstanceDraft] = []
         left = degree
         for candidate in sorted(small, key=lambda candidate: -candidate.reading.degree):
             if candidate.reading.degree <= left:
@@ -151,7 +151,7 @@ def _sets(candidates: Sequence[Candidate], degree: int, step: int) -> Iterator[t
             yield tuple(mixed)
 
 
-def _complete(members: Sequence[Candidate]) -> bool:
+def _complete(members: Sequence[InstanceDraft]) -> bool:
     """Tell whether there are some, and all that compute layers of one of them are ranks of them."""
     ranks = {rank for member in members for rank in member.reading.ranks}
     return bool(members) and all(ranks.issuperset(member.reading.partners) for member in members)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic.config import Lengths
 from elastic.controller.policies.lengths.candidates import (
-    Candidate,
+    InstanceDraft,
     best_merger,
     holds_together,
     lower_degree,
@@ -120,10 +120,10 @@ class _Decision:
     def __init__(self, settings: Lengths, snapshot: LengthSnapshot, state: LengthState) -> None:
         self.settings, self.snapshot, self.state = settings, snapshot, state
         self.now = snapshot.at_s
-        self.candidates = [Candidate(reading) for reading in snapshot.instances]
+        self.candidates = [InstanceDraft(reading) for reading in snapshot.instances]
         self.large = {one.ranks: one for one in (self._carried(reading) for reading in snapshot.instances) if one}
         self.targets: dict[str, Ranks] = {}
-        self.planned: dict[Ranks, list[Candidate]] = {}
+        self.planned: dict[Ranks, list[InstanceDraft]] = {}
         self.asked = dict(state.asked_s)
         self.routes: list[tuple[str, str]] = []
         self.ups: list[ScaleUp] = []
@@ -209,14 +209,14 @@ class _Decision:
             self.short_waiting += 1
             self.left.append(request)
 
-    def _take(self, members: Sequence[Candidate]) -> None:
+    def _take(self, members: Sequence[InstanceDraft]) -> None:
         """Note that instances become one: they take nothing by themselves."""
         for member in members:
             member.taken = True
         self.short_tokens = _short_tokens(self.candidates)
 
     def _place_long(
-        self, request: WaitingRequest, takes: Sequence[Candidate], kept: Sequence[Candidate], *, able: bool
+        self, request: WaitingRequest, takes: Sequence[InstanceDraft], kept: Sequence[InstanceDraft], *, able: bool
     ) -> None:
         """Send a request that only large instances can hold to one that has such a request, so that others part."""
         now = [one for one in takes if one.holds(request.kv)]
@@ -239,11 +239,11 @@ class _Decision:
         else:
             self.left.append(request)
 
-    def _takes(self, candidate: Candidate, request: WaitingRequest) -> bool:
+    def _takes(self, candidate: InstanceDraft, request: WaitingRequest) -> bool:
         """Tell whether an instance takes new requests, or needs to be as large as it is for this one."""
         return not candidate.reading.busy and (candidate.open or candidate.reading.needs_degree(request.tokens))
 
-    def _promise(self, request: WaitingRequest, candidate: Candidate) -> None:
+    def _promise(self, request: WaitingRequest, candidate: InstanceDraft) -> None:
         """Have a request wait for room at an instance; the first that does so keeps its place there."""
         self.left.append(request)
         if not candidate.promised:
@@ -251,7 +251,7 @@ class _Decision:
         candidate.add(request.kv, begins=not candidate.promised)
         candidate.promised = True
 
-    def _send(self, request: WaitingRequest, candidate: Candidate) -> None:
+    def _send(self, request: WaitingRequest, candidate: InstanceDraft) -> None:
         self.routes.append((request.name, candidate.reading.name))
         candidate.add(request.kv)
         ranks = frozenset(candidate.reading.ranks)
@@ -316,7 +316,7 @@ class _Decision:
             self.large[ranks] = self._closed(one)
         return tuple(downs)
 
-    def _may_part(self, candidate: Candidate) -> int | None:
+    def _may_part(self, candidate: InstanceDraft) -> int | None:
         """Return the degree to which an instance can part now, if it can."""
         reading = candidate.reading
         live = tuple(candidate.live)
@@ -352,16 +352,16 @@ class _Decision:
         return "all is well"
 
 
-def _by_load(candidate: Candidate) -> tuple[float, int, str]:
+def _by_load(candidate: InstanceDraft) -> tuple[float, int, str]:
     return candidate.load_s, candidate.reading.degree, candidate.reading.name
 
 
-def _short_tokens(candidates: Sequence[Candidate]) -> int:
+def _short_tokens(candidates: Sequence[InstanceDraft]) -> int:
     """Return the largest request that needs the degree of no instance by which it could be held."""
     return max((one.short_tokens for one in candidates if not one.taken), default=0)
 
 
-def _room(members: Sequence[Candidate]) -> int:
+def _room(members: Sequence[InstanceDraft]) -> int:
     """Return the KV of the instance that some become."""
     degree = sum(member.reading.degree for member in members)
     return min(member.reading.capacity.get(degree, 0) for member in members)

@@ -12,7 +12,7 @@ import pytest
 from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.harvest import REST_S, Harvester
 from elastic.errors import CapacityError, ConfigError, StateError
-from elastic.estimation.profile import Profile
+from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
 from elastic.planning.estimate.devices import Device, of_cpu
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -21,9 +21,9 @@ from support import architectures
 NEEDED = 60
 
 
-def profile(form: str) -> Profile:
+def profile(form: str) -> CostProfile:
     cost = ChunkCost(0, 0, 1e-5, 1e-4, 0)
-    return Profile("cpu", {("layer", form): cost}, {form: cost})
+    return CostProfile("cpu", {("layer", form): cost}, {form: cost})
 
 
 @dataclass
@@ -34,7 +34,7 @@ class FakeGuest:
     cancelled: bool = False
     fails: bool = False
 
-    def result(self) -> Profile:
+    def result(self) -> CostProfile:
         if self.fails:
             raise ConfigError("the engine cannot serve it")
         return profile(self.form)
@@ -57,7 +57,7 @@ class World:
     model: Model
     store: ProfileStore
     guests: list[FakeGuest] = field(default_factory=list)
-    known: list[tuple[str, Profile]] = field(default_factory=list)
+    known: list[tuple[str, CostProfile]] = field(default_factory=list)
     now_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=lambda: {"cpu#a": 0.0, "cpu#b": 0.0})
 

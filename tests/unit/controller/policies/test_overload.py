@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.config import Overload
-from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading, request_bytes
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading, request_bytes
 from elastic.controller.policies.overload import OverloadPlan, OverloadPolicy, OverloadState
 from elastic.errors import ConfigError
 from elastic.planning.arrangement.stages import Held
@@ -20,8 +20,8 @@ SETTINGS = Overload(margin=0.0, partial=True)
 TICK = SETTINGS.tick_s
 
 
-def instance(name: str, layers: frozenset[int] = ALL, home: int = 0) -> InstanceReading:
-    return InstanceReading(Held(name, layers), BASE, home)
+def instance(name: str, layers: frozenset[int] = ALL, home: int = 0) -> MemberReading:
+    return MemberReading(Held(name, layers), BASE, home)
 
 
 def alone(name: str, used: int = 100, **fields: Any) -> GroupReading:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from elastic import SLO, Policy, Restore, Swap
 from elastic.controller.decision import Plan
 from elastic.controller.policies.precision import PrecisionPhase, PrecisionPolicy, PrecisionState
-from elastic.controller.policies.precision_steps import LayerSize, Step
+from elastic.controller.policies.precision_steps import LayerSize, PrecisionStep
 from elastic.controller.policies.pressure import PressureReading, alone, entry, exit_wish, missed
 from elastic.controller.sensors.gpu_headroom import growth_bytes, reachable
 from elastic.controller.snapshot import DeviceStats, MemoryStats, Quantiles, RequestStats, Snapshot
@@ -148,7 +148,7 @@ def test_pressure_must_last_and_then_the_next_layers_of_the_order_are_swapped() 
 def test_the_first_phase_whose_condition_holds_decides(fields: dict[str, Any], phase: PrecisionPhase) -> None:
     policy = PrecisionPolicy(Policy(), range(3), ("int4",), [SIZE] * 3)
     snapshot = Snapshot(100.0, BUSY, MemoryStats(100, 1060, 1060), ("int4", "float32", "float32"))
-    state = PrecisionState(**{"done": (Step(0, "float32", "int4", FULL, INT4),), **fields})
+    state = PrecisionState(**{"done": (PrecisionStep(0, "float32", "int4", FULL, INT4),), **fields})
     plan = policy.decide(snapshot, state)
     assert plan.reason == phase.value
     assert bool(plan.actions) == (phase is PrecisionPhase.RESTORING)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elastic.errors import ConfigError
-from elastic.estimation.profile import Profile, measure_fingerprints
+from elastic.estimation.profile import CostProfile, measure_fingerprints
 from elastic.estimation.profiles import store as profile_store
-from elastic.estimation.profiles.guest import Guest, guest_bytes
+from elastic.estimation.profiles.guest import ProfilingProcess, guest_bytes
 from elastic.estimation.profiles.store import ProfileKey, ProfileStore, merged, model_digest
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.measured_cost import LinearLatency
@@ -21,12 +21,12 @@ from elastic.planning.pipeline.chunk_cost import ChunkCost
 from support import architectures
 
 
-def profile(weights: str = "full", token: float = 0.1 + 0.2) -> Profile:
+def profile(weights: str = "full", token: float = 0.1 + 0.2) -> CostProfile:
     cost = ChunkCost(1e-9, 2e-9, token, 4e-4, 1e-4)
     layer = LayerCost(((1, token), (64, 2.0)), 1e-5, 1e-9, 1e-8, 1e-8, 128, 32)
     key = "Layer full_attention", weights
     link = LinearLatency(1e-5, 1e-9)
-    return Profile("cpu", {key: layer}, {weights: cost}, link, {weights: 0.5}, {weights: 7}, {key: 0.9})
+    return CostProfile("cpu", {key: layer}, {weights: cost}, link, {weights: 0.5}, {weights: 7}, {key: 0.9})
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_guest_says_in_words_what_it_cannot_measure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_guest_that_is_cancelled_leaves_no_process(model: Path) -> None:
-    guest = Guest(model, ("full",), "cpu", context=32, share=0.5)
+    guest = ProfilingProcess(model, ("full",), "cpu", context=32, share=0.5)
     assert not guest.ended
     guest.cancel()
     assert guest.ended

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic.errors import ConfigError
 from elastic.planning.arrangement import drop
 from elastic.planning.arrangement.arrangement import Arrangement, assign
-from elastic.planning.arrangement.drop import DropPlan, Group, GroupPlan, drop_plan, merge_evenly, merge_smallest
+from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan, merge_evenly, merge_smallest
 from elastic.planning.arrangement.flips import LayerWeights, flip_order, layer_changes
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.arrangement.transfers import LayerKV, moves
@@ -23,27 +23,27 @@ MODEL = LAYERS * EACH
 ALL = frozenset(range(LAYERS))
 
 
-def plain(count: int) -> list[Group]:
-    return [Group((Held(f"i{number}", ALL),)) for number in range(count)]
+def plain(count: int) -> list[PlannedGroup]:
+    return [PlannedGroup((Held(f"i{number}", ALL),)) for number in range(count)]
 
 
-def planned(groups: Sequence[Group], needed: int, **options: Any) -> DropPlan:
+def planned(groups: Sequence[PlannedGroup], needed: int, **options: Any) -> DropPlan:
     plan = drop_plan(groups, BYTES, needed, **options)
     assert plan is not None
     return plan
 
 
-def after(groups: Sequence[Group], plan: DropPlan) -> list[Group]:
+def after(groups: Sequence[PlannedGroup], plan: DropPlan) -> list[PlannedGroup]:
     """The groups once a plan is done."""
     changed = {number for one in plan.groups for number in one.groups}
     merged = [
-        Group(tuple(Held(name, frozenset(k)) for name, k in zip(one.members, one.keeps, strict=True)))
+        PlannedGroup(tuple(Held(name, frozenset(k)) for name, k in zip(one.members, one.keeps, strict=True)))
         for one in plan.groups
     ]
     return [group for number, group in enumerate(groups) if number not in changed] + merged
 
 
-def check(groups: Sequence[Group], plan: DropPlan, *, fetches: bool = False) -> None:
+def check(groups: Sequence[PlannedGroup], plan: DropPlan, *, fetches: bool = False) -> None:
     """Every changed group has every layer; nothing is kept that was not there; what is said to be freed is."""
     for one in plan.groups:
         before = {held.name: held.layers for number in one.groups for held in groups[number].members}
@@ -89,7 +89,7 @@ def test_no_plan_suffices_where_one_copy_is_left() -> None:
 
 
 def test_a_group_is_never_larger_than_the_model_has_layers() -> None:
-    three = [Group((Held(str(i), frozenset(range(2))),)) for i in range(3)]
+    three = [PlannedGroup((Held(str(i), frozenset(range(2))),)) for i in range(3)]
     assert drop_plan(three, [1, 1], 4) is None
     found = drop_plan(three, [1, 1], 2)
     assert found is not None
@@ -222,7 +222,7 @@ def test_a_partial_drop_fetches_nothing_and_leaves_one_holder_of_every_layer(
 ) -> None:
     """Whatever members hold: also where no stages are within it, as when two have nothing but the first layer."""
     groups = [
-        Group((Held(f"{i}", frozenset(range(stop))), Held(f"{i}'", frozenset(range(min(start, stop), LAYERS)))))
+        PlannedGroup((Held(f"{i}", frozenset(range(stop))), Held(f"{i}'", frozenset(range(min(start, stop), LAYERS)))))
         for i, (stop, start) in enumerate(cuts)
     ]
     twice = sum(len(held.layers) for group in groups for held in group.members) - LAYERS
@@ -235,14 +235,14 @@ def test_a_partial_drop_fetches_nothing_and_leaves_one_holder_of_every_layer(
 def test_the_last_holder_of_a_layer_keeps_it_though_its_stage_is_elsewhere() -> None:
     runs = {"a": range(1), "b": range(1, 7), "c": range(7, 12), "d": range(1), "e": range(1, 12)}
     held = [Held(name, frozenset(run)) for name, run in runs.items()]
-    groups = [Group(tuple(held[:3])), Group(tuple(held[3:]))]
+    groups = [PlannedGroup(tuple(held[:3])), PlannedGroup(tuple(held[3:]))]
     for needed in range(0, MODEL + 1, EACH):
         check(groups, planned(groups, needed))
 
 
 def test_a_whole_drop_of_ranks_that_hold_the_same_end_is_priced_with_its_fetch() -> None:
     first, rest = frozenset({0}), frozenset(range(1, LAYERS))
-    groups = [Group((Held(f"{i}", first), Held(f"{i}'", rest))) for i in range(2)]
+    groups = [PlannedGroup((Held(f"{i}", first), Held(f"{i}'", rest))) for i in range(2)]
     plan = planned(groups, 1, whole=True)
     check(groups, plan, fetches=True)
     assert plan.groups[0].fetched_bytes > 0
@@ -252,18 +252,18 @@ def test_a_whole_drop_of_ranks_that_hold_the_same_end_is_priced_with_its_fetch()
 
 
 def test_unlike_budgets_cut_elsewhere_and_too_small_ones_are_no_plan() -> None:
-    groups = [Group((Held("a", ALL, room_bytes=45),)), Group((Held("b", ALL, room_bytes=500),))]
+    groups = [PlannedGroup((Held("a", ALL, room_bytes=45),)), PlannedGroup((Held("b", ALL, room_bytes=500),))]
     (one,) = planned(groups, MODEL).groups
     assert one.keeps == (tuple(range(4)), tuple(range(4, 12)))
-    tight = [Group((Held("a", ALL, room_bytes=45),)), Group((Held("b", ALL, room_bytes=70),))]
+    tight = [PlannedGroup((Held("a", ALL, room_bytes=45),)), PlannedGroup((Held("b", ALL, room_bytes=70),))]
     assert drop_plan(tight, BYTES, MODEL) is None
 
 
 def test_a_group_without_a_layer_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"group 1 of \['b'\] lacks the layers \[11\]"):
-        drop_plan([*plain(1), Group((Held("b", ALL - {11}),))], BYTES, 1)
+        drop_plan([*plain(1), PlannedGroup((Held("b", ALL - {11}),))], BYTES, 1)
     with pytest.raises(ConfigError, match="beyond the model's 12"):
-        drop_plan([Group((Held("b", ALL | {12}),))], BYTES, 1)
+        drop_plan([PlannedGroup((Held("b", ALL | {12}),))], BYTES, 1)
 
 
 # -- from a plan to what is done
@@ -278,7 +278,7 @@ def test_a_plan_within_the_room_of_each_can_be_done_layer_by_layer(count: int, n
     groups = []
     for name in (f"i{i}" for i in range(count)):
         own = sum(tokens[request] for request, home in homes.items() if home == name)
-        groups.append(Group((Held(name, ALL, MODEL + LAYERS * own + spare, (own,) * LAYERS),)))
+        groups.append(PlannedGroup((Held(name, ALL, MODEL + LAYERS * own + spare, (own,) * LAYERS),)))
     plan = drop_plan(groups, BYTES, needed)
     for one in plan.groups if plan else ():
         mine = {request: home for request, home in homes.items() if home in one.members}
@@ -302,8 +302,8 @@ def test_a_plan_within_the_room_of_each_can_be_done_layer_by_layer(count: int, n
 def test_more_is_dropped_than_needed_where_what_comes_needs_it() -> None:
     """One has all requests: what the other one takes over has to fit behind what it drops itself."""
     groups = [
-        Group((Held("a", ALL, MODEL + 240, (20,) * LAYERS),)),
-        Group((Held("b", ALL, MODEL, (0,) * LAYERS),)),
+        PlannedGroup((Held("a", ALL, MODEL + 240, (20,) * LAYERS),)),
+        PlannedGroup((Held("b", ALL, MODEL, (0,) * LAYERS),)),
     ]
     (one,) = planned(groups, 2 * EACH).groups
     assert one.freed_bytes > 2 * EACH

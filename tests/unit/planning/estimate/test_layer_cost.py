@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic.errors import ConfigError
 from elastic.planning.estimate.layer_cost import LayerCost, r_squared
 from elastic.planning.least_squares import not_negative
-from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, Sample
+from elastic.planning.pipeline.chunk_cost import BatchTiming, Chunk, ChunkCost
 
 EXPANDED = LayerCost(
     ((1, 2e-3), (2, 5e-3), (64, 5.5e-3), (256, 2e-2)), chunk=1e-5, pair=2e-9, prefix=2e-6, seen=1e-6, block=16
@@ -34,8 +34,8 @@ def seconds(cost: LayerCost | ChunkCost, mix: tuple[tuple[int, int], ...]) -> fl
     return cost.batch([Chunk(str(i), start, count) for i, (start, count) in enumerate(mix)])
 
 
-def samples(cost: LayerCost) -> list[Sample]:
-    return [Sample(mix, seconds(cost, mix)) for mix in MIXES]
+def samples(cost: LayerCost) -> list[BatchTiming]:
+    return [BatchTiming(mix, seconds(cost, mix)) for mix in MIXES]
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -88,9 +88,9 @@ def test_costs_go_through_json() -> None:
 
 def test_too_little_to_fit_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"batches of \[4\] tokens cannot be fitted; measure two numbers or more"):
-        LayerCost.fit([Sample(((0, 4),), 1.0), Sample(((8, 4),), 1.1)])
+        LayerCost.fit([BatchTiming(((0, 4),), 1.0), BatchTiming(((8, 4),), 1.1)])
     with pytest.raises(ConfigError, match="in seconds above 0"):
-        LayerCost.fit([Sample(((0, 4),), 1.0), Sample(((0, 8),), 0.0)])
+        LayerCost.fit([BatchTiming(((0, 4),), 1.0), BatchTiming(((0, 8),), 0.0)])
 
 
 @given(st.integers(0, 10_000))

@@ -14,7 +14,7 @@ from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, RankBytes, rank
 from elastic.planning.estimate.roofline import Roofline, Work, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
-from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost, Sample
+from elastic.planning.pipeline.chunk_cost import BatchTiming, Chunk, ChunkCost
 
 SLIDING = ChunkCost(0.0, 2e-9, 1e-6, 2e-5, 1.8e-5)
 FULL = ChunkCost(4e-8, 4e-8, 1e-6, 2e-5, 1.8e-5)
@@ -39,7 +39,7 @@ def fitted() -> InstanceCost:
     batches = [((0, 16),), ((0, 64),), ((64, 32),), ((96, 1),), ((96, 1),) * 4, ((32, 8), (64, 1))]
     made = []
     for cost, count in MIX:
-        samples = [Sample(b, cost.batch([Chunk(str(i), s, n) for i, (s, n) in enumerate(b)])) for b in batches]
+        samples = [BatchTiming(b, cost.batch([Chunk(str(i), s, n) for i, (s, n) in enumerate(b)])) for b in batches]
         made.append((ChunkCost.fit(samples, "two alphas"), count))
     return whole(*made)
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from elastic.errors import ConfigError
 from elastic.planning.pipeline.chunk_cost import (
     FORMS,
+    BatchTiming,
     Chunk,
     ChunkCost,
     ChunkProfile,
     ModelCost,
-    Sample,
     relative_errors,
 )
 
@@ -37,10 +37,10 @@ def mixes(seed: int, count: int) -> list[tuple[tuple[int, int], ...]]:
     return found
 
 
-def measured(seed: int, count: int, noise: float = 0.0) -> list[Sample]:
+def measured(seed: int, count: int, noise: float = 0.0) -> list[BatchTiming]:
     choose = random.Random(seed)
     return [
-        Sample(chunks, TRUE.batch([Chunk("", *chunk) for chunk in chunks]) * choose.gauss(1, noise))
+        BatchTiming(chunks, TRUE.batch([Chunk("", *chunk) for chunk in chunks]) * choose.gauss(1, noise))
         for chunks in mixes(seed, count)
     ]
 
@@ -74,7 +74,7 @@ def test_held_out_batches_are_predicted_and_models_blind_to_attention_fail_there
 @given(st.integers(0, 1 << 30), st.sampled_from(sorted(FORMS)))
 def test_no_coefficient_is_below_zero_and_shared_is_no_more_than_a_chunk_pays(seed: int, form: str) -> None:
     choose = random.Random(seed)
-    samples = [Sample(chunks, choose.uniform(1e-4, 1e-1)) for chunks in mixes(seed, 8)]
+    samples = [BatchTiming(chunks, choose.uniform(1e-4, 1e-1)) for chunks in mixes(seed, 8)]
     cost = ChunkCost.fit(samples, form)
     assert min(cost.coefficients) >= 0
     assert cost.shared <= cost.chunk
@@ -100,7 +100,7 @@ def test_what_cannot_be_fitted_is_refused() -> None:
     with pytest.raises(ConfigError, match="3 samples"):
         ChunkCost.fit(measured(0, 3))
     with pytest.raises(ConfigError, match="above 0"):
-        ChunkCost.fit([*measured(0, 9), Sample(((0, 1),), 0.0)])
+        ChunkCost.fit([*measured(0, 9), BatchTiming(((0, 1),), 0.0)])
 
 
 @given(st.lists(COSTS, min_size=5, max_size=5), st.integers(0, 6))
@@ -116,7 +116,8 @@ def test_a_profile_is_fitted_by_layer_and_adds_up_to_the_model() -> None:
     chunks = mixes(5, 40)
     costs = [(TRUE, chunks), (rest, chunks)]
     layer, around = (
-        tuple(Sample(mix, cost.batch([Chunk("", *chunk) for chunk in mix])) for mix in mixes_) for cost, mixes_ in costs
+        tuple(BatchTiming(mix, cost.batch([Chunk("", *chunk) for chunk in mix])) for mix in mixes_)
+        for cost, mixes_ in costs
     )
     profile = ChunkProfile(layer, around, 12)
     model = profile.fit()

@@ -17,7 +17,7 @@ from elastic.cluster.fleet.overload import shares
 from elastic.cluster.fleet.overload.controller import OverloadController
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.config import Overload
-from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.policies.overload import OverloadPlan
 from elastic.engines.base import Request
@@ -304,8 +304,8 @@ class Seen:
         return FleetSnapshot(self.at_s, (full, GroupReading((reading("r1"),), 10_000, 0)), WEIGHTS)
 
 
-def reading(name: str) -> InstanceReading:
-    return InstanceReading(Held(name, frozenset(range(len(WEIGHTS)))), 10_000)
+def reading(name: str) -> MemberReading:
+    return MemberReading(Held(name, frozenset(range(len(WEIGHTS)))), 10_000)
 
 
 def test_requests_that_can_move_cost_less_than_a_drop_which_follows_if_they_do_not(world: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.cluster.fleet.overload.swaps import Swaps
 from elastic.config import Overload
-from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, InstanceReading
+from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading, MemberReading
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.engines.base import Request
 from elastic.planning.arrangement.stages import Held
@@ -43,9 +43,7 @@ def seen(fleet: Fleet, waiting: dict[str, int], queued: int = 0, used: int = 100
     """A fleet of which each instance is full, and so many bytes wait at it."""
     layers = fleet.layer_bytes()
     groups = [
-        GroupReading(
-            (InstanceReading(Held(name, frozenset(range(len(layers)))), 100),), 100, used, waiting_bytes=nbytes
-        )
+        GroupReading((MemberReading(Held(name, frozenset(range(len(layers)))), 100),), 100, used, waiting_bytes=nbytes)
         for name, nbytes in waiting.items()
     ]
     return FleetSnapshot(at_s, tuple(groups), layers, queued_bytes=queued)

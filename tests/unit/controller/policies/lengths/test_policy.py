@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.config import Lengths
-from elastic.controller.policies.lengths.candidates import Candidate, best_merger, lower_degree
+from elastic.controller.policies.lengths.candidates import InstanceDraft, best_merger, lower_degree
 from elastic.controller.policies.lengths.policy import (
     MOST_PASSED,
     LengthPlan,
@@ -208,7 +208,7 @@ def test_an_instance_of_a_pipeline_becomes_another_only_with_all_of_it() -> None
     kv = LiveTokens(1500, 0)
 
     def merged(*readings: InstanceReading) -> list[str] | None:
-        found = best_merger([Candidate(reading) for reading in readings], kv, 2, 4)
+        found = best_merger([InstanceDraft(reading) for reading in readings], kv, 2, 4)
         return None if found is None else sorted(found.ranks)
 
     assert merged(*pipeline, one) == ["a", "b"]
@@ -275,7 +275,7 @@ def test_a_long_queue_is_looked_through_in_order(waiting: int) -> None:
 @pytest.mark.parametrize("waiting", [1000, 5000])
 def test_what_a_tick_looks_at_does_not_grow_with_the_queue(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(Candidate, "holds", lambda candidate, kv: looked.append(kv) or False)
+    monkeypatch.setattr(InstanceDraft, "holds", lambda candidate, kv: looked.append(kv) or False)
     queue = [waits(f"r{number}", 100 + number % 400) for number in range(waiting)]
     plan = decide([instance(name, 900) for name in "abcd"], *queue, waits("long", 2500))
     assert len(looked) <= 2 * MOST_PASSED
