@@ -35,7 +35,7 @@ TOKEN, API_KEY = "ELASTIC_TOKEN", "ELASTIC_API_KEY"
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What a server needs of what is served."""
 
     engine: Engine
@@ -177,7 +177,7 @@ def serve(options: Namespace) -> int:
         )
 
 
-def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
+def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> ServedModel:
     """Load a model into this process, wrap it, and make its engine, not started yet; `stack` ends all."""
     import elastic
     from elastic.model_files import load_model
@@ -189,10 +189,10 @@ def model_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     stack.callback(elastic.unwrap, model)
     engine, grammars = make_engine(model, tokenizer, options)
     stack.callback(engine.stop, drain=False)
-    return Served(engine, tokenizer, max_model_len, sampling_defaults(model, options.generation_config), grammars)
+    return ServedModel(engine, tokenizer, max_model_len, sampling_defaults(model, options.generation_config), grammars)
 
 
-def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> Served:
+def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) -> ServedModel:
     """Start the ranks of a fleet, which load the model; this process has its tokenizer alone. `stack` ends them."""
     launcher = make_launcher(options)
     if not isinstance(launcher, str):
@@ -204,10 +204,10 @@ def fleet_of(options: Namespace, chosen: Mapping[str, Any], stack: ExitStack) ->
     fleet = make_fleet(options, launcher, chosen, grammars)
     stack.callback(fleet.stop, drain=False)
     fleet.start()
-    return Served(fleet, tokenizer, max_model_len, defaults, grammars)
+    return ServedModel(fleet, tokenizer, max_model_len, defaults, grammars)
 
 
-def deployed(options: Namespace, name: str, stack: ExitStack) -> Served:
+def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
     """Deploy the model by its intent, where others can be deployed beside it; `stack` ends all."""
     path = model_path(options)
     deployments = make_deployments(options)
@@ -215,7 +215,7 @@ def deployed(options: Namespace, name: str, stack: ExitStack) -> Served:
     stack.callback(deployments.stop, drain=False)
     deployments.start()
     deployments.deploy(path, intent_of(options), name=name, load=first_load(options))
-    return Served(deployments[name], **own, deployments=deployments)
+    return ServedModel(deployments[name], **own, deployments=deployments)
 
 
 def answering(path: str, options: Namespace) -> dict[str, Any]:

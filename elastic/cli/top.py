@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from elastic.cli.inputs.checks import require_at_least
-from elastic.cli.views.dashboard import SPAN_S, Sample, frame, sample
+from elastic.cli.views.dashboard import SPAN_S, KVUsageSample, frame, sample
 from elastic.cli.views.status_client import NoAnswer, ask, base_url
 from elastic.cli.views.status_document import StatusDocument
 
@@ -42,7 +42,7 @@ def top(options: Namespace) -> int:
 
 def frames(url: str) -> Iterator[RenderableType]:
     """Yield a frame for each answer; where there is none, one line about it above the last frame."""
-    history: deque[Sample] = deque()
+    history: deque[KVUsageSample] = deque()
     last: StatusDocument | None = None
     for attempt in itertools.count(1):
         try:
@@ -53,7 +53,7 @@ def frames(url: str) -> Iterator[RenderableType]:
             yield frame(last, history, url, str(error)) if last else Text(f"{error}; asked {attempt} times")
 
 
-def remember(history: deque[Sample], new: Sample) -> None:
+def remember(history: deque[KVUsageSample], new: KVUsageSample) -> None:
     """Keep the last minute of samples; begin anew where the clock went back."""
     if history and new.at_s < history[-1].at_s:
         history.clear()

@@ -28,7 +28,7 @@ TOKEN = "ELASTIC_ACTIONS_TOKEN"
 
 
 @dataclass
-class Served:
+class ConnectedEngine:
     """The engine behind the routes, once there is one."""
 
     runtime: AsyncRemoteRuntime | None = None
@@ -43,7 +43,7 @@ class ElasticEndpoints:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._served = Served()
+        self._served = ConnectedEngine()
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's server."""
@@ -65,7 +65,7 @@ class ElasticEndpoints:
         """Reach the engine by its `collective_rpc`."""
         if engine_client is not None:
             names = getattr(args, "served_model_name", None) or [args.model]
-            self._served = Served(AsyncRemoteRuntime(engine_client.collective_rpc), names[0])
+            self._served = ConnectedEngine(AsyncRemoteRuntime(engine_client.collective_rpc), names[0])
 
 
 async def answered(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def require_token(authorization: str) -> None:
         raise HTTPException(401, f"send the token of {TOKEN} as Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
 
 
-async def document(served: Served) -> dict[str, Any]:
+async def document(served: ConnectedEngine) -> dict[str, Any]:
     """Return the status document, as `elastic.server.routes.status` describes it."""
     runtime, now = _runtime(served), time.time()
     events = (await runtime.events())[-EVENTS_SHOWN:]
@@ -134,7 +134,7 @@ def action(body: AnyActionBody, place: str, form: tuple[str, ...]) -> Action:
     return Release(layers) if isinstance(body, ReleaseBody) else Restore(layers, tuple(body.parts))
 
 
-def _runtime(served: Served) -> AsyncRemoteRuntime:
+def _runtime(served: ConnectedEngine) -> AsyncRemoteRuntime:
     if served.runtime is None:
         raise HTTPException(503, "the engine is not there yet")
     return served.runtime

@@ -40,7 +40,7 @@ MIXED = ("±", "magenta")
 
 
 @dataclass(frozen=True)
-class Sample:
+class KVUsageSample:
     """The use of the KV cache at one moment."""
 
     at_s: float
@@ -48,16 +48,16 @@ class Sample:
     """The used share of the capacity, from 0 to 1."""
 
 
-def sample(document: StatusDocument) -> Sample:
+def sample(document: StatusDocument) -> KVUsageSample:
     """Return the use of the KV cache in a status document."""
     told = [document.status] if document.status else [rank.status for rank in document.ranks if rank.status]
     caches = [memory(status) for status in told]
     capacity = sum(kv.capacity_bytes for kv in caches)
     use = sum(kv.used_bytes for kv in caches) / capacity if len(caches) > 1 and capacity else 0.0
-    return Sample(document.at_s, caches[0].use if len(caches) == 1 else use)
+    return KVUsageSample(document.at_s, caches[0].use if len(caches) == 1 else use)
 
 
-def frame(document: StatusDocument, history: Sequence[Sample], url: str, problem: str = "") -> RenderableType:
+def frame(document: StatusDocument, history: Sequence[KVUsageSample], url: str, problem: str = "") -> RenderableType:
     """Draw everything, most important first; a problem stands above the last status that there was."""
     side_by_side = Table.grid(expand=True, padding=(0, 1))
     side_by_side.add_row(requests(document.traffic), latencies(document.traffic))
@@ -133,7 +133,7 @@ def memory(status: Status) -> MemoryStats:
     return MemoryStats(used, capacity, maximum)
 
 
-def kv_cache(kv: MemoryStats, history: Sequence[Sample]) -> Panel:
+def kv_cache(kv: MemoryStats, history: Sequence[KVUsageSample]) -> Panel:
     """Draw bars of the used bytes and of the capacity, within the maximum, and the use over the last minute."""
     table = Table.grid(padding=(0, 1))
     for name, size in (("used", kv.used_bytes), ("capacity", kv.capacity_bytes)):
@@ -144,7 +144,7 @@ def kv_cache(kv: MemoryStats, history: Sequence[Sample]) -> Panel:
     return Panel(table, title=f"KV cache: at most {mib(kv.maximum_bytes)}")
 
 
-def sparkline(history: Sequence[Sample], now_s: float, *, span_s: float = SPAN_S, width: int = SPARKS) -> str:
+def sparkline(history: Sequence[KVUsageSample], now_s: float, *, span_s: float = SPAN_S, width: int = SPARKS) -> str:
     """Draw shares over time, the newest at the right: a cell has the most of its time, or else the cell before it."""
     most: dict[int, float] = {}
     for s in history:

@@ -186,7 +186,7 @@ class HandedOver:
 
 
 @dataclass(frozen=True)
-class Release:
+class FreeBlocks:
     """Free the blocks of a request that was handed over."""
 
     request: str
@@ -272,7 +272,7 @@ Question = (
     | Receive
     | GiveUp
     | HandOver
-    | Release
+    | FreeBlocks
     | TakeBack
     | Look
     | Apply

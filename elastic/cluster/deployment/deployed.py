@@ -15,9 +15,9 @@ from elastic.cluster.deployment.devices import DeviceBook
 from elastic.cluster.deployment.hysteresis import Hysteresis, Replanning
 from elastic.cluster.deployment.load_meter import LoadMeter
 from elastic.cluster.deployment.price import priced
-from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, Step
+from elastic.cluster.deployment.status import DeploymentStatus, Replanned, StageStatus, TransitionStep
 from elastic.cluster.deployment.steps import same, steps_between, whole
-from elastic.cluster.deployment.transition import Transition, observed
+from elastic.cluster.deployment.transition import DeploymentTransition, observed
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import CapacityError, ElasticError
 from elastic.estimation.profiles.store import ProfileStore
@@ -218,7 +218,7 @@ class Deployed:
         free = self._book.free(self.name)
         self._book.reserve(self.name, {**self._book.reserved(self.name), **{name: free[name] for name in devices}})
 
-    def _carry_out(self, best: Deployment, steps: Sequence[Step], why: str) -> Replanned:
+    def _carry_out(self, best: Deployment, steps: Sequence[TransitionStep], why: str) -> Replanned:
         began_s, before = time.monotonic(), self.plan
         try:
             self._reserve_all([*self.plan.devices, *best.devices])
@@ -245,8 +245,8 @@ class Deployed:
             _moved(steps),
         )
 
-    def _do(self, step: Step, wanted: Deployment) -> None:
-        transition = Transition(self.fleet, self._ranks, self._place)
+    def _do(self, step: TransitionStep, wanted: Deployment) -> None:
+        transition = DeploymentTransition(self.fleet, self._ranks, self._place)
         if step.kind == "limit":
             self._limit(transition, wanted)
             return
@@ -255,7 +255,7 @@ class Deployed:
                 transition.limit(device, None)
         transition.do(step)
 
-    def _limit(self, transition: Transition, wanted: Deployment) -> None:
+    def _limit(self, transition: DeploymentTransition, wanted: Deployment) -> None:
         """Give ranks what they are to have for keys and values, and give the rest of the devices back."""
         estimator, free = self.chooser.estimator(self.load), self._book.free(self.name)
         reserved = {}
@@ -291,7 +291,7 @@ class Deployed:
         return f"{short} has {free.get(short, 0):,} bytes for it, of {reserved[short]:,}" if short is not None else ""
 
 
-def _moved(steps: Sequence[Step]) -> int:
+def _moved(steps: Sequence[TransitionStep]) -> int:
     return sum(step.moved_bytes for step in steps)
 
 

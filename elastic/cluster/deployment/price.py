@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elastic.cluster.deployment.choice import Chooser
-from elastic.cluster.deployment.status import Step
+from elastic.cluster.deployment.status import TransitionStep
 from elastic.cluster.fleet.overload.offers import START_S
 from elastic.controller.policies.action_costs import ActionCosts
 from elastic.planning.deployment.placing import Deployment
@@ -16,8 +16,8 @@ from elastic.types import Restore, Swap
 
 
 def priced(
-    steps: Sequence[Step], chooser: Chooser, now: Configuration, wanted: Deployment, begin_s: float | None
-) -> tuple[Step, ...]:
+    steps: Sequence[TransitionStep], chooser: Chooser, now: Configuration, wanted: Deployment, begin_s: float | None
+) -> tuple[TransitionStep, ...]:
     """Return steps with the bytes of weights that they read or copy, and about the seconds that they take.
 
     `begin_s`: what ranks took to begin; None: it is assumed. What keys and values are copied depends on the requests of
@@ -29,7 +29,7 @@ def priced(
     def nbytes(weights: str) -> int:
         return pages.layers(layers, weights, 1) * pages.page_bytes
 
-    def one(step: Step) -> Step:
+    def one(step: TransitionStep) -> TransitionStep:
         count = len(step.devices)
         match step.kind:
             case "add":
@@ -45,6 +45,6 @@ def priced(
     return tuple(one(step) for step in steps)
 
 
-def _moving(step: Step, nbytes: int, action: type) -> Step:
+def _moving(step: TransitionStep, nbytes: int, action: type) -> TransitionStep:
     cost = ActionCosts().of(action)
     return replace(step, moved_bytes=nbytes, seconds=cost.byte_s * nbytes + cost.pause_s)

@@ -15,7 +15,7 @@ StepKind = Literal["add", "part", "restore", "swap", "remove", "share", "drop", 
 
 
 @dataclass(frozen=True)
-class Step:
+class TransitionStep:
     """One thing to do on the way to another configuration."""
 
     kind: StepKind
@@ -40,7 +40,7 @@ class Replanned:
     before: str
     """The configuration."""
     after: str
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TransitionStep, ...] = ()
     why: str = ""
     seconds: float = 0.0
     """Planned: about; applied: that it took."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elastic.cluster.deployment.status import Step
+from elastic.cluster.deployment.status import TransitionStep
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
 from elastic.planning.estimate.configuration import FULL, Configuration
@@ -16,35 +16,35 @@ def same(now: Deployment, wanted: Deployment) -> bool:
     return now.configuration == wanted.configuration and _cut(now.stages) == _cut(wanted.stages)
 
 
-def steps_between(now: Deployment, wanted: Deployment) -> tuple[Step, ...]:
+def steps_between(now: Deployment, wanted: Deployment) -> tuple[TransitionStep, ...]:
     """Return what is to be done, in order. While it is done, all requests are served by the ranks that are there.
 
     Ranks that are needed come first. Ranks of which the layers are shared, or in stages, compute whole models again
     before they change their form, and before some of them leave: their requests then have where to go.
     """
     if same(now, wanted):
-        return (Step("limit", wanted.devices),) if now.stages != wanted.stages else ()
+        return (TransitionStep("limit", wanted.devices),) if now.stages != wanted.stages else ()
     before, after = now.devices, wanted.devices
     coming = tuple(name for name in after if name not in before)
     going = tuple(name for name in before if name not in after)
-    steps = [Step("add", coming)] if coming else []
+    steps = [TransitionStep("add", coming)] if coming else []
     regrouped = _cut(now.stages) != _cut(wanted.stages) or now.configuration.tp != wanted.configuration.tp
     if len(before) > 1 and regrouped:
-        steps.append(Step("part", before))
+        steps.append(TransitionStep("part", before))
     steps += _form(now.configuration, wanted.configuration, coming, tuple(n for n in before if n in after))
     if going:
-        steps.append(Step("remove", going))
+        steps.append(TransitionStep("remove", going))
     if regrouped or coming:
         steps += grouping(wanted)
-    return (*steps, Step("limit", after))
+    return (*steps, TransitionStep("limit", after))
 
 
-def grouping(wanted: Deployment) -> list[Step]:
+def grouping(wanted: Deployment) -> list[TransitionStep]:
     """Return how ranks that compute whole models come to share layers, or to have a stage each."""
     if wanted.configuration.tp > 1:
-        return [Step("share", wanted.devices)]
+        return [TransitionStep("share", wanted.devices)]
     if wanted.configuration.pp > 1:
-        return [Step("drop", wanted.devices, tuple(stage.layers for stage in wanted.stages))]
+        return [TransitionStep("drop", wanted.devices, tuple(stage.layers for stage in wanted.stages))]
     return []
 
 
@@ -55,15 +55,17 @@ def whole(wanted: Deployment) -> Deployment:
     return replace(wanted, configuration=replace(wanted.configuration, tp=1, pp=1, weights=FULL), stages=stages)
 
 
-def _form(now: Configuration, wanted: Configuration, coming: Sequence[str], staying: Sequence[str]) -> list[Step]:
+def _form(
+    now: Configuration, wanted: Configuration, coming: Sequence[str], staying: Sequence[str]
+) -> list[TransitionStep]:
     """Return how layers get their form; ranks that come have full weights."""
     steps = []
     if now.weights not in (FULL, wanted.weights) and staying:
-        steps.append(Step("restore", tuple(staying)))
+        steps.append(TransitionStep("restore", tuple(staying)))
     if wanted.weights != FULL:
         changed = (*(staying if now.weights != wanted.weights else ()), *coming)
         if changed:
-            steps.append(Step("swap", changed, weights=wanted.weights))
+            steps.append(TransitionStep("swap", changed, weights=wanted.weights))
     return steps
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from elastic.cluster.control.messages import RuntimeView
-from elastic.cluster.deployment.status import Step
+from elastic.cluster.deployment.status import TransitionStep
 from elastic.cluster.fleet.groups.results import Exchanged, GroupStatus
 from elastic.errors import StateError
 from elastic.planning.estimate.configuration import FULL, Configuration
@@ -15,7 +15,7 @@ from elastic.types import Action, ResizeKV, Restore, Swap
 WHY = "the deployment changes its configuration"
 
 
-class Verbs(Protocol):
+class DeploymentVerbs(Protocol):
     """What is asked of a fleet."""
 
     def add(self, places: Sequence[str] | None = ...) -> str: ...
@@ -28,16 +28,16 @@ class Verbs(Protocol):
     def groups(self) -> tuple[GroupStatus, ...]: ...
 
 
-class Transition:
+class DeploymentTransition:
     """Does steps with a fleet. `ranks` says which rank is on which device, and is kept up to date.
 
     `place` gives the place of a new rank on a device, as text.
     """
 
-    def __init__(self, fleet: Verbs, ranks: MutableMapping[str, str], place: Callable[[str], str]) -> None:
+    def __init__(self, fleet: DeploymentVerbs, ranks: MutableMapping[str, str], place: Callable[[str], str]) -> None:
         self._fleet, self._ranks, self._place = fleet, ranks, place
 
-    def do(self, step: Step) -> None:
+    def do(self, step: TransitionStep) -> None:
         """Do one step; requests are served meanwhile. Raises what the verbs do, and `StateError` for one that cannot
         be done now."""
         ranks = [self._ranks[device] for device in step.devices if device in self._ranks]
@@ -90,7 +90,7 @@ class Transition:
                 _require(self._fleet.restore(members[0], why=WHY))
 
 
-def observed(fleet: Verbs, ranks: Sequence[str]) -> Configuration:
+def observed(fleet: DeploymentVerbs, ranks: Sequence[str]) -> Configuration:
     """Return the configuration that a fleet is in: what its ranks share and hold, and the form of their layers.
 
     Keys and values are not looked at. Of layers in several forms it is the last one's.

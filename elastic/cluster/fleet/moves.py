@@ -11,13 +11,13 @@ from typing import Any
 
 from elastic.cluster.control.messages import (
     Cancel,
+    FreeBlocks,
     GiveUp,
     HandedOver,
     HandOver,
     Locate,
     Question,
     Receive,
-    Release,
     Submit,
     TakeBack,
 )
@@ -267,7 +267,7 @@ class Mover:
 
     def _release(self, move: _Move) -> None:
         try:
-            self._ask(move.source, Release(move.request))
+            self._ask(move.source, FreeBlocks(move.request))
         except ElasticError as error:  # it was lost, and its blocks with it
             logger.debug("the blocks of request %s were not freed: %s", move.request, error)
 

@@ -8,15 +8,14 @@ from typing import Protocol
 from elastic.cluster.fleet.balancer import Balancer
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.caps.follower import CapFollower, Follows
-from elastic.cluster.fleet.lengths.controller import LengthController
-from elastic.cluster.fleet.lengths.controller import Verbs as LengthVerbs
+from elastic.cluster.fleet.lengths.controller import LengthController, LengthVerbs
 from elastic.cluster.fleet.moves import Mover
-from elastic.cluster.fleet.overload.controller import OverloadController, Verbs
+from elastic.cluster.fleet.overload.controller import OverloadController, OverloadVerbs
 from elastic.cluster.fleet.planning.policies import FleetPolicies
 from elastic.cluster.fleet.records.event_log import EventLog
 
 
-class FleetVerbs(Verbs, LengthVerbs, Protocol):
+class FleetVerbs(OverloadVerbs, LengthVerbs, Protocol):
     """What policies ask of a fleet."""
 
 

@@ -28,7 +28,7 @@ class Frame(NamedTuple):
     what: What
 
 
-class Ended(Exception):
+class EndOfStream(Exception):
     """The stream is at its end; `orderly` if the other end said so before."""
 
     def __init__(self, orderly: bool) -> None:
@@ -59,12 +59,12 @@ def failure_of(text: torch.Tensor) -> StepFailure:
 
 
 def read(stream: socket.socket) -> Frame:
-    """Return the next frame. Raises `Ended`."""
+    """Return the next frame. Raises `EndOfStream`."""
     *numbers, nbytes = _HEAD.unpack(_read_bytes(stream, _HEAD.size).numpy().tobytes())
     if nbytes == _GOODBYE:
-        raise Ended(orderly=True)
+        raise EndOfStream(orderly=True)
     if not -MOST_BYTES <= nbytes <= MOST_BYTES:
-        raise Ended(orderly=False)
+        raise EndOfStream(orderly=False)
     if nbytes < 0:
         return Frame(Key(*numbers), failure_of(_read_bytes(stream, -1 - nbytes)))
     return Frame(Key(*numbers), _read_bytes(stream, nbytes))
@@ -78,8 +78,8 @@ def _read_bytes(stream: socket.socket, count: int) -> torch.Tensor:
         try:
             received = stream.recv_into(view[done:], count - done, socket.MSG_WAITALL)
         except OSError:
-            raise Ended(orderly=False) from None
+            raise EndOfStream(orderly=False) from None
         if not received:
-            raise Ended(orderly=False)
+            raise EndOfStream(orderly=False)
         done += received
     return elements

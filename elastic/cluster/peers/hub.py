@@ -14,11 +14,11 @@ from typing import Literal
 from elastic.cluster.control import handshake
 from elastic.cluster.control.connection import SocketConnection
 from elastic.cluster.control.listener import LOOPBACK, Listener
-from elastic.cluster.peers.log import LogConnection
+from elastic.cluster.peers.log import PeerLogConnection
 from elastic.cluster.peers.memory_reader import OtherMemories, RankMemoryReader
 from elastic.cluster.peers.memory_server import Copying, MemoryServer, at_once
 from elastic.cluster.peers.nixl_memory import NixlAgent, NixlMemoryReader
-from elastic.cluster.peers.transport import PeerTransport, Wires
+from elastic.cluster.peers.transport import PeerTransport, TrafficCounter
 from elastic.errors import ElasticError, RankLost, StateError
 from elastic.memory.page_pool import PagePool
 from elastic.types import RankMemory
@@ -56,7 +56,7 @@ class PeerHub:
         Raises `ConfigError` for an address that cannot be listened on, `BackendUnavailable` without NIXL.
         """
         self.name = name
-        self.wires = Wires()
+        self.wires = TrafficCounter()
         """What went to other ranks, and came from them."""
         self._key = key
         self._changed = threading.Condition()
@@ -65,7 +65,7 @@ class PeerHub:
         self._transports: dict[str, PeerTransport] = {}  # by home
         self._early: dict[tuple[str, str], tuple[socket.socket, int]] = {}  # home, rank: before there is a transport
         self._arrived: dict[str, SocketConnection] = {}  # home -> its log, until it is accepted
-        self._logs: set[LogConnection] = set()
+        self._logs: set[PeerLogConnection] = set()
         self._bulk, self._making_agent = bulk, threading.Lock()
         self._agent = NixlAgent() if bulk == "nixl" else None
         self._memory = MemoryServer()
@@ -116,11 +116,11 @@ class PeerHub:
                 transport.open(rank)
             return transport
 
-    def connect_log(self, rank: str, home: str) -> LogConnection:
+    def connect_log(self, rank: str, home: str) -> PeerLogConnection:
         """Return this end, the home's, of the log of an instance to a rank. Raises `RankLost`."""
         return self._keep(self._connect(rank, home, "log"), rank)
 
-    def accept_log(self, home: str, timeout_s: float) -> LogConnection:
+    def accept_log(self, home: str, timeout_s: float) -> PeerLogConnection:
         """Return the other end of the log of an instance: wait until its home connects. Raises `RankLost`."""
         with self._changed:
             self._changed.wait_for(lambda: home in self._arrived or home in self._lost or self._closed, timeout_s)
@@ -218,8 +218,8 @@ class PeerHub:
             raise RankLost(f"rank {rank!r} cannot be reached: {error}", rank=rank) from error
         return connection
 
-    def _keep(self, connection: SocketConnection, rank: str) -> LogConnection:
-        log = LogConnection(connection, rank, self._logs.discard)
+    def _keep(self, connection: SocketConnection, rank: str) -> PeerLogConnection:
+        log = PeerLogConnection(connection, rank, self._logs.discard)
         with self._changed:
             self._logs.add(log)
             reason = self._lost.get(rank)

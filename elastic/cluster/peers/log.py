@@ -9,13 +9,13 @@ from elastic.cluster.control.connection import SocketConnection, encode
 from elastic.errors import RankLost, StateError
 
 
-class LogConnection:
+class PeerLogConnection:
     """A `Connection` to another rank; both of its calls raise `RankLost` when that has gone.
 
     After `close` at this end they raise what a `Connection` raises.
     """
 
-    def __init__(self, connection: SocketConnection, rank: str, closed: Callable[[LogConnection], None]) -> None:
+    def __init__(self, connection: SocketConnection, rank: str, closed: Callable[[PeerLogConnection], None]) -> None:
         """`closed` is called when it is, once or more."""
         self.rank = rank
         self._connection, self._on_close = connection, closed

@@ -77,7 +77,7 @@ class HiddenStatesReceiver:
         frame, end = None, None
         try:
             frame = frames.read(stream)
-        except frames.Ended as error:
+        except frames.EndOfStream as error:
             end = error
         finally:
             with self._changed:

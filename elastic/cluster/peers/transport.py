@@ -20,7 +20,7 @@ GOODBYE_S = 1.0
 """How long a frame that is being sent may take when its end is closed."""
 
 
-class Wires:
+class TrafficCounter:
     """Counts the bytes between this rank and others. Thread-safe."""
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class Wires:
 class PeerTransport:
     """A `Transport`. Each rank and direction has a connection of its own."""
 
-    def __init__(self, home: str, connect: Callable[[str], socket.socket], wires: Wires | None = None) -> None:
+    def __init__(self, home: str, connect: Callable[[str], socket.socket], wires: TrafficCounter | None = None) -> None:
         """`connect` makes a connection to a rank for what the instance of `home` sends there; `wires` counts."""
         self.home = home
-        self._connect, self._wires = connect, wires or Wires()
+        self._connect, self._wires = connect, wires or TrafficCounter()
         self._lock = threading.Lock()
         self._senders: dict[str, HiddenStatesSender] = {}
         self._receivers: dict[str, HiddenStatesReceiver] = {}

@@ -19,6 +19,7 @@ from elastic.cluster.control.messages import (
     Check,
     CommitActions,
     Drain,
+    FreeBlocks,
     GiveUp,
     HandedOver,
     HandOver,
@@ -27,7 +28,6 @@ from elastic.cluster.control.messages import (
     PrepareActions,
     Question,
     Receive,
-    Release,
     RollbackActions,
     RuntimeView,
     TakeBack,
@@ -118,7 +118,7 @@ class Questions:
             case HandOver(request):
                 found = engine.hand_over(request)
                 return None if found is None else HandedOver(*found)
-            case Release(request):
+            case FreeBlocks(request):
                 return engine.release(request)
             case TakeBack(request):
                 return engine.take_back(request)

@@ -75,7 +75,7 @@ class DropBody(_ExchangeBody):
     dry_run: bool = False
 
 
-class RestoreBody(_ExchangeBody):
+class RestoreGroupBody(_ExchangeBody):
     """A rank of the group whose layers are to return; without it, all groups."""
 
     rank: Name | None = None
@@ -131,7 +131,7 @@ def routes(serving: ServerState) -> APIRouter:
         )
 
     @router.post("/elastic/fleet/restore")
-    async def restore(body: RestoreBody) -> dict[str, Any]:
+    async def restore(body: RestoreGroupBody) -> dict[str, Any]:
         return await _done(lambda fleet: {"restored": plain(fleet.restore(body.rank, why=WHY, **body.form))})
 
     @router.post("/elastic/fleet/reshard")

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from elastic.cluster.control.messages import (
+    FreeBlocks,
     GiveUp,
     HandedOver,
     HandOver,
     Locate,
     Receive,
-    Release,
     Submit,
     TakeBack,
 )
@@ -27,7 +27,7 @@ from elastic.errors import ElasticError, Overloaded, StateError
 from elastic.sim.mechanisms.instance import RankInstance
 from elastic.sim.mechanisms.wires import Wires
 
-MOVES = Receive | GiveUp | HandOver | Locate | Release | TakeBack
+MOVES = Receive | GiveUp | HandOver | Locate | FreeBlocks | TakeBack
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RequestMoves:
                 return self._between(partial(self._hand_over, request))
             case Locate(request):
                 return self._between(partial(self._locate, request))
-            case Release(request):
+            case FreeBlocks(request):
                 return self._between(partial(self._release, request))
             case TakeBack(request):
                 return self._between(partial(self._take_back, request))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned, Step
+from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned, TransitionStep
 from elastic.errors import CapacityError, ConfigError
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
@@ -53,7 +53,7 @@ class FakeDeployments:
         self.asked.append(("intend", name, intent, load, dry_run))
         if not dry_run:
             self.told[name] = replace(self.told[name], intent=intent)
-        steps = (Step("swap", ("cpu#a",), weights="int8", moved_bytes=4096, seconds=0.5),)
+        steps = (TransitionStep("swap", ("cpu#a",), weights="int8", moved_bytes=4096, seconds=0.5),)
         return Replanned("planned" if dry_run else "applied", "TP1 PP1 full", "TP1 PP1 int8", steps, "test", 0.5, 4096)
 
     def remove(self, name: str, *, drain: bool = True) -> None:

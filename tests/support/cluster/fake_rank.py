@@ -10,13 +10,13 @@ from typing import Any
 from elastic.cluster.control.messages import (
     Beat,
     Cancel,
+    FreeBlocks,
     HandedOver,
     HandOver,
     Hello,
     ModelFacts,
     News,
     Refused,
-    Release,
     Submit,
     TakeBack,
 )
@@ -82,7 +82,7 @@ class FakeRank:
         elif isinstance(question, TakeBack):
             self.live[question.request] = self.held.pop(question.request)
             answer.set_result(None)
-        elif isinstance(question, Release):
+        elif isinstance(question, FreeBlocks):
             answer.set_result(self.held.pop(question.request, None) and None)
         else:
             answer.set_result(self.load() if isinstance(question, SetCap) else None)

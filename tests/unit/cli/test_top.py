@@ -20,7 +20,7 @@ from rich.console import Console
 
 from elastic.cli import top
 from elastic.cli.main import main
-from elastic.cli.views.dashboard import LEVELS, Sample, frame, layers, sample, sparkline
+from elastic.cli.views.dashboard import LEVELS, KVUsageSample, frame, layers, sample, sparkline
 from elastic.cli.views.status_client import NoAnswer, ask, base_url
 from elastic.cli.views.status_document import NotAStatus, StatusDocument, read_status
 from elastic.errors import ConfigError
@@ -110,18 +110,24 @@ def test_layers_are_cells() -> None:
 
 
 def test_a_sparkline_is_the_last_minute() -> None:
-    history = [Sample(900.0, 1.0), Sample(970.0, 0.0), Sample(985.5, 0.99), Sample(985.9, 0.5), Sample(1000.0, 0.2)]
+    history = [
+        KVUsageSample(900.0, 1.0),
+        KVUsageSample(970.0, 0.0),
+        KVUsageSample(985.5, 0.99),
+        KVUsageSample(985.9, 0.5),
+        KVUsageSample(1000.0, 0.2),
+    ]
     assert sparkline(history, 1000.0, span_s=60, width=12) == "     ▁▁▁▁██▂"
     assert sparkline([], 0.0, width=5) == "     "
-    assert sparkline([Sample(1.0, 7.5)], 1.0, width=3) == f"  {LEVELS[-1]}"
+    assert sparkline([KVUsageSample(1.0, 7.5)], 1.0, width=3) == f"  {LEVELS[-1]}"
 
 
 def test_the_last_minute_is_kept_and_a_clock_that_goes_back_begins_anew() -> None:
     history: Any = top.deque()
     for at_s in range(200):
-        top.remember(history, Sample(float(at_s), 0.5))
+        top.remember(history, KVUsageSample(float(at_s), 0.5))
     assert [history[0].at_s, history[-1].at_s, len(history)] == [139.0, 199.0, 61]
-    top.remember(history, Sample(100.0, 0.5))
+    top.remember(history, KVUsageSample(100.0, 0.5))
     assert len(history) == 1
 
 

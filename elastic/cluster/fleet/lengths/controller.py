@@ -28,7 +28,7 @@ LEAST_S = 0.005
 """Between two ticks at least: requests that come together are looked at together."""
 
 
-class Verbs(Protocol):
+class LengthVerbs(Protocol):
     """What is asked of a fleet."""
 
     def get_ready(self) -> None: ...
@@ -45,7 +45,7 @@ class LengthController:
     Requests are sent on its thread; another one has instances change, one after another, so that they wait for none.
     """
 
-    def __init__(self, dispatcher: Dispatcher, verbs: Verbs, settings: Lengths) -> None:
+    def __init__(self, dispatcher: Dispatcher, verbs: LengthVerbs, settings: Lengths) -> None:
         self.reason = ""
         """What the policy said last."""
         self._dispatcher, self._verbs, self._settings = dispatcher, verbs, settings

@@ -36,7 +36,7 @@ MOVES_S = 3.0
 """How long moves may take to end an overload; after that they are offered no more until nothing waits."""
 
 
-class Verbs(SwapVerbs, ShareVerbs, Protocol):
+class OverloadVerbs(SwapVerbs, ShareVerbs, Protocol):
     """What is asked of a fleet."""
 
     @property
@@ -80,7 +80,7 @@ class OverloadController:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        verbs: Verbs,
+        verbs: OverloadVerbs,
         log: EventLog,
         settings: Overload,
         *,

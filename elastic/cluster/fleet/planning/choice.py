@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.prefix_index import PrefixIndex
-from elastic.cluster.fleet.planning.router import Candidate, Routing, route
+from elastic.cluster.fleet.planning.router import Routing, RoutingCandidate, route
 from elastic.cluster.fleet.planning.starvation import reserved_blocks
 from elastic.cluster.fleet.records.requests import RequestRecord
 
@@ -34,6 +34,6 @@ def choose(
         if instance.holds(record, cached, reserved.get(name, 0) if reserved else 0):
             ahead = sum(unheard.prompt_blocks for unheard in instance.unheard.values()) if instance.unheard else 0
             room = instance.sequences, instance.free_blocks
-            candidates.append(Candidate(name, *room, ahead, cached, instance.given))
+            candidates.append(RoutingCandidate(name, *room, ahead, cached, instance.given))
     best = route(candidates, len(record.hashes), routing)
     return None if best is None else (instances[best.name], best.cached_blocks)

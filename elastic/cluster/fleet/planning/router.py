@@ -10,7 +10,7 @@ Routing = Literal["prefix", "freeness", "least_load", "round_robin"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RoutingCandidate:
     """An instance that can hold a request now."""
 
     name: str
@@ -31,7 +31,9 @@ def freeness(free_blocks: int, sequences: int) -> float:
     return free_blocks / max(1, sequences) if free_blocks > 0 else float(free_blocks)
 
 
-def route(candidates: Sequence[Candidate], prompt_blocks: int, routing: Routing = "prefix") -> Candidate | None:
+def route(
+    candidates: Sequence[RoutingCandidate], prompt_blocks: int, routing: Routing = "prefix"
+) -> RoutingCandidate | None:
     """Return where a request with so many blocks of prompt goes; None without candidates.
 
     `prefix`: where the least has to be computed before its answer gets on, in blocks: those of its prompt that are not
@@ -40,7 +42,7 @@ def route(candidates: Sequence[Candidate], prompt_blocks: int, routing: Routing 
     share. Among equal ones, and with `freeness`: where the most blocks are left for each sequence. `least_load`: where
     the fewest sequences are. `round_robin`: where the fewest requests went.
     """
-    rules: Mapping[Routing, Callable[[Candidate], tuple[float, ...]]] = {
+    rules: Mapping[Routing, Callable[[RoutingCandidate], tuple[float, ...]]] = {
         "prefix": lambda c: (prompt_blocks - c.cached_blocks + c.waiting_blocks + c.sequences, -_freeness(c)),
         "freeness": lambda c: (-_freeness(c),),
         "least_load": lambda c: (c.sequences, -c.free_blocks),
@@ -49,5 +51,5 @@ def route(candidates: Sequence[Candidate], prompt_blocks: int, routing: Routing 
     return min(candidates, key=rules[routing], default=None)
 
 
-def _freeness(candidate: Candidate) -> float:
+def _freeness(candidate: RoutingCandidate) -> float:
     return freeness(candidate.free_blocks, candidate.sequences)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.cluster.control.messages import Check, Drain, HandOver, Look, News, Release, Submit
+from elastic.cluster.control.messages import Check, Drain, FreeBlocks, HandOver, Look, News, Submit
 from elastic.cluster.launch.base import RankSpec
 from elastic.cluster.launch.in_process import InProcessLauncher
 from elastic.engines.core.kv_state import KVDirectory
@@ -101,7 +101,7 @@ def test_a_request_goes_on_at_another_rank_with_its_keys_and_values(
     target.tokens["one"] = list(told)
     target.client.send(Submit(handed.states, 0.0, handed.kv, replace(memory, sectors=directory.sectors_of(handed.kv))))
     target.wait(lambda: "one" in target.finished)
-    assert source.client.ask(Release("one")).result(60) is None
+    assert source.client.ask(FreeBlocks("one")).result(60) is None
     assert is_continuation(model, PROMPT, 200, target.tokens["one"])
     first = next(message for message in target.messages if isinstance(message, News) and message.outputs)
     assert first.outputs[0].cached_tokens == len(PROMPT) + len(told) - 1  # none was computed again

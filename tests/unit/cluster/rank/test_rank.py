@@ -18,13 +18,13 @@ from elastic.cluster.control.messages import (
     Cancel,
     Check,
     Drain,
+    FreeBlocks,
     HandOver,
     Hello,
     Locate,
     ModelFacts,
     News,
     Refused,
-    Release,
     Submit,
 )
 from elastic.cluster.rank.rank import Rank
@@ -174,7 +174,7 @@ def test_a_long_action_does_not_stop_requests_cancels_or_moves(serve: Callable[.
 def test_every_question_has_one_answer_also_when_it_fails(serve: Callable[..., Served]) -> None:
     one = serve()
     one.engine.runtime.may_end.set()
-    questions = [HandOver("r"), Release("r"), Locate("r"), Apply((), dry_run=True), Apply((), "for fun")]
+    questions = [HandOver("r"), FreeBlocks("r"), Locate("r"), Apply((), dry_run=True), Apply((), "for fun")]
     answers = []
     for number, question in enumerate(questions):
         one.fleet.send(Ask(number, question))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.cluster.fleet.planning.router import Candidate, freeness, route
+from elastic.cluster.fleet.planning.router import RoutingCandidate, freeness, route
 
 counts = st.integers(0, 40)
 candidates = st.lists(
-    st.builds(Candidate, st.text("abc", min_size=1), counts, st.integers(-20, 200), counts, counts, counts), max_size=5
+    st.builds(RoutingCandidate, st.text("abc", min_size=1), counts, st.integers(-20, 200), counts, counts, counts),
+    max_size=5,
 )
 
 
-def chosen(*candidates: Candidate, blocks: int = 10, routing: str = "prefix") -> str | None:
+def chosen(*candidates: RoutingCandidate, blocks: int = 10, routing: str = "prefix") -> str | None:
     best = route(candidates, blocks, routing)  # type: ignore[arg-type]
     return best.name if best is not None else None
 
@@ -23,32 +24,32 @@ def test_without_candidates_there_is_none() -> None:
 
 
 def test_the_freest_is_the_one_with_most_blocks_for_each_sequence() -> None:
-    many, few = Candidate("many", 8, 80), Candidate("few", 2, 40)
+    many, few = RoutingCandidate("many", 8, 80), RoutingCandidate("few", 2, 40)
     assert chosen(many, few, routing="freeness") == "few"
     assert freeness(80, 8) < freeness(40, 2)
     assert freeness(-3, 3) < freeness(-2, 1) < freeness(0, 9) < freeness(1, 9)
 
 
 def test_a_cached_beginning_wins_while_it_saves_more_than_the_request_would_wait() -> None:
-    idle = Candidate("idle", 0, 100)
-    assert chosen(Candidate("cached", 4, 50, cached_blocks=8), idle) == "cached"
-    assert chosen(Candidate("cached", 4, 50, waiting_blocks=5, cached_blocks=8), idle) == "idle"
-    assert chosen(Candidate("cached", 9, 50, cached_blocks=8), idle) == "idle"
+    idle = RoutingCandidate("idle", 0, 100)
+    assert chosen(RoutingCandidate("cached", 4, 50, cached_blocks=8), idle) == "cached"
+    assert chosen(RoutingCandidate("cached", 4, 50, waiting_blocks=5, cached_blocks=8), idle) == "idle"
+    assert chosen(RoutingCandidate("cached", 9, 50, cached_blocks=8), idle) == "idle"
 
 
 def test_equal_costs_go_to_the_freest() -> None:
-    assert chosen(Candidate("a", 2, 10), Candidate("b", 2, 20)) == "b"
+    assert chosen(RoutingCandidate("a", 2, 10), RoutingCandidate("b", 2, 20)) == "b"
 
 
 def test_other_policies_look_at_one_thing() -> None:
-    a, b = Candidate("a", 1, 5, given=7), Candidate("b", 2, 500, cached_blocks=10, given=6)
+    a, b = RoutingCandidate("a", 1, 5, given=7), RoutingCandidate("b", 2, 500, cached_blocks=10, given=6)
     assert chosen(a, b, routing="least_load") == "a"
     assert chosen(a, b, routing="round_robin") == "b"
 
 
 @given(candidates, st.integers(0, 40))
-def test_none_is_better_than_the_chosen_one(found: list[Candidate], blocks: int) -> None:
-    def cost(c: Candidate) -> int:
+def test_none_is_better_than_the_chosen_one(found: list[RoutingCandidate], blocks: int) -> None:
+    def cost(c: RoutingCandidate) -> int:
         return blocks - c.cached_blocks + c.waiting_blocks + c.sequences
 
     best = route(found, blocks)
