@@ -25,7 +25,7 @@ from elastic.engines.core.restart import RestartingScheduler
 from elastic.planning.pipeline.chunk_cost import BatchTiming
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.report import Report
-from elastic.sim.workload import Job
+from elastic.sim.workload import RequestArrival
 
 ENGINE = {"block_tokens": 32, "max_requests": 32, "max_batch_tokens": 256, "share_prefixes": False}
 CORES = [(0,), (1,)]
@@ -194,7 +194,9 @@ def played(engine: elastic.Fleet, trace: Trace) -> Report:
     sampler.start()
     for one, tokens in zip(trace.requests, prompts, strict=True):
         time.sleep(max(0.0, begin_s + one.arrival_s - time.perf_counter()))
-        job = Job(time.perf_counter() - begin_s, one.prompt_tokens, one.output_tokens, one.output_tokens, 0, "r")
+        job = RequestArrival(
+            time.perf_counter() - begin_s, one.prompt_tokens, one.output_tokens, one.output_tokens, 0, "r"
+        )
         hear = report.listener(job, ended.release)
 
         def listener(output: Output, hear: Any = hear) -> None:

@@ -53,7 +53,7 @@ from elastic.sim.quantiles import QuantileSketch
 from elastic.sim.report import Report
 from elastic.sim.run import Run
 from elastic.sim.scenario import FleetOptions, Scenario
-from elastic.sim.workload import Source
+from elastic.sim.workload import RequestSource
 
 PLACES = {"roomy": "cpu#{}=256MiB", "tight": "cpu#{}=40MiB"}
 OVERLOAD = elastic.Overload(pressure_ticks=2, queue_high_s=0.1, dwell_s=3.0)
@@ -153,7 +153,7 @@ def simulated(trace: Trace, fitted: Fitted, pages: PlacePages, system: System) -
             trace.duration_s,
             FleetOptions(system.ranks),
             model,
-            (Source("r", None, None, trace),),
+            (RequestSource("r", None, None, trace),),
             samples=round(trace.duration_s / SAMPLE_S),
             seed=seed,
             mechanisms=mechanisms,

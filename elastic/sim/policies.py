@@ -14,7 +14,7 @@ from elastic.errors import ConfigError
 from elastic.sim.core.fleet import RankModel, SimulatedFleet
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.core.threads import SimulatedThreads
-from elastic.sim.mechanisms.fleet import START_S, ElasticFleet, Verbs
+from elastic.sim.mechanisms.fleet import START_S, ElasticFleet, ScheduledVerbs
 from elastic.sim.mechanisms.model import LayeredModel, Links, Packed
 from elastic.sim.tables import Table
 
@@ -138,12 +138,12 @@ def befall(fleet: ElasticFleet, faults: tuple[Fault, ...]) -> None:
         fleet.clock.at(fault.at_s, partial(act, names[fault.instance]))
 
 
-def _share(names: tuple[str, ...], tp: int, verbs: Verbs) -> None:
+def _share(names: tuple[str, ...], tp: int, verbs: ScheduledVerbs) -> None:
     for first in range(0, len(names) - tp + 1, tp):
         verbs.reshard(names[first : first + tp], tp=tp)
 
 
-def _pipelines(names: tuple[str, ...], stages: int, layers: int, verbs: Verbs) -> None:
+def _pipelines(names: tuple[str, ...], stages: int, layers: int, verbs: ScheduledVerbs) -> None:
     """Have each so many instances keep consecutive layers, and drop the others."""
     bounds = [layers * stage // stages for stage in range(stages + 1)]
     for first in range(0, len(names) - stages + 1, stages):

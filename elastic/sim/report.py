@@ -10,7 +10,7 @@ from typing import Any
 from elastic.engines.base import Listener, Output
 from elastic.engines.continuous.active_requests import OUTCOMES
 from elastic.sim.quantiles import QuantileSketch
-from elastic.sim.workload import Job
+from elastic.sim.workload import RequestArrival
 
 MOST_ACTIONS = 1000
 
@@ -70,7 +70,7 @@ class Report:
         if len(self.actions) < MOST_ACTIONS:
             self.actions.append(Action(at_s, kind, about, seconds))
 
-    def listener(self, job: Job, ended: Callable[[], object] = lambda: None) -> Listener:
+    def listener(self, job: RequestArrival, ended: Callable[[], object] = lambda: None) -> Listener:
         """Return the listener of a request that comes now."""
         self.requests["arrived"] += 1
         if self.first_s is None:
@@ -123,7 +123,7 @@ class _Listener:
 
     __slots__ = ("_ended", "_first_s", "_job", "_report", "_tokens")
 
-    def __init__(self, report: Report, job: Job, ended: Callable[[], object]) -> None:
+    def __init__(self, report: Report, job: RequestArrival, ended: Callable[[], object]) -> None:
         self._report, self._job, self._ended = report, job, ended
         self._first_s: float | None = None
         self._tokens = 0

@@ -16,11 +16,11 @@ from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.policies import befall, make_fleet
 from elastic.sim.report import Report
 from elastic.sim.scenario import Scenario
-from elastic.sim.workload import Job, merged, request_of
+from elastic.sim.workload import RequestArrival, merged, request_of
 
 
 @dataclass(frozen=True)
-class Speed:
+class SimulationSpeed:
     """How fast a run was."""
 
     wall_s: float
@@ -63,7 +63,7 @@ class Run:
         self._numbers = count()
         self._choose = stream(scenario.seed, "fleets")
 
-    def play(self, progress: Callable[[float], object] = lambda at_s: None) -> Speed:
+    def play(self, progress: Callable[[float], object] = lambda at_s: None) -> SimulationSpeed:
         """Have all requests come, and all end; what has not `drain_s` after the last could come, does not.
 
         `progress` is told the time of the run now and then.
@@ -85,7 +85,7 @@ class Run:
             self._tell_of(fleet)
         self.close()
         steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
-        return Speed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
+        return SimulationSpeed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
 
     def close(self) -> None:
         """End what fleets do by themselves; nothing happens any more then. Can be called twice."""
@@ -104,7 +104,7 @@ class Run:
             words = ", ".join(filter(None, (event.rank, event.why)))
             self.report.action(event.when_s, event.kind, words, event.seconds)
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: RequestArrival) -> None:
         number = next(self._numbers)
         fleet = self._fleet(self._choose)
         request = request_of(job, number)
@@ -131,7 +131,9 @@ class Run:
 class _Arrivals:
     """Submits requests one after another, so that only the next one is there."""
 
-    def __init__(self, clock: VirtualClock, jobs: Iterator[Job], submit: Callable[[Job], object]) -> None:
+    def __init__(
+        self, clock: VirtualClock, jobs: Iterator[RequestArrival], submit: Callable[[RequestArrival], object]
+    ) -> None:
         self._clock, self._jobs, self._submit = clock, jobs, submit
 
     def next(self) -> None:
@@ -139,6 +141,6 @@ class _Arrivals:
         if job is not None:
             self._clock.at(max(self._clock.now, job.at_s), lambda: self._come(job))
 
-    def _come(self, job: Job) -> None:
+    def _come(self, job: RequestArrival) -> None:
         self._submit(job)
         self.next()

@@ -16,7 +16,7 @@ from elastic.sim.policies import Mechanisms, read_mechanisms
 from elastic.sim.rank_model import read_rank_model
 from elastic.sim.sources import read_source
 from elastic.sim.tables import Table
-from elastic.sim.workload import Source
+from elastic.sim.workload import RequestSource
 
 SHIPPED = resources.files("elastic.sim") / "scenarios"
 
@@ -42,7 +42,7 @@ class Scenario:
     """While requests come."""
     fleet: FleetOptions
     model: RankModel
-    sources: tuple[Source, ...]
+    sources: tuple[RequestSource, ...]
     drain_s: float = 600.0
     """How long requests may still take after that."""
     samples: int = 240

@@ -18,18 +18,18 @@ from elastic.bench.traces.generator import (
 from elastic.bench.traces.readers import read_trace
 from elastic.bench.traces.trace import Trace
 from elastic.sim.tables import Table
-from elastic.sim.workload import Bursts, Rates, Source
+from elastic.sim.workload import Bursts, Rates, RequestSource
 
 ARRIVALS = ("poisson", "gamma", "on-off", "ramp", "rates", "bursts", "trace")
 LENGTHS = ("fixed", "lognormal", "trace")
 
 
-def read_source(table: Table, folder: Path) -> Source:
+def read_source(table: Table, folder: Path) -> RequestSource:
     """Return one kind of requests. Raises `ConfigError` naming the key that is wrong."""
     kind = table.text("arrivals", among=ARRIVALS)
     drawn = table.text("lengths", "trace" if kind == "trace" else "lognormal", among=LENGTHS)
     trace = _trace(table, folder) if "trace" in (kind, drawn) else None
-    source = Source(
+    source = RequestSource(
         table.text("name", "requests"),
         None if kind == "trace" else _arrivals(table, kind),
         None if kind == "trace" else _lengths(table, drawn, trace),

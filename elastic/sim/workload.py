@@ -21,7 +21,7 @@ _DIGIT_BITS = 8
 _DIGITS = 4
 
 
-class Job(NamedTuple):
+class RequestArrival(NamedTuple):
     """A request to come."""
 
     at_s: float
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class RequestSource:
     """One kind of requests."""
 
     name: str
@@ -51,7 +51,7 @@ class Source:
     """Prompt and answer together have no more: a longer one is shortened."""
     shared_prefix: int = 0
 
-    def jobs(self, seed: int, until_s: float) -> Iterator[Job]:
+    def jobs(self, seed: int, until_s: float) -> Iterator[RequestArrival]:
         """Yield the requests that come before then, in order."""
         for at_s, prompt, answer in self._rows(seed):
             if at_s >= until_s:
@@ -60,7 +60,7 @@ class Source:
                 answer = min(self.most_tokens - 1, max(1, answer * self.most_tokens // (prompt + answer)))
                 prompt = self.most_tokens - answer
             most = max(answer, round(self.ask * answer))
-            yield Job(at_s, prompt, answer, most, min(self.shared_prefix, prompt - 1), self.name)
+            yield RequestArrival(at_s, prompt, answer, most, min(self.shared_prefix, prompt - 1), self.name)
 
     def _rows(self, seed: int) -> Iterator[tuple[float, int, int]]:
         if self.arrivals is None or self.lengths is None:
@@ -128,12 +128,12 @@ class Bursts:
         return (at_s for at_s in Poisson(highest).times(rng) if rng.random() * highest < rate(at_s))
 
 
-def merged(sources: Sequence[Source], seed: int, until_s: float) -> Iterator[Job]:
+def merged(sources: Sequence[RequestSource], seed: int, until_s: float) -> Iterator[RequestArrival]:
     """Yield the requests of all sources in the order in which they come."""
     return heapq.merge(*(source.jobs(seed, until_s) for source in sources), key=lambda job: job.at_s)
 
 
-def request_of(job: Job, number: int) -> Request:
+def request_of(job: RequestArrival, number: int) -> Request:
     """Return the request of a job. No two prompts are alike behind what a source shares."""
     digits = tuple((number >> (_DIGIT_BITS * digit)) & 0xFF for digit in range(_DIGITS))
     own = job.prompt - job.shared

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elastic.sim.run import Run, Speed
+from elastic.sim.run import Run, SimulationSpeed
 from elastic.sim.scenario import Scenario, read_scenario, shipped
 
 _SHOWN_ACTIONS = 12
@@ -54,7 +54,7 @@ def described(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _speed(speed: Speed) -> dict[str, float]:
+def _speed(speed: SimulationSpeed) -> dict[str, float]:
     return {
         "wall_s": speed.wall_s,
         "events": speed.events,
@@ -64,7 +64,7 @@ def _speed(speed: Speed) -> dict[str, float]:
     }
 
 
-def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], speed: Speed) -> None:
+def _show(console: Console, scenario: Scenario, document: Mapping[str, Any], speed: SimulationSpeed) -> None:
     table = Table(title=scenario.title)
     table.add_column("seconds")
     for name in ("mean", "P50", "P95", "P99", "most"):

@@ -20,7 +20,7 @@ from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 T = TypeVar("T")
 
 
-class _Ended(BaseException):
+class _SimulationOver(BaseException):
     """The simulation is over: a thread that waits ends."""
 
 
@@ -70,7 +70,7 @@ class SimulatedThread:
             self._stopped.release()
             self._go.acquire()
         if self._threads.ended:
-            raise _Ended
+            raise _SimulationOver
 
     def end(self) -> None:
         """Have it end where it waits, if it has begun."""
@@ -87,7 +87,7 @@ class SimulatedThread:
         try:
             with clock.use(self._threads):
                 self._work()
-        except _Ended:
+        except _SimulationOver:
             pass
         except BaseException as error:  # the events' thread raises it
             self._error = error

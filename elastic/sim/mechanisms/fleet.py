@@ -41,7 +41,7 @@ START_S = 30.0
 """How long a rank takes to come, unless it is said."""
 
 
-class Verbs(PricedVerbs):
+class ScheduledVerbs(PricedVerbs):
     """The real verbs of a fleet, for threads of the simulation."""
 
     def __init__(self, fleet: ElasticFleet, groups: ReshardingGroups, mover: Mover) -> None:
@@ -102,7 +102,7 @@ class ElasticFleet(SimulatedFleet):
             self.members = Membership(self.dispatcher, self.log)
             groups = self.groups = ReshardingGroups(self.dispatcher, self.log)
             mover = Mover(self.dispatcher, self.log)
-            self.verbs = Verbs(self, groups, mover)
+            self.verbs = ScheduledVerbs(self, groups, mover)
             self.members.on_gone = groups.lost
             self.on_lost = self.members.lost
             starter: Any = _Starter(self)
@@ -134,7 +134,7 @@ class ElasticFleet(SimulatedFleet):
         while not done() and self.clock.now < most_s:
             self.run(self.clock.now + step_s)
 
-    def call(self, verb: Callable[[Verbs], object]) -> None:
+    def call(self, verb: Callable[[ScheduledVerbs], object]) -> None:
         """Have a verb be done beside all else, from now on; see `failed`."""
 
         def act() -> None:

@@ -152,7 +152,7 @@ class LayeredModel:
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightLocation:
     """Where weights lie: as answers of simulated ranks say it."""
 
     rank: str

@@ -15,7 +15,7 @@ from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
 
 
-class Rank(Protocol):
+class RecoverableRank(Protocol):
     """What recovers: a `SimulatedRank`."""
 
     @property
@@ -28,7 +28,7 @@ class Rank(Protocol):
     def begin_alone(self) -> None: ...
 
 
-def come_home(rank: Rank, lost: str, memories: Collection[str]) -> Future[int]:
+def come_home(rank: RecoverableRank, lost: str, memories: Collection[str]) -> Future[int]:
     """Compute all layers at home again; return the tokens that are computed anew.
 
     `memories` are of those that have gone, where they can still be read. Other instances' keys and values leave at
@@ -41,7 +41,7 @@ def come_home(rank: Rank, lost: str, memories: Collection[str]) -> Future[int]:
     return done
 
 
-def _begin(rank: Rank, lost: str, readable: bool, done: Future[int]) -> None:
+def _begin(rank: RecoverableRank, lost: str, readable: bool, done: Future[int]) -> None:
     books, instance, model = rank.books, rank.instance, rank.books.model
     scheduler, memory, path = instance.scheduler, instance.memory, books.path
     gone = lost in path.guests and not readable
@@ -66,7 +66,7 @@ def _begin(rank: Rank, lost: str, readable: bool, done: Future[int]) -> None:
     instance.clock.after(seconds, partial(_go_on, rank, again, done))
 
 
-def _go_on(rank: Rank, again: int, done: Future[int]) -> None:
+def _go_on(rank: RecoverableRank, again: int, done: Future[int]) -> None:
     instance = rank.instance
     if instance.lost:
         return
@@ -78,7 +78,7 @@ def _go_on(rank: Rank, again: int, done: Future[int]) -> None:
     done.set_result(again)
 
 
-def _fail_impossible(rank: Rank) -> None:
+def _fail_impossible(rank: RecoverableRank) -> None:
     """End what was taken because other ranks had room for it, and never fits here."""
     instance, failed = rank.instance, []
     for name, sequence in list(instance.scheduler.sequences.items()):

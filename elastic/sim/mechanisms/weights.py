@@ -14,7 +14,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.planning.sharding.numbers import by_layer, whole_layers
 from elastic.sim.mechanisms.books import RankBooks
 from elastic.sim.mechanisms.instance import RankInstance
-from elastic.sim.mechanisms.model import LayeredModel, Source
+from elastic.sim.mechanisms.model import LayeredModel, WeightLocation
 from elastic.sim.mechanisms.wires import Wires
 from elastic.types import DROPPED, Action, Change, Drop, Fetch, PlanStep, Residency, Restore, Swap
 
@@ -45,7 +45,7 @@ class Weights:
             case WeightsOf(shards):
                 if missing := set(shards) - self._books.resident:
                     raise StateError(f"rank {self._books.name!r} has no weights of shards {sorted(missing)}")
-                return Source(self._books.name, frozenset(shards))
+                return WeightLocation(self._books.name, frozenset(shards))
             case WeightDigests(shards):
                 return {shard: shard for shard in shards}
             case Look():

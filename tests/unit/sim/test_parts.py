@@ -21,7 +21,7 @@ from elastic.sim.core.step_seconds import Noise
 from elastic.sim.core.stretch import Stretch
 from elastic.sim.quantiles import ACCURACY, QuantileSketch
 from elastic.sim.roofline import SheetSteps
-from elastic.sim.workload import Bursts, Job, Rates, request_of
+from elastic.sim.workload import Bursts, Rates, RequestArrival, request_of
 
 
 def test_events_happen_in_order_of_time_then_of_when_they_were_made() -> None:
@@ -111,7 +111,7 @@ def test_a_lower_cap_binds_new_requests_first() -> None:
 
 
 def test_no_two_prompts_are_alike_behind_what_they_share() -> None:
-    job = Job(0.0, 40, 5, 9, 10, "chat")
+    job = RequestArrival(0.0, 40, 5, 9, 10, "chat")
     first, second = request_of(job, 1), request_of(job, 257)
     assert first.prompt[:10] == second.prompt[:10]
     assert first.prompt != second.prompt
