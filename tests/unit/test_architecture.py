@@ -1,4 +1,4 @@
-"""The house: rooms on floors, arrows that only go down, no circle, no folder that cannot be seen at a glance."""
+"""The house: rooms on floors, arrows that only go down, no circle, no crowded folder, a class name for each class."""
 
 from __future__ import annotations
 
@@ -147,3 +147,12 @@ def test_no_folder_is_crowded(root: Path) -> None:
 def test_every_package_says_what_it_is(package: str) -> None:
     words = ast.get_docstring(ast.parse(MODULES[package].read_text()))
     assert words, f"elastic.{package} has no docstring"
+
+
+def test_no_class_name_stands_twice() -> None:
+    defined: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
