@@ -50,58 +50,70 @@ class ServedModel:
 def add_options(command: ArgumentParser) -> None:
     """Add the options of the command."""
     command.add_argument("model", metavar="MODEL", help="model directory")
-    command.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
-    command.add_argument("--port", type=int, default=8000, help="port to listen on (8000; 0: a free one)")
-    command.add_argument("--served-model-name", metavar="NAME", help="name of the model (its directory's)")
-    command.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (the model's)")
-    command.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (not bounded)")
-    command.add_argument(
-        "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
-    )
-    command.add_argument("--max-body", default="4MiB", metavar="SIZE", help="bound on the body of a request (4MiB)")
-    command.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
+    _add_address(command)
     _add_answers(command)
-    _add_clients(command)
+    _add_requests(command)
+    _add_secrets(command)
     add_memory(command)
     add_fleet(command)
     add_deployments(command)
-    command.add_argument(
-        "--enable-actions", action="store_true", help="open /elastic/actions and /elastic/fleet to holders of the token"
-    )
-    command.add_argument("--token-file", metavar="FILE", help=f"file with the token for actions (else ${TOKEN})")
-    command.add_argument("--api-key-file", metavar="FILE", help=f"file with a key that /v1 asks for (else ${API_KEY})")
+
+
+def _add_address(command: ArgumentParser) -> None:
+    group = command.add_argument_group("the server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on (8000; 0: a free one)")
+    group.add_argument("--served-model-name", metavar="NAME", help="name of the model (its directory's)")
+    group.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="to finish on SIGTERM (30)")
 
 
 def _add_answers(command: ArgumentParser) -> None:
-    command.add_argument(
+    group = command.add_argument_group("answers")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (the model's)")
+    group.add_argument(
+        "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values (auto: the model's)"
+    )
+    group.add_argument(
         "--generation-config",
         default="auto",
         metavar="FROM",
         help="sampling where a request says nothing: auto (the model's generation_config.json), a directory with one, "
         "or vllm (temperature 1 and all tokens)",
     )
-    command.add_argument(
+    group.add_argument(
         "--tool-call-parser",
         metavar="FORMAT",
         help="how the model writes calls of tools: hermes (Qwen too), llama3_json, mistral or pythonic",
     )
 
 
-def _add_clients(command: ArgumentParser) -> None:
-    command.add_argument(
+def _add_requests(command: ArgumentParser) -> None:
+    group = command.add_argument_group("bounds on requests", "what is beyond them is refused, and the server goes on")
+    group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (not bounded)")
+    group.add_argument("--max-body", default="4MiB", metavar="SIZE", help="bound on the body of a request (4MiB)")
+    group.add_argument(
+        "--header-timeout", type=float, default=20.0, metavar="S", help="for a client to send a request's head (20)"
+    )
+    group.add_argument(
+        "--body-timeout", type=float, default=60.0, metavar="S", help="for a client to send a request's body (60)"
+    )
+
+
+def _add_secrets(command: ArgumentParser) -> None:
+    group = command.add_argument_group("who may use it")
+    group.add_argument("--api-key-file", metavar="FILE", help=f"file with a key that /v1 asks for (else ${API_KEY})")
+    group.add_argument(
+        "--enable-actions", action="store_true", help="open /elastic/actions and /elastic/fleet to holders of the token"
+    )
+    group.add_argument("--token-file", metavar="FILE", help=f"file with the token for actions (else ${TOKEN})")
+    group.add_argument(
         "--allowed-origins",
         nargs="+",
         default=[],
         metavar="ORIGIN",
         help="origins of web pages that may use the server from a browser, as https://example.com, or * (none)",
     )
-    command.add_argument(
-        "--header-timeout", type=float, default=20.0, metavar="S", help="for a client to send a request's head (20)"
-    )
-    command.add_argument(
-        "--body-timeout", type=float, default=60.0, metavar="S", help="for a client to send a request's body (60)"
-    )
-    command.add_argument(
+    group.add_argument(
         "--allowed-hosts",
         nargs="+",
         metavar="NAME",
@@ -112,23 +124,24 @@ def _add_clients(command: ArgumentParser) -> None:
 
 def add_memory(command: ArgumentParser) -> None:
     """Add the options that `wrap_options` reads."""
-    command.add_argument(
+    group = command.add_argument_group("memory and policy")
+    group.add_argument(
         "--place", action="append", metavar="PLACE", help="memory to use, such as cpu=64MiB or cuda:0=20GiB; repeatable"
     )
-    command.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4 2:4")
-    command.add_argument(
+    group.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="what layers can be in, as int4 2:4")
+    group.add_argument(
         "--policy",
         metavar="NAME",
         help="accuracy, balanced, performance or manual (balanced where there are variants); "
         "of a fleet also drop: ranks compute each other's layers when KV runs out; or lengths: they share them when a "
         "request is too long for each; or both: drop,lengths",
     )
-    command.add_argument(
+    group.add_argument(
         "--shards", type=int, metavar="N", help="parts of each layer that ranks can share (1; 4 with lengths)"
     )
-    command.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
-    command.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
-    command.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")
+    group.add_argument("--order", metavar="ORDER", help="which layers to swap first: a name, or a profile's file")
+    group.add_argument("--slo-ttft", type=float, metavar="S", help="time to the first token that is to be kept")
+    group.add_argument("--slo-tpot", type=float, metavar="S", help="time per further token that is to be kept")
 
 
 def serve(options: Namespace) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of
+from elastic.cli.views.panels import mib
 from elastic.cli.views.status_client import post
 
 DEPLOY_S = 1800.0
@@ -48,7 +49,7 @@ def _deploy(url: str, token: str, options: Namespace) -> int:
     print(f"{told.get('name')} serves as {told.get('configuration')}")
     for stage in told.get("stages") or []:
         first, last = stage["layers"]
-        print(f"  layers {first}-{last} on {', '.join(stage['devices'])}: {stage['nbytes']:,} bytes of each")
+        print(f"  layers {first}-{last} on {', '.join(stage['devices'])}: {mib(stage['nbytes'])} of each")
     return 0
 
 
