@@ -138,14 +138,17 @@ class OverloadController:
         if self._swaps.settling(snapshot.at_s) or self._shares.settling(snapshot.at_s):
             snapshot = _busy(snapshot)
         plan = self._policy.decide(snapshot, self._state)
-        choice = self._choose(snapshot, plan) if plan.drops else None
+        choice = self._choose(snapshot, plan) if plan.drops or plan.scale_out else None
         if plan.drops and (choice is not None or self._barred(plan)):
             plan = self._settled(snapshot, plan, choice)
+        elif choice is not None:
+            enough = choice.suffices and choice.offer.kind != "add"
+            plan = replace(plan, reason=f"{plan.reason}; {choice.words}", scale_out=0 if enough else plan.scale_out)
         self._state = plan.state
         self.reason = f"{plan.reason}; {plan.figures}"
         waits = snapshot.queued_bytes > 0 or any(group.waiting_bytes for group in snapshot.groups)
         self._tell_shortage(plan, waits)
-        if choice is not None and choice.offer.kind != "drop":
+        if choice is not None and choice.offer.kind != "drop" and not (choice.offer.kind == "add" and plan.scale_out):
             self._leave_to(choice, snapshot.at_s)
         elif not waits:
             self._moving_since = None
@@ -167,12 +170,13 @@ class OverloadController:
     def _choose(self, snapshot: FleetSnapshot, plan: OverloadPlan) -> Choice | None:
         """Price what could be done instead of a drop, and the drop, and choose.
 
-        Where none suffices it is the drop: requests move beside it, and the policy has instances added.
+        Where none suffices it is the drop: requests move beside it, and the policy has instances added. Where nothing
+        can be dropped it is what costs least for its bytes, unless an instance is on its way.
         """
-        if self._added is not None and self._is_adding:
-            return self._added
+        if self._is_adding and (self._added is not None or not plan.drops):
+            return self._added if plan.drops else None
         drops, offers, lacking = [], [], needed_bytes(snapshot)
-        if not self._barred(plan):
+        if plan.drops and not self._barred(plan):
             planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
             drops = [drop_offer(planned)]
         if self._moves and not self._moved_in_vain(snapshot.at_s):
@@ -185,8 +189,9 @@ class OverloadController:
         self._swap = self._swaps.plan(snapshot)
         if self._swap is not None:
             offers.append(self._swap.offer)
-        if self._add is not None and self._addable and not self._is_adding and not plan.scale_out:
-            offers.append(add_offer(snapshot, self._start_s))
+        added = min(plan.scale_out or 1, self._addable)
+        if self._add is not None and added and not self._is_adding and not (plan.drops and plan.scale_out):
+            offers.append(add_offer(snapshot, self._start_s, added))
         choice = cheapest(offers, lacking)
         return choice if choice is None or choice.suffices or not drops else cheapest(drops, lacking)
 

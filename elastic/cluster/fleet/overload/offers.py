@@ -40,10 +40,10 @@ def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Off
     return Offer("move", CostWeights().disturbance * cost.byte_s * copied + cost.pause_s, spare)
 
 
-def add_offer(snapshot: FleetSnapshot, start_s: float) -> Offer:
-    """Return the offer to start one more instance: requests wait until it is there."""
+def add_offer(snapshot: FleetSnapshot, start_s: float, count: int = 1) -> Offer:
+    """Return the offer to start more instances: requests wait until they are there."""
     members = [member for group in snapshot.groups for member in group.members]
-    return Offer("add", start_s, sum(member.base_bytes for member in members) // max(1, len(members)))
+    return Offer("add", start_s, count * (sum(member.base_bytes for member in members) // max(1, len(members))))
 
 
 def _spare_bytes(group: GroupReading, kv_high: float) -> int:

@@ -430,6 +430,34 @@ def test_a_swap_that_is_not_enough_is_no_reason_not_to_drop(world: Any) -> None:
     assert "swap 5 s for 8,192 bytes with a loss of quality; drop: the cheapest that suffices" in why
 
 
+def test_layers_become_smaller_where_none_can_be_dropped(world: Any) -> None:
+    w = world(replace(AT_ONCE, best_effort=False))
+    w.verbs.swap_pages = 3
+    Seen(w).waiting_bytes = 18_000
+    for _ in range(4):
+        w.tick()
+    (told,) = w.log.events()
+    assert "2 more instances would have room" in told.why
+    w.verbs.variants = ("int4",)
+    w.tick()
+    ((verb, why),) = w.verbs.asked
+    assert (verb, why[:3]) == ("swap", "r0 ")
+    assert "offered: swap 15 s for 18,000 bytes with a loss of quality; swap: the cheapest that suffices" in why
+    assert [event.kind for event in w.log.events()] == ["overloaded", "swapped"]
+
+
+def test_where_none_can_be_dropped_it_is_the_cheapest_of_what_can_be_done(world: Any) -> None:
+    added: list[int] = []
+    w = world(replace(AT_ONCE, best_effort=False, scale_out=2), add=lambda count: added.append(count) or ("new",))
+    w.verbs.variants, w.verbs.swap_pages = ("int4",), 3
+    Seen(w).waiting_bytes = 18_000
+    while not added:
+        w.tick()
+    assert added == [2]
+    assert not w.verbs.asked
+    assert "add 10 s for 20,000 bytes; add: the cheapest that suffices" in w.log.events()[0].why
+
+
 def test_what_waits_at_the_fleet_is_relieved_at_any_instance(world: Any) -> None:
     w = world()
     w.verbs.variants, w.verbs.drop_s = ("int4",), 60.0
