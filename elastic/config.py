@@ -80,10 +80,6 @@ class Place:
         good = budget is None or (_is_integer(budget) and budget >= 0)
         require(good, f"budget of place {self.name}", budget, "whole bytes, at least 0, or None")
 
-    def with_budget(self, budget_bytes: int) -> Place:
-        """The same place with a budget, in bytes."""
-        return replace(self, budget_bytes=budget_bytes)
-
 
 @dataclass(frozen=True)
 class SLO:

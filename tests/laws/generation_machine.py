@@ -8,6 +8,7 @@ or one that meets an injected fault; weights keep their bits; the ledger is righ
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import sys
@@ -206,7 +207,7 @@ class Machine(RuleBasedStateMachine):
         self.faults_armed, self.fault_pending = 0, False
         self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
         first, *others = PLACES[self.device]
-        first = first.with_budget(TIGHT[self.device]) if self.tight else first
+        first = dataclasses.replace(first, budget_bytes=TIGHT[self.device]) if self.tight else first
         elastic.wrap(self.model, places=[first, *others], kv_layout=layout, variants=[HALF])
         self.rt = self.model.elastic
         self.parts = [name for name in self.rt._weights.layers[0].slots if "norm" not in name and "ln" not in name]

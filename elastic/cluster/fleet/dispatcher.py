@@ -334,10 +334,6 @@ class Dispatcher:
         self._prefixes.forget(instance.name)
         self.changed.notify_all()
 
-    def give_to(self, record: RequestRecord, instance: Instance) -> None:
-        """Give a request to this instance."""
-        self._give(record, instance, self._prefixes.cached(instance.name, record.hashes))
-
     # -- inside, under the lock
 
     def _choose(self, record: RequestRecord, among: Collection[str] | None = None) -> tuple[Instance, int] | None:

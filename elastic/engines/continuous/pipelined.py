@@ -160,13 +160,6 @@ class PipelinedEngine(RecoveringEngine):
 
         return self._between_steps(look)
 
-    def sectors_alone(self) -> int:
-        """Count the sectors that the KV cache could have at the present limit with all layers here."""
-        memory = self._memory
-        with memory.lock:
-            whole = memory.groups[0]
-            return memory.kv.limits.open // (len(whole.group.layers) * whole.layer_pages)
-
     # -- inside, on the loop's thread
 
     def _note_lost(self, rank: str) -> None:

@@ -1,5 +1,5 @@
-"""Which ranks have which layers of an instance, and what changes between two such states: pure functions of records.
+"""Which instances drop which layers, who gets what of the keys and values, and the cut of layers into stages.
 
-Way in: `arrangement.Arrangement`, `transfers.moves`, `routes.routes`, `flips.flip_order`, `stages.stages`,
-`drop.drop_plan`. Policies, fleets, executors and simulators import it; nothing here knows a process or a tensor.
+Way in: `drop.drop_plan`, `stages.stages`, `caps`. Policies, fleets, executors and simulators import it; nothing here
+knows a process or a tensor.
 """

@@ -10,12 +10,11 @@ largest group is as small as it can be: six instances that are to become two gro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from elastic.errors import ConfigError
-from elastic.planning.arrangement.arrangement import Arrangement, Shards
 from elastic.planning.arrangement.stages import Held, StageCut, stages
 
 
@@ -42,28 +41,6 @@ class GroupPlan:
     """Of each member, the layers that it will have when nothing is held twice any more."""
     freed_bytes: int
     fetched_bytes: int = 0
-
-    def arrangement(self, shards: Mapping[str, Shards], leader: str, epoch: int) -> Arrangement:
-        """Return the arrangement of the group: `shards` says which ranks each member has."""
-        pairs = list(zip(self.members, map(frozenset, self.keeps), strict=True))
-        count = 1 + max(layer for keeps in self.keeps for layer in keeps)
-        layers = tuple(tuple(shards[name] for name, keeps in pairs if layer in keeps) for layer in range(count))
-        return Arrangement(layers, leader, epoch)
-
-    def assignment(self, homes: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Assign requests in that arrangement: to their home, and where it lacks a layer, to the layer's stage.
-
-        `homes` says for each request which member had it before.
-        """
-        paths: dict[str, tuple[int, ...]] = {}
-        for home in dict.fromkeys(homes.values()):
-            path = []
-            for layer, owner in sorted((layer, owner) for owner, run in enumerate(self.stages) for layer in run):
-                holders = [number for number, keeps in enumerate(self.keeps) if layer in keeps]
-                wanted = [number for number in (self.members.index(home), owner) if number in holders]
-                path.append(holders.index((wanted or holders)[0]))
-            paths[home] = tuple(path)
-        return {request: paths[home] for request, home in homes.items()}
 
 
 @dataclass(frozen=True)

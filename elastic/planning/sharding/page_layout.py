@@ -64,13 +64,6 @@ class CutLayout:
         """Padding as a share of the weights."""
         return self.padding_bytes / (self.nbytes - self.padding_bytes)
 
-    @property
-    def stored_rows(self) -> int:
-        """Rows of the one matrix that the parts of the form `padded` are; of zeros where the checkpoint has none."""
-        if self.form == "segments":
-            raise ConfigError("segments are a matrix each; only the form 'padded' has one")
-        return self.nbytes // self.row_bytes
-
     def run(self, part: int, degree: int) -> tuple[StoredPart, ...]:
         """Return what a rank keeps: of `degree` ranks, the one with this part, from 0.
 

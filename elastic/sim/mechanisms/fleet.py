@@ -129,11 +129,6 @@ class ElasticFleet(SimulatedFleet):
         """Have all happen that is due until then."""
         self.threads.run(until_s)
 
-    def run_until(self, done: Callable[[], object], most_s: float = 86400.0, step_s: float = 1.0) -> None:
-        """Have events happen until it is so, or so late."""
-        while not done() and self.clock.now < most_s:
-            self.run(self.clock.now + step_s)
-
     def call(self, verb: Callable[[ScheduledVerbs], object]) -> None:
         """Have a verb be done beside all else, from now on; see `failed`."""
 

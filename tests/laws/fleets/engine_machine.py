@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         if others and not engine._loop.scheduler.sequences:  # else the cap might be reached late
             other, cap = others[guest % len(others)], engine._memory.cap
             with suppress(CapacityError):
-                self.group.join(name, other, engine.sectors_alone() // 2 if cap is None else cap)
+                self.group.join(name, other, self.group.sectors_alone(name) // 2 if cap is None else cap)
                 self.joined.append((name, other))
 
     @rule(home=NUMBER, layers=st.sets(st.integers(0, LAYERS - 1), min_size=1), to=NUMBER, rounds=st.integers(1, 3))

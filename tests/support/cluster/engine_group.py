@@ -89,10 +89,17 @@ class EngineGroup:
     def __getitem__(self, rank: str) -> ContinuousEngine:
         return self.tracked[rank].engine
 
+    def sectors_alone(self, rank: str) -> int:
+        """Count the sectors that the KV cache of a rank could have at the present limit with all layers there."""
+        memory = self[rank]._memory
+        with memory.lock:
+            whole = memory.groups[0]
+            return memory.kv.limits.open // (len(whole.group.layers) * whole.layer_pages)
+
     def join(self, home: str, guest: str, sectors: int | None = None) -> None:
         """Have a rank be ready to compute layers of a home."""
         here, there = queue_pair()
-        sectors = self[home].sectors_alone() // 4 if sectors is None else sectors
+        sectors = self.sectors_alone(home) // 4 if sectors is None else sectors
         end = self.exchange.transport(guest, home)
         self[home].set_cap(sectors)
         while not self[home].cap_reached():

@@ -451,7 +451,7 @@ def test_what_a_killed_rank_did_not_tell_is_computed_again(
 
 def test_a_request_that_never_fits_alone_fails_when_its_group_is_lost(group: Callable[..., EngineGroup]) -> None:
     ranks = group("ab", nbytes=200 << 10)
-    engine, alone = ranks["a"], ranks["a"].sectors_alone()
+    engine, alone = ranks["a"], ranks.sectors_alone("a")
     expected = continuation(architectures.build("llama-gqa"), PROMPTS[1], 30)
     ranks.join("a", "b", sectors=1)
     ranks.move("a", (1, 2), "b")

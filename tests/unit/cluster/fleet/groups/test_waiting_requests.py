@@ -52,7 +52,7 @@ def give(world: HalfGroup, sectors: int, name: str, rank: GroupRank) -> Instance
         instance.limit_changes -= 1
     given = dispatcher.instances[rank.name]
     with dispatcher.lock:
-        dispatcher.give_to(dispatcher.queue.popleft(), given)
+        dispatcher._give(dispatcher.queue.popleft(), given, 0)
     return given
 
 
