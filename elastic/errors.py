@@ -2,6 +2,7 @@
 
 ElasticError
 ├── ConfigError          an option is wrong: the caller must change it
+│   └── NotFound         it names what is not there: a rank, a request, a deployment, a transaction
 ├── CapacityError        not enough memory: ask for less, or again later
 ├── StateError           the wrong moment: closed, already wrapped, inside a forward pass
 │   └── RankLost         a process of a fleet ended or hung while it was asked
@@ -31,6 +32,10 @@ def _as_it_was(kind: type[ElasticError], args: tuple[Any, ...], attributes: dict
 
 class ConfigError(ElasticError, ValueError):
     """An option has a value that cannot work; the message names the option, the value and what is allowed."""
+
+
+class NotFound(ConfigError):
+    """A name stands for nothing that is there; the message says what is, or who gives names."""
 
 
 class CapacityError(ElasticError, MemoryError):

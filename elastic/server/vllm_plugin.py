@@ -18,7 +18,7 @@ from fastapi import FastAPI, HTTPException, Request
 from elastic.config import parse_limit
 from elastic.controller.snapshot import RequestStats
 from elastic.engines.vllm.client.proxy import AsyncRemoteRuntime
-from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError
+from elastic.errors import BackendUnavailable, CapacityError, ConfigError, ElasticError, NotFound
 from elastic.server.protocol.actions import ActionsBody, AnyActionBody, ReleaseBody, ResizeKVBody, RestoreBody, SwapBody
 from elastic.server.routes import STATUS_VERSION
 from elastic.server.routes.status import EVENTS_SHOWN, plain, with_kind
@@ -73,7 +73,7 @@ async def answered(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     try:
         return await answer
     except ElasticError as error:
-        codes: dict[type, int] = {ConfigError: 400, CapacityError: 409, BackendUnavailable: 503}
+        codes: dict[type, int] = {ConfigError: 400, NotFound: 404, CapacityError: 409, BackendUnavailable: 503}
         raise HTTPException(codes.get(type(error), 409), str(error)) from error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.actions.transactions.transaction import Transaction, TransactionRunner
-from elastic.errors import ConfigError, StateError
+from elastic.errors import ConfigError, NotFound, StateError
 from elastic.types import Action, Prepared, ResizeKV, Result
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class HeldTransactions:
 
     def _end_of(self, id: str) -> EndedTransaction:
         if id not in self._ended:
-            raise ConfigError(f"id={id!r} is no transaction of this model, or ended long ago; prepare returns the id")
+            raise NotFound(f"id={id!r} is no transaction of this model, or ended long ago; prepare returns the id")
         return self._ended[id]
 
     def _remember(self, id: str, ended: EndedTransaction) -> None:

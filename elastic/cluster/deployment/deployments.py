@@ -19,7 +19,7 @@ from elastic.cluster.deployment.hysteresis import Replanning
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.config import parse_bytes
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.estimation.device_list import parse_devices
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.profiles.store import ProfileStore
@@ -245,7 +245,7 @@ class Deployments:
 
     def _named(self, name: str) -> Deployed:
         if name not in self._deployed:
-            raise ConfigError(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
+            raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self._deployed) or 'none'}")
         return self._deployed[name]
 
     def _require_open(self) -> None:

@@ -46,7 +46,7 @@ from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.types import Action
 
 logger = logging.getLogger(__name__)
@@ -369,7 +369,7 @@ class Fleet(PricedVerbs):
             instance = self._dispatcher.instances.get(name)
             known = ", ".join(self._dispatcher.instances) or "none"
         if instance is None:
-            raise ConfigError(f"there is no rank {name!r}; there are: {known}")
+            raise NotFound(f"there is no rank {name!r}; there are: {known}")
         return instance
 
     def _ask(self, rank: str, question: Question) -> Any:

@@ -27,7 +27,7 @@ from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.records.requests import RequestRecord, Resumption
 from elastic.engines.core.kv_state import KVSource, SequenceKV
-from elastic.errors import ConfigError, ElasticError, Overloaded, RankLost, StateError
+from elastic.errors import ElasticError, NotFound, Overloaded, RankLost, StateError
 
 logger = logging.getLogger(__name__)
 MOST_ROUNDS = 8
@@ -148,10 +148,10 @@ class Mover:
         with self._lock:
             record, goal = dispatcher.records.get(request), dispatcher.instances.get(target)
             if record is None:
-                raise ConfigError(f"request {request!r} is not served here, or has ended")
+                raise NotFound(f"request {request!r} is not served here, or has ended")
             if goal is None:
                 known = ", ".join(dispatcher.instances) or "none"
-                raise ConfigError(f"there is no instance {target!r}; there are: {known}")
+                raise NotFound(f"there is no instance {target!r}; there are: {known}")
             if record.moving or record.instance is None:
                 raise StateError(f"request {request!r} {'is being moved' if record.moving else 'waits in the queue'}")
             if record.instance == target:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from elastic.engines.base import Engine
-from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.errors import ConfigError, ElasticError, NotFound, StateError
 from elastic.runtime.runtime import Runtime
 from elastic.server.fleets.fleet import FleetEngine, as_fleet
 from elastic.server.protocol.errors import APIError
@@ -184,9 +184,7 @@ class ActionTargets:
 
     def _asked(self, id: str) -> Mapping[Target, tuple[Action, ...]]:
         if id not in self._prepared:
-            raise ConfigError(
-                f"id={id!r} is no transaction of this server; POST /elastic/actions/prepare returns the id"
-            )
+            raise NotFound(f"id={id!r} is no transaction of this server; POST /elastic/actions/prepare returns the id")
         return self._prepared[id]
 
 

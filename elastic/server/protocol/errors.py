@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
+from elastic.errors import CapacityError, ConfigError, ElasticError, NotFound, Overloaded, StateError
 
 RETRY_AFTER_S = 5
 """Value of the header `Retry-After` while the server drains or its engine is not serving."""
@@ -79,6 +79,8 @@ def as_api_error(error: Exception) -> APIError:
             return APIError(429, str(error), type="overloaded_error", code="overloaded", headers=after)
         case CapacityError():
             return APIError(400, str(error), code="capacity_exceeded")
+        case NotFound():
+            return APIError(404, str(error), code="not_found")
         case ConfigError():
             return APIError(400, str(error), code="invalid_value")
         case StateError():

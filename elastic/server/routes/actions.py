@@ -18,7 +18,7 @@ from typing import Any, get_args
 from fastapi import APIRouter
 
 from elastic.config import parse_limit
-from elastic.errors import CapacityError, ConfigError, StateError
+from elastic.errors import CapacityError, ConfigError
 from elastic.server.fleets.targets import ActionTargets, Target
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
@@ -37,6 +37,7 @@ from elastic.server.protocol.actions import (
     SwapBody,
 )
 from elastic.server.protocol.errors import APIError
+from elastic.server.routes import acting
 from elastic.server.routes.status import plain, with_kind
 from elastic.types import Action, Evict, Migrate, MigrateKV, Release, Replicate, ResizeKV, Restore, Swap
 
@@ -74,7 +75,7 @@ def routes(serving: ServerState) -> APIRouter:
 
     @router.post("/elastic/actions/{id}/commit")
     async def commit(id: str) -> dict[str, Any]:
-        return await _ended(lambda: {"id": id, "results": _results(targets.commit(id))})
+        return await acting.act(lambda: {"id": id, "results": _results(targets.commit(id))})
 
     @router.post("/elastic/actions/{id}/rollback")
     async def rollback(id: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def routes(serving: ServerState) -> APIRouter:
             targets.rollback(id)
             return {"id": id}
 
-        return await _ended(undo)
+        return await acting.act(undo)
 
     return router
 
@@ -93,16 +94,6 @@ async def _answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return await asyncio.to_thread(work)
     except CapacityError as error:
         raise APIError(409, str(error), code="capacity_exceeded") from error
-
-
-async def _ended(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do the end of a transaction: one that is not known is a 404, one that ended otherwise a conflict."""
-    try:
-        return await _answered(work)
-    except ConfigError as error:
-        raise APIError(404, str(error), code="not_found") from error
-    except StateError as error:
-        raise APIError(409, str(error), code="conflict") from error
 
 
 def _described(model: type[ActionBody]) -> tuple[str, dict[str, Any]]:

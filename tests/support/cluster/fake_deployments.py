@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.cluster.deployment.status import DeploymentStatus, DeviceStatus, Replanned, TransitionStep
-from elastic.errors import CapacityError, ConfigError
+from elastic.errors import CapacityError, ConfigError, NotFound
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
@@ -38,6 +38,8 @@ class FakeDeployments:
         self.asked.append(("deploy", path, intent, load, weights))
         if path == "/large":
             raise CapacityError("it has no place", requested_bytes=1, free_bytes=0, total_bytes=0)
+        if weights == ["int2"]:
+            raise ConfigError("weights: there is no variant 'int2'; choose some of full, int8, int4")
         name = name or path.rpartition("/")[2]
         self.engines[name] = FakeEngine(step_s=0.0005)
         self.engines[name].start()
@@ -49,7 +51,7 @@ class FakeDeployments:
 
     def intend(self, name: str, intent: Any, *, load: Any = None, dry_run: bool = False) -> Replanned:
         if name not in self.told:
-            raise ConfigError(f"there is no deployment {name!r}; there are: {', '.join(self.told)}")
+            raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(self.told)}")
         self.asked.append(("intend", name, intent, load, dry_run))
         if not dry_run:
             self.told[name] = replace(self.told[name], intent=intent)

@@ -16,7 +16,7 @@ from elastic.controller.snapshot import RequestStats
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.pipeline.path import LayerPath
 from elastic.engines.pipeline.turn import StageTimes
-from elastic.errors import CapacityError, ConfigError, RankLost, StateError
+from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
 from elastic.planning.arrangement.drop import GroupPlan
 from elastic.types import Action, Change, PlanStep, Prepared
 from support.serving.fake_engine import FakeEngine
@@ -107,7 +107,7 @@ class FakeFleet(FakeEngine):
 
     def move(self, request: str, instance: str) -> Moved:
         if instance not in [each.name for each in self.status().instances]:
-            raise ConfigError(f"there is no instance {instance!r}; there are: i-a")
+            raise NotFound(f"there is no instance {instance!r}; there are: i-a")
         self.moves.append((request, instance))
         return Moved(request, instance)
 
@@ -119,7 +119,7 @@ class FakeFleet(FakeEngine):
 
     def remove(self, name: str, *, drain: bool = True) -> None:
         if name not in self.ranks:
-            raise ConfigError(f"there is no rank {name!r}")
+            raise NotFound(f"there is no rank {name!r}")
         if len(self.ranks) == 1:
             raise StateError(f"rank {name!r} is the last one")
         self.becomes(name, "ended", "" if drain else "at once")
@@ -176,7 +176,7 @@ class FakeFleet(FakeEngine):
 
     def split(self, rank: str) -> Restored:
         if rank not in self.ranks:
-            raise ConfigError(f"there is no group of rank {rank!r}")
+            raise NotFound(f"there is no group of rank {rank!r}")
         self.groups_asked.append(("split", rank))
         return Restored("applied", members=("a", "b"))
 

@@ -88,18 +88,19 @@ def test_the_intent_and_the_load_come_as_they_were_sent(client: TestClient, depl
 
 
 @pytest.mark.parametrize(
-    ("verb", "body", "status", "words"),
+    ("verb", "body", "status", "code", "words"),
     [
-        ("deploy", {"path": "/large"}, 409, "it has no place"),
-        ("deploy", {"path": "/other", "intent": {"latency_s": -1}}, 400, "latency_s=-1"),
-        ("deploy", {"path": "/other", "intent": {"minimize": "speed"}}, 400, "minimize"),
-        ("intend", {"name": "third", "intent": {"minimize": "cost"}}, 404, "no deployment 'third'"),
-        ("undeploy", {"name": NAME}, 409, "the server's own model"),
+        ("deploy", {"path": "/large"}, 409, "capacity_exceeded", "it has no place"),
+        ("deploy", {"path": "/other", "intent": {"latency_s": -1}}, 400, "invalid_value", "latency_s=-1"),
+        ("deploy", {"path": "/other", "intent": {"minimize": "speed"}}, 400, "invalid_value", "minimize"),
+        ("deploy", {"path": "/other", "weights": ["int2"]}, 400, "invalid_value", "there is no variant 'int2'"),
+        ("intend", {"name": "third", "intent": {"minimize": "cost"}}, 404, "not_found", "no deployment 'third'"),
+        ("undeploy", {"name": NAME}, 409, "conflict", "the server's own model"),
     ],
 )
-def test_what_cannot_be_is_said(client: TestClient, verb: str, body: Any, status: int, words: str) -> None:
+def test_what_cannot_be_is_said(client: TestClient, verb: str, body: Any, status: int, code: str, words: str) -> None:
     answer = client.post(f"/elastic/fleet/{verb}", json=body)
-    assert answer.status_code == status
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert words in answer.text
 
 

@@ -36,7 +36,7 @@ from elastic.cluster.fleet.groups.results import (
 from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
-from elastic.errors import CapacityError, ConfigError, RankLost, StateError
+from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
 from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
@@ -317,7 +317,7 @@ class Groups:
         """Return one group of instances, and of those that they are in groups with."""
         serving = {instance.name: instance for instance in self._ranks.serving()}
         if unknown := [name for name in names if name not in serving]:
-            raise ConfigError(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
+            raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
         old = [group for group in self._groups if not set(names).isdisjoint(group.members)]
         members = tuple(dict.fromkeys([*(name for group in old for name in group.members), *names]))
         if len(members) < 2:

@@ -19,7 +19,7 @@ from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown, weight_bytes
 from elastic.cluster.fleet.groups.results import Replicated, Resharded, Restored, all_restored
 from elastic.cluster.fleet.groups.transition import Shape, flips_between
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, NotFound
 
 Units = tuple[tuple[str, ...], ...]
 """Ranks that are to share every layer with each other, and with no others."""
@@ -99,9 +99,11 @@ class ReshardingGroups(Groups):
     def _with_partners(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return ranks, and those that compute layers with them. Raises `ConfigError` for none and for unknown ones."""
         serving = [instance.name for instance in self._ranks.serving()]
-        if not names or (unknown := [name for name in names if name not in serving]):
-            wrong = f"there is no rank {unknown[0]!r} that serves" if names else "name one instance at least"
-            raise ConfigError(f"reshard: {wrong}; there are: {', '.join(serving) or 'none'}")
+        there = ", ".join(serving) or "none"
+        if not names:
+            raise ConfigError(f"reshard: name one instance at least; there are: {there}")
+        if unknown := [name for name in names if name not in serving]:
+            raise NotFound(f"reshard: there is no rank {unknown[0]!r} that serves; there are: {there}")
         found: dict[str, None] = {}
         for name in names:
             group = self.group_of(name)
