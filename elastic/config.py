@@ -324,7 +324,9 @@ class Lengths:
     def __post_init__(self) -> None:
         for name in ("step", "most_ranks"):
             value = getattr(self, name)
-            require(_is_degree(value) and value >= 2, name, value, "a power of two, at least 2")
+            require(
+                _is_integer(value) and value >= 2 and not value & (value - 1), name, value, "a power of two, at least 2"
+            )
         require(self.step <= self.most_ranks, "step", self.step, f"at most most_ranks = {self.most_ranks}")
         require(_is_share(self.free_to_shrink), "free_to_shrink", self.free_to_shrink, "a share from 0 to 1")
         _require_seconds(self, "patience_s", "wait_s", "dwell_s", "queue_high_s", "cooldown_s")
@@ -371,10 +373,6 @@ def _is_share(value: object) -> bool:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_degree(value: object) -> bool:
-    return isinstance(value, int) and _is_integer(value) and value > 0 and not value & (value - 1)
 
 
 def _is_names(value: object) -> bool:

@@ -211,10 +211,11 @@ class ReplicateHandler(ActionHandler):
         copied = LayerCopy(module)
         self._on_copied(module, copied.module)
         self._allocator.take(unit, self._copy_rate)
-        worker = self._worker_at(unit.pool)
+        place, device = unit.pool.name, unit.pool.backend.device
+        worker = self._workers.get(place) or self._workers.setdefault(place, ReplicaWorker(place, device))
         prepared.replicas[layer] = Replica(unit, copied, worker, dispatches(module), version_of(units))
         copy = self._weights.streamer(unit).copier.copy_async(copy_plan(unit, units), self._copy_rate)
-        copied.put(unit.slots, resident_contents(unit, unit.precision), unit.pool.backend.device)
+        copied.put(unit.slots, resident_contents(unit, unit.precision), device)
         return copy
 
     def _set_replicas(self, replicas: Replicas) -> None:
@@ -239,8 +240,3 @@ class ReplicateHandler(ActionHandler):
         pages = self._allocator.give_up(replica.unit)
         self._allocator.give_to_cache(replica.unit, pages)
         return pages
-
-    def _worker_at(self, pool: PagePool) -> ReplicaWorker:
-        if pool.name not in self._workers:
-            self._workers[pool.name] = ReplicaWorker(pool.name, pool.backend.device)
-        return self._workers[pool.name]

@@ -37,7 +37,6 @@ from elastic.memory.rate_limit import RateLimiter
 from elastic.types import Change, PlanStep
 from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.model import ModelWeights
-from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision, outdated
 from elastic.weights.slot_contents import absent_contents, resident_contents
 
@@ -208,7 +207,11 @@ class SwapHandler(ActionHandler):
                 prepared.moved_bytes += refill_parts(
                     self._weights, switch.unit, switch.shards, prepared.action, self._copy_rate
                 )
-                switch.contents = self._contents_of_parts(switch)
+                switch.contents = (
+                    resident_contents(switch.unit, switch.unit.full)
+                    if switch.shards == switch.unit.every
+                    else absent_contents(switch.unit, Absence.DROPPED, switch.shards)
+                )
 
     def _drop(self, switches: list[SlotSwitch]) -> None:
         """Give the pages of new buffers back."""
@@ -273,12 +276,6 @@ class SwapHandler(ActionHandler):
             precision = unit.precisions.renewed(precision, unit.host_copies)
             copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
         return precision
-
-    def _contents_of_parts(self, switch: SlotSwitch) -> dict[str, Content]:
-        unit, shards = switch.unit, switch.shards
-        if shards == unit.every:
-            return resident_contents(unit, unit.full)
-        return absent_contents(unit, Absence.DROPPED, shards or frozenset())
 
     def _retire_old(self, switches: list[SlotSwitch]) -> tuple[int, int]:
         """Return the pages that the units gave up: those free now, and those that tensors outside still show."""

@@ -59,6 +59,10 @@ class GroupReading:
         """The share of the capacity that live requests have or are promised."""
         return self.committed_bytes / self.capacity_bytes if self.capacity_bytes else 1.0
 
+    def spare_bytes(self, kv_high: float) -> int:
+        """Return what it could take over without being near an overload, which begins at this use."""
+        return max(0, int(kv_high * self.capacity_bytes) - self.committed_bytes - self.waiting_bytes)
+
     @property
     def base_bytes(self) -> int:
         """The KV capacity of its instances with all layers."""

@@ -40,19 +40,19 @@ def layer_work(pages: WeightPages, kind: LayerKind, weights: str, kv: KVShape, t
         read[group] += bytes_of[name]
         if parameter.ndim > 1:
             met[group] += bytes_of[name] / parameter.element_size() if smaller else parameter.numel()
-    chosen = _share_of_experts(config, kind)
+    experts = max((slot.parameter.shape[0] for slot in kind.slots.values() if slot.parameter.ndim == 3), default=1)
+    chosen = min(1.0, _chosen(config, kind) / experts)
     shared = [
         Work(read["cut"], 2 * met["cut"]),
         Work(read["experts"], 2 * chosen * met["experts"], least_met=chosen),
-        _attention(config, kind, kv),
+        Work(
+            pair_flops=4.0 * config.num_attention_heads * kv.dim,
+            kv_bytes=float(kv.token_bytes),
+            window=window_of(config, kind),
+        ),
     ]
     parts = [Work(read["whole"], 2 * met["whole"]), *(work.shared(tp, kv.parts(tp)) for work in shared)]
     return tuple(work for work in parts if work.weight_bytes or work.kv_bytes)
-
-
-def _attention(config: Any, kind: LayerKind, kv: KVShape) -> Work:
-    flops = 4.0 * config.num_attention_heads * kv.dim
-    return Work(pair_flops=flops, kv_bytes=float(kv.token_bytes), window=window_of(config, kind))
 
 
 def window_of(config: Any, kind: LayerKind) -> int | None:
@@ -82,7 +82,8 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     seen = context * 4 * kv_heads * dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
     attention = step_tokens * (4 * heads + 6 * kv_heads) * dim * itemsize + seen + step_tokens * context * _SCORE_BYTES
-    inner = max(_width(kind) for kind in layout.kinds)
+    slots = [slot for kind in layout.kinds for slot in kind.slots.values()]
+    inner = max(max(slot.parameter.shape[-2:]) for slot in slots if slot.parameter.ndim > 1)
     chosen = max(_chosen(config, kind) for kind in layout.kinds)
     network = step_tokens * chosen * (4 * inner + 2 * hidden) * itemsize
     logits = running * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
@@ -123,18 +124,8 @@ def _stored_bytes(kind: LayerKind, weights: str, target: KernelTarget) -> dict[s
     return nbytes
 
 
-def _width(kind: LayerKind) -> int:
-    """Return the largest dimension inside of a layer."""
-    return max(max(slot.parameter.shape[-2:]) for slot in kind.slots.values() if slot.parameter.ndim > 1)
-
-
 def _chosen(config: Any, kind: LayerKind) -> int:
     """Return how many experts a token is sent to; 1 for a layer without."""
     if not any(slot.parameter.ndim == 3 for slot in kind.slots.values()):
         return 1
     return next((count for name in _CHOSEN if isinstance(count := getattr(config, name, None), int)), 1)
-
-
-def _share_of_experts(config: Any, kind: LayerKind) -> float:
-    experts = max((slot.parameter.shape[0] for slot in kind.slots.values() if slot.parameter.ndim == 3), default=1)
-    return min(1.0, _chosen(config, kind) / experts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from elastic.bench.report.plots import COLOURS, png_figure, require_matplotlib
 from elastic.sim.report import Report
@@ -29,7 +28,9 @@ def draw(report: Report, path: Path, title: str) -> None:
         for panel, (name, label, factor) in zip(axes.flat, PANELS, strict=True):
             values = [factor * getattr(sample, name) for sample in report.samples]
             panel.plot(times, values, color=COLOURS[0], linewidth=1.2)
-            _draw_actions(panel, report, kinds)
+            for action in report.actions[:MOST_LINES]:
+                colour = COLOURS[1 + kinds.index(action.kind) % 6]
+                panel.axvline(action.at_s, color=colour, linewidth=0.8, alpha=0.6)
             panel.set(ylabel=label, ylim=(0, None))
             panel.grid(alpha=0.3)
         axes.flat[-1].set_xlabel("seconds of the run")
@@ -37,9 +38,3 @@ def draw(report: Report, path: Path, title: str) -> None:
         if lines:
             figure.legend(lines, kinds, loc="outside lower center", ncols=min(6, len(lines)))
         figure.suptitle(title)
-
-
-def _draw_actions(panel: Any, report: Report, kinds: Sequence[str]) -> None:
-    for action in report.actions[:MOST_LINES]:
-        colour = COLOURS[1 + kinds.index(action.kind) % 6]
-        panel.axvline(action.at_s, color=colour, linewidth=0.8, alpha=0.6)

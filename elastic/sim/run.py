@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from itertools import count
 
 from elastic.errors import CapacityError, Overloaded
 from elastic.sim.core.clock import VirtualClock, stream
-from elastic.sim.core.fleet import SimulatedFleet
 from elastic.sim.core.threads import SimulatedThreads
 from elastic.sim.mechanisms.fleet import ElasticFleet
 from elastic.sim.policies import befall, make_fleet
@@ -82,7 +80,9 @@ class Run:
             progress(self.clock.now)
         for fleet in self.fleets:
             fleet.check()
-            self._tell_of(fleet)
+            for event in fleet.log.events():
+                words = ", ".join(filter(None, (event.rank, event.why)))
+                self.report.action(event.when_s, event.kind, words, event.seconds)
         self.close()
         steps = sum(instance.scheduler.steps for fleet in self.fleets for instance in fleet.instances.values())
         return SimulationSpeed(time.perf_counter() - began, self.clock.events, steps, self.clock.now)
@@ -98,15 +98,9 @@ class Run:
     def _live(self) -> bool:
         return any(fleet.dispatcher.records for fleet in self.fleets)
 
-    def _tell_of(self, fleet: SimulatedFleet) -> None:
-        """Tell what a fleet did."""
-        for event in fleet.log.events():
-            words = ", ".join(filter(None, (event.rank, event.why)))
-            self.report.action(event.when_s, event.kind, words, event.seconds)
-
     def _submit(self, job: RequestArrival) -> None:
         number = next(self._numbers)
-        fleet = self._fleet(self._choose)
+        fleet = self.fleets[0] if len(self.fleets) == 1 else self.fleets[self._choose.randrange(len(self.fleets))]
         request = request_of(job, number)
         if job.answer < job.most:
             fleet.answers[request.id] = job.answer
@@ -116,9 +110,6 @@ class Run:
         except (CapacityError, Overloaded):
             fleet.answers.pop(request.id, None)
             self.report.refused()
-
-    def _fleet(self, choose: random.Random) -> SimulatedFleet:
-        return self.fleets[0] if len(self.fleets) == 1 else self.fleets[choose.randrange(len(self.fleets))]
 
     def _sample(self) -> None:
         loads = [instance.load for fleet in self.fleets for instance in fleet.dispatcher.instances.values()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from typing import Any
 
 from elastic.cli.inputs.intent_options import add_intent, add_load, intent_of
@@ -57,7 +56,8 @@ def _intend(url: str, token: str, options: Namespace) -> int:
     body = {"name": options.name, "intent": _intent(options), "dry_run": options.dry_run}
     told = post(url, "/elastic/fleet/intend", body, token, DEPLOY_S).get("intended") or {}
     for step in told.get("steps") or []:
-        print(_step(step))
+        to = f" to {step['weights']}" if step.get("weights") else ""
+        print(f"  {step['kind']} {', '.join(step['devices'])}{to}: {step.get('moved_bytes', 0):,} bytes of weights")
     did = "would take about" if options.dry_run else "took"
     print(
         f"{told.get('status')}: {told.get('before')} to {told.get('after')}; it {did} {told.get('seconds', 0.0):.1f} s"
@@ -71,11 +71,6 @@ def _undeploy(url: str, token: str, options: Namespace) -> int:
     post(url, "/elastic/fleet/undeploy", {"name": options.name, "drain": not options.now}, token, DEPLOY_S)
     print(f"{options.name} has ended")
     return 0
-
-
-def _step(step: Mapping[str, Any]) -> str:
-    to = f" to {step['weights']}" if step.get("weights") else ""
-    return f"  {step['kind']} {', '.join(step['devices'])}{to}: {step.get('moved_bytes', 0):,} bytes of weights"
 
 
 def _intent(options: Namespace) -> dict[str, Any]:

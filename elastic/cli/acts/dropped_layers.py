@@ -60,7 +60,9 @@ def serve_a_burst(model: str, loaded: Loaded, weights: int, tokens: int, console
     ids = loaded.inputs["input_ids"][0].tolist()
     prompts = [tuple(ids[: max(1, len(ids) - number)]) for number in range(PROMPTS)]
     expected = [greedy(loaded.model, prompt, count) for prompt in prompts]
-    places = [[f"cpu#r{number}={_budget(loaded.model, weights) // 1024}KiB"] for number in range(2)]
+    pages = loaded.model.config.get_text_config(decoder=True).num_hidden_layers << 16  # one of 64 KiB for each layer
+    budget = weights + pages // 2 + SECTORS * pages  # half a page of each layer is lost, on an average
+    places = [[f"cpu#r{number}={budget // 1024}KiB"] for number in range(2)]
     answers = Answers()
     with Fleet(model, ranks=places, policy=SOON, replace=False) as fleet:
         for number in range(REQUESTS):
@@ -87,13 +89,6 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
         cache, new = out.past_key_values, out.logits[:, -1:].argmax(-1)
         found.append(int(new))
     return found
-
-
-def _budget(model: Any, weights: int) -> int:
-    """Return the bytes of a place for the weights and a few requests."""
-    config = model.config.get_text_config(decoder=True)
-    pages: int = config.num_hidden_layers << 16  # a page of 64 KiB for each layer
-    return weights + pages // 2 + SECTORS * pages  # half a page of each layer is lost, on an average
 
 
 def _watch(fleet: Fleet, answers: Answers, console: Console) -> None:

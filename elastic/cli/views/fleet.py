@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.panels import mib
-from elastic.cli.views.status_document import FleetEventDocument, InstanceDocument, RankDocument, StatusDocument
+from elastic.cli.views.status_document import FleetEventDocument, RankDocument, StatusDocument
 
 STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "lost": "bold red", "ended": "dim"}
 
@@ -26,15 +26,16 @@ def ranks(document: StatusDocument) -> Panel:
     instances = {each.leader or next(iter(each.ranks), ""): each for each in document.instances}
     for rank in document.ranks:
         instance = instances.get(rank.name)
-        counts = ["-"] * 4
+        name, counts = "-", ["-"] * 4
         if instance is not None:
+            name = f"{instance.name}, tp={instance.tp}" if instance.tp > 1 else instance.name
             load = instance.load
             blocks = f"{load.free_blocks:,} of {load.total_blocks:,}"
             counts = [f"{instance.requests:,}", f"{load.running:,}", f"{load.waiting:,}", blocks]
         table.add_row(
             Text(rank.name),
             Text(rank.state, STYLES.get(rank.state, "")),
-            Text(_named(instance)),
+            Text(name),
             *counts,
             _kv(rank),
             "-" if rank.beat_s is None else f"{rank.beat_s:.1f}",
@@ -63,13 +64,6 @@ def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
             Text(event.why),
         )
     return table
-
-
-def _named(instance: InstanceDocument | None) -> str:
-    """Return an instance's name, and how many ranks share its layers, if several do."""
-    if instance is None:
-        return "-"
-    return f"{instance.name}, tp={instance.tp}" if instance.tp > 1 else instance.name
 
 
 def _kv(rank: RankDocument) -> str:

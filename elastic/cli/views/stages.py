@@ -11,7 +11,7 @@ from rich.text import Text
 
 from elastic.cli.views.layer_grid import ranges
 from elastic.cli.views.panels import mib
-from elastic.cli.views.status_document import RankDocument, StatusDocument, WireDocument
+from elastic.cli.views.status_document import RankDocument, StatusDocument
 
 IDLE, DROPPED = ("-", "dim"), ("·", "dim")
 OWN, OTHERS = "blue", "green"
@@ -56,7 +56,7 @@ def work(document: StatusDocument) -> Table | None:
             f"{times.bubble_s:,.1f}",
             f"{times.bubble_s / both_s:.1%}" if both_s > 0 else "-",
             f"{times.waiting_s:,.1f}",
-            Text(_hidden_states(wires)),
+            Text(", ".join(f"{wire.rank} {mib(wire.sent_bytes)}, {mib(wire.received_bytes)}" for wire in wires)),
             Text(", ".join(f"{wire.rank} {mib(wire.read_bytes)}" for wire in wires if wire.read_bytes)),
         )
     return table
@@ -115,11 +115,6 @@ def _parts(rank: RankDocument) -> list[str]:
 
 def _words_of_part(part: Sequence[str]) -> str:
     return f"parts {part[0]} of " if part and part[0] else "parts of "
-
-
-def _hidden_states(wires: Sequence[WireDocument]) -> str:
-    """Return what went to each rank, and came from it, as text."""
-    return ", ".join(f"{wire.rank} {mib(wire.sent_bytes)}, {mib(wire.received_bytes)}" for wire in wires)
 
 
 def _words(by_layer: Sequence[Sequence[str]], shared: Sequence[str], dropped: Collection[int]) -> str:

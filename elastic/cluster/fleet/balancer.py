@@ -57,14 +57,18 @@ class Balancer:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving" and not i.group]
             if len(serving) < 2:
                 return None
-            books = [self._books(instance) for instance in serving]
+            books = [
+                InstanceBooks(
+                    instance.name,
+                    instance.load.total_blocks,
+                    tuple(self._movable(instance, record) for record in instance.records.values()),
+                    instance.hello.max_requests,
+                )
+                for instance in serving
+            ]
             head = self._dispatcher.queue[0] if self._dispatcher.queue else None
             waiting = all_blocks(serving[0].kv_format, head) if head is not None else None
         return next(iter(plan_moves(books, waiting)), None)
-
-    def _books(self, instance: Instance) -> InstanceBooks:
-        requests = tuple(self._movable(instance, record) for record in instance.records.values())
-        return InstanceBooks(instance.name, instance.load.total_blocks, requests, instance.hello.max_requests)
 
     def _movable(self, instance: Instance, record: RequestRecord) -> Movable:
         kv, prompt = instance.kv_format, len(record.request.prompt)

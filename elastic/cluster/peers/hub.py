@@ -244,18 +244,15 @@ class PeerHub:
                 connection.close()
                 return
             if hello.kind == "log":
-                self._replace_log(hello.of, connection)
+                earlier = self._arrived.pop(hello.of, None)
+                if earlier is not None:
+                    earlier.close()
+                self._arrived[hello.of] = connection
             elif hello.kind in ("memory", "nixl"):
                 self._memory.attach(hello.of, connection.detach(), self._nixl if hello.kind == "nixl" else None)
             else:
                 self._attach(hello, connection.detach())
             self._changed.notify_all()
-
-    def _replace_log(self, home: str, connection: SocketConnection) -> None:
-        earlier = self._arrived.pop(home, None)
-        if earlier is not None:
-            earlier.close()
-        self._arrived[home] = connection
 
     def _attach(self, hello: PeerHello, stream: socket.socket) -> None:
         """Give a stream to the instance's transport, or keep it until there is one."""

@@ -192,7 +192,8 @@ class OverloadPolicy:
         """Plan a drop for one group, with as few partners as suffice: calm ones first, the smallest and emptiest."""
         groups, need = snapshot.groups, self._need(snapshot.groups[number])
         others = [other for other in free if other != number]
-        if snapshot.moves and sum(self._spare(groups[other]) for other in others if other not in pressed) >= need:
+        spare = sum(groups[other].spare_bytes(self.settings.kv_high) for other in others if other not in pressed)
+        if snapshot.moves and spare >= need:
             return None, "an instance is overloaded, but its requests can move to others that have room"
         partners = sorted(others, key=lambda i: (i in pressed, len(groups[i].members), -groups[i].free_bytes, i))
         most: list[int] = []
@@ -257,10 +258,6 @@ class OverloadPolicy:
     def _need(self, group: GroupReading) -> int:
         """Return the bytes that a group lacks."""
         return max(1, group.waiting_bytes - group.free_bytes)
-
-    def _spare(self, group: GroupReading) -> int:
-        """Return what a group could take over without being near an overload."""
-        return max(0, int(self.settings.kv_high * group.capacity_bytes) - group.committed_bytes - group.waiting_bytes)
 
     def _dropped(self, state: GroupState, group: GroupReading, now: float) -> GroupState:
         regrets = state.regrets

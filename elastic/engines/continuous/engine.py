@@ -270,8 +270,9 @@ class ContinuousEngine(PipelinedEngine):
             waiting = self._requests.waiting if self._max_queue is not None else 0
             self._requests.add(states, listener)
             try:
-                if not received:
-                    self._require_place_in_queue(waiting)
+                if not received and self._max_queue is not None and waiting >= self._max_queue:
+                    wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
+                    raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
                 for name, each in received.items():
                     self._blocks.attach(name, each.table)
                 self._blocks.expect([state.id for state in states], tokens)
@@ -291,11 +292,6 @@ class ContinuousEngine(PipelinedEngine):
             if self._grammars is None:
                 raise ConfigError("grammar: this engine has no compiler of grammars; make it with grammars=")
             self._grammars.matcher(request.grammar)  # which is kept: the executor's is made at once
-
-    def _require_place_in_queue(self, waiting: int) -> None:
-        if self._max_queue is not None and waiting >= self._max_queue:
-            wait_s = min(60.0, max(1.0, self.counters.read().queue_delay_s))
-            raise Overloaded(f"{waiting} requests wait, max_queue={self._max_queue}", retry_after_s=wait_s)
 
 
 def _kv_format(

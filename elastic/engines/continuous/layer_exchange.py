@@ -57,7 +57,8 @@ class LayerExchange(HostedStages):
         """
 
         def begin() -> ExchangeStart:
-            self._require_shards(shards)
+            if wrong := sorted(set(shards) - set(range(len(self.path.ranks)))):
+                raise ConfigError(f"shards {wrong}: the model has {len(self.path.ranks)}")
             copy = self._copy_of(shards)
             if self._written is not None:
                 raise StateError("an exchange has begun; end it first")
@@ -193,7 +194,11 @@ class LayerExchange(HostedStages):
         written, home, moves = self._exchange(), self._home, self._moves(path)
         self._require_whole_group()
         ways = ways_of(path)
-        known = self._known(moves, sources)
+        known = {}  # where what moves lies, as far as that was told and no sector has come since
+        for move in moves:
+            told = sources.get((move.source, move.target)) if move.source != self.rank else None
+            if told is not None and self._tells_of(told, self._memory.mapped_sectors):
+                known[move] = told
         asked = [move for move in moves if move.source != self.rank and move not in known]
         for move in asked:
             home.ask_pages(move.source, move.shards)  # it answers while the last steps end
@@ -214,12 +219,6 @@ class LayerExchange(HostedStages):
         leaving = [shard for move in moves if move.source == self.rank for shard in move.shards]
         left = self._places(self._kv_parts(leaving)) - self._places(self._own_parts)
         return Flipped((time.perf_counter() - start) * 1e3, copied), left
-
-    def _known(self, moves: Sequence[ShardMove], sources: Mapping[Way, LayersKV]) -> dict[ShardMove, LayersKV]:
-        """Return where what moves lies, as far as that was told and no sector has come since."""
-        told = ((move, sources.get((move.source, move.target))) for move in moves if move.source != self.rank)
-        mapped = self._memory.mapped_sectors
-        return {move: source for move, source in told if source is not None and self._tells_of(source, mapped)}
 
     def _copy_last(
         self, moves: Sequence[ShardMove], known: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float
@@ -366,8 +365,3 @@ class LayerExchange(HostedStages):
                     if not sequence.known:
                         sequence.noted = tuple(map(len, sequence.table.blocks))
         return journal
-
-    def _require_shards(self, shards: Sequence[int]) -> None:
-        wrong = sorted(set(shards) - set(range(len(self.path.ranks))))
-        if wrong:
-            raise ConfigError(f"shards {wrong}: the model has {len(self.path.ranks)}")

@@ -106,7 +106,9 @@ class ReceivedRequests:
                         if state.id in by_name
                     )
             except BaseException:
-                self._forget(request, reservation)
+                with self._lock:
+                    if self._requests.get(request) is reservation:
+                        del self._requests[request]
                 self._free(reservation)
                 raise
 
@@ -205,11 +207,6 @@ class ReceivedRequests:
             return received.computed == kv.computed <= last
         received.computed = min(received.computed, last)
         return received.computed > 0
-
-    def _forget(self, request: str, reservation: _Reservation) -> None:
-        with self._lock:
-            if self._requests.get(request) is reservation:
-                del self._requests[request]
 
     def _free(self, reservation: _Reservation) -> None:
         reservation.wanted = False

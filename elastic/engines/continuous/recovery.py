@@ -45,7 +45,8 @@ class RecoveringEngine(LayerExchange):
         self._home.abort(ending=memories is None)
 
         def come_home() -> int:
-            self._settle_lost(lost)
+            self._loop.settle_all()  # the steps in flight, which are void or not
+            self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
             self._end_exchange()
             again = self._take_home(restore, memories) if self._away else 0
             before = self.path
@@ -73,11 +74,6 @@ class RecoveringEngine(LayerExchange):
         cohorts = copies * -(-self._cohorts // copies)
         self._loop.set_copies(copies, cohorts)
         self._home.set_cohorts(cohorts)
-
-    def _settle_lost(self, lost: str) -> None:
-        """Finish the steps in flight, which are void or not."""
-        self._loop.settle_all()
-        self._loop.lost = RankLost(f"rank {lost!r} was lost", rank=lost)
 
     def _take_home(self, restore: Restore, memories: Mapping[str, KVSource] | None) -> int:
         """Have weights, keys and values of all layers here; return the tokens that are computed anew."""

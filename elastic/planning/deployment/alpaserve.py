@@ -105,7 +105,9 @@ def alpaserve(
     best: tuple[int, dict[str, tuple[Deployment, ...]]] | None = None
     for configuration, groups in _configurations(len(states)):
         own = {model: each for model, ranked in options.items() if (each := _option(ranked, configuration))}
-        for late, placed in _search(_Groups(_cut(states, groups), own), list(options), trace, drop=drop):
+        size = len(states) // groups
+        together = [tuple(states[first : first + size]) for first in range(0, len(states), size)]
+        for late, placed in _search(_Groups(together, own), list(options), trace, drop=drop):
             missing = 0 if drop else len(trace) * sum(model not in placed for model in options)
             if best is None or missing + late < best[0]:
                 best = missing + late, placed
@@ -134,11 +136,6 @@ def _configurations(devices: int) -> Iterator[tuple[Configuration, int]]:
         for tp in (1 << power for power in range(size.bit_length())):
             if devices % size == 0 and size % tp == 0:
                 yield Configuration(tp, size // tp), devices // size
-
-
-def _cut(states: Sequence[DeviceState], groups: int) -> list[tuple[DeviceState, ...]]:
-    size = len(states) // groups
-    return [tuple(states[first : first + size]) for first in range(0, len(states), size)]
 
 
 def _option(ranked: Sequence[TimedOption], configuration: Configuration) -> TimedOption | None:

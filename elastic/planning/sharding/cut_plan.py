@@ -7,9 +7,10 @@ the whole gives. Everything else stays whole on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from elastic.errors import ConfigError
@@ -114,13 +115,10 @@ def _cut(ffn: FFN, shapes: Mapping[str, Shape], parts: int, unit: int) -> FFNCut
         raise ConfigError(f"{where}: {error}") from error
     cuts = []
     for name, dim in ffn.dims.items():
-        fused = shapes[name][dim] // ffn.rows
-        rows = tuple(tuple(_shifted(bounds, part, fused, ffn.rows)) for part in range(parts))
+        fused = shapes[name][dim] // ffn.rows  # matrices that lie behind one another
+        rows = tuple(
+            tuple(range(n * ffn.rows + start, n * ffn.rows + stop) for n in range(fused))
+            for start, stop in pairwise(bounds)
+        )
         cuts.append(ParameterCut(name, shapes[name], dim, rows))
     return FFNCut(ffn.module, ffn.kind, ffn.source, tuple(cuts), ffn.summed, ffn.once)
-
-
-def _shifted(bounds: tuple[int, ...], part: int, fused: int, rows: int) -> Iterator[range]:
-    """Yield the rows of a part in each of the matrices that lie behind one another in a parameter."""
-    for number in range(fused):
-        yield range(number * rows + bounds[part], number * rows + bounds[part + 1])

@@ -104,9 +104,10 @@ def find_ffns(
     dense = [_dense(module, *pair, own, planned=planned) for module, pair in pairs.items() if pair is not None]
     ffns = (*dense, *(ffn for ffn in experts if ffn is not None))
     if not ffns:
+        there = ", ".join(f"{name} {list(shape)}" for name, shape in own.items() if len(shape) > 1) or "none"
         raise ConfigError(
             "no feed-forward network can be cut: looked for a module with one or two matrices to a size inside and one "
-            f"back, and for experts of three dimensions, among {_words(own)}"
+            f"back, and for experts of three dimensions, among {there}"
         )
     return ffns
 
@@ -193,7 +194,3 @@ def _require_elementwise(module: str, rows: int, known: Collection[str], shapes:
             raise ConfigError(
                 f"{name} has the {rows} elements of the size inside, too; what is done with it may need all parts"
             )
-
-
-def _words(shapes: Mapping[str, Shape]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items() if len(shape) > 1) or "none"

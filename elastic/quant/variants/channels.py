@@ -68,7 +68,9 @@ def pack_channels(
             if name == group.sink:
                 parts = without(flat[name], 1, kept)
             else:
-                parts = without(flat[name], 0, _repeated(kept, group.channels, flat[name].shape[0]))
+                # each channel may be there several times, one set of all channels after another
+                sets = torch.arange(0, flat[name].shape[0], group.channels, device=kept.device)
+                parts = without(flat[name], 0, (sets.unsqueeze(1) + kept).view(-1))
             parameter, transposed = found[name]
             matrix, target = matrix_of(parameter, transposed), KernelTarget.of(parameter.device)
             packed = PackedMatrix(config, matrix, target, parts, parameter.dtype, transposed)
@@ -142,11 +144,6 @@ def _kept(
             importance += found[name].float().square().sum(1).view(-1, group.channels).sum(0)
     best = importance.view(-1, group.unit).sum(1).topk(group.stay // group.unit).indices.sort().values
     return (best.unsqueeze(1) * group.unit + torch.arange(group.unit, device=best.device)).view(-1)
-
-
-def _repeated(kept: torch.Tensor, channels: int, outputs: int) -> torch.Tensor:
-    """Return the outputs of a matrix that has each channel several times, one set of all channels after another."""
-    return (torch.arange(0, outputs, channels, device=kept.device).unsqueeze(1) + kept).view(-1)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -24,7 +24,8 @@ def packed_layout(layer: LayerParameters, full: LayerLayout, config: Any, target
     entries: dict[str, ParameterLayout] = {}
     for name, parameter in full.parameters.items():
         if name in packed:
-            entries |= {f"{name}/{part}": _contiguous(*form) for part, form in packed[name].items()}
+            for part, (shape, dtype) in packed[name].items():
+                entries[f"{name}/{part}"] = ParameterLayout(shape, dtype, tuple(range(len(shape))), shape)
         else:
             entries[name] = parameter
     return LayerLayout.pack(entries)
@@ -68,7 +69,3 @@ def _channel_shapes(layer: LayerParameters, config: Structured) -> dict[str, Par
         packed = ((sink.shape[0], group.stay), sink.dtype)
         shapes[group.sink] = {"packed": packed, "inputs": ((group.stay,), torch.int32)}
     return shapes
-
-
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> ParameterLayout:
-    return ParameterLayout(shape, dtype, tuple(range(len(shape))), shape)

@@ -76,8 +76,4 @@ async def _objects(stream: ResponseStream, form: ResponsesFormat) -> AsyncGenera
 async def _events(objects: AsyncGenerator[list[JSON], None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(objects):
         async for together in objects:
-            yield b"".join(_event(one) for one in together)
-
-
-def _event(json_object: JSON) -> bytes:
-    return f"event: {json_object['type']}\ndata: ".encode() + encoded(json_object) + b"\n\n"
+            yield b"".join(f"event: {each['type']}\ndata: ".encode() + encoded(each) + b"\n\n" for each in together)

@@ -108,7 +108,9 @@ class CallReader:
             case _Expects.COMMA, ",":
                 self._expects = _Expects.KEY
             case ((_Expects.KEY | _Expects.COMMA), "}"):
-                self._end()
+                self.done, self.failed = self._name is not None, self._name is None
+                if self.done and not self._has_arguments:
+                    self._arguments = "{}"
             case _:
                 self.failed = True
                 return 0
@@ -138,12 +140,6 @@ class CallReader:
         if is_arguments:
             self._has_arguments = True
             self._arguments = value if isinstance(value, str) else self._arguments
-
-    def _end(self) -> None:
-        """Take the end of the call; without a name it is none."""
-        self.done, self.failed = self._name is not None, self._name is None
-        if self.done and not self._has_arguments:
-            self._arguments = "{}"
 
 
 class CallList:

@@ -138,7 +138,8 @@ class SimulatedInstance:
             self._shorten(self._stretch)
             return
         if not self._in_flight:
-            self._run_between()
+            while self._between:
+                self._between.pop(0)()
         if self._between:
             return
         if not self.lost and not self.paused and not self._in_flight and self._begin_stretch():
@@ -199,10 +200,6 @@ class SimulatedInstance:
             outputs = [Output(s.request.id, (), "cancelled", at_s=self.clock.now, index=s.index) for s in ended]
             self.tell(outputs, [len(s.tokens) - len(s.request.prompt) for s in ended])
         self.wake()
-
-    def _run_between(self) -> None:
-        while self._between:
-            self._between.pop(0)()
 
     def _begin_stretch(self) -> bool:
         """Begin decode steps that are alike; return whether there are some."""

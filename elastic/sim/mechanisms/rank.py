@@ -157,7 +157,9 @@ class SimulatedRank:
                 return self._allot(home, sectors)
             case ask.LayersMemory(home, shards):
                 parts = kv_parts(shards, self.world.model.shards, self.world.model.kv_shards)
-                return _lying_at(self.name, self.world.model, parts)
+                model = self.world.model
+                pages: dict[int, dict[int, tuple[int, ...]]] = {part: {} for part in parts}
+                return LayersKV(None, model.page_bytes, model.kv, pages, RankMemory(self.name, PLACE))
             case ask.BeginExchange():
                 return self._between(self._begin_exchange)
             case ask.PrepareLayers(home, shards):
@@ -262,12 +264,6 @@ class SimulatedRank:
         copied = Counting(len(nbytes), lambda: instance.clock.after(world.model.links.flip_s, commit))
         for ends, each in nbytes.items():
             world.wires.copy(ends, each, copied, coordinated=False)
-
-
-def _lying_at(rank: str, model: LayeredModel, parts: Iterable[int]) -> LayersKV:
-    """Say where parts of the KV cache lie."""
-    pages: dict[int, dict[int, tuple[int, ...]]] = {part: {} for part in parts}
-    return LayersKV(None, model.page_bytes, model.kv, pages, RankMemory(rank, PLACE))
 
 
 def _moves(before: LayerPath, after: LayerPath) -> dict[tuple[str, str], frozenset[int]]:

@@ -77,7 +77,9 @@ class Exchange:
         `CapacityError` for a shape that the ranks have no memory for, `RankLost` if one is lost: the group is repaired
         by who is told of it.
         """
-        self._have_copies()
+        for home, path in self._target.paths.items():  # requests go by as many copies as there are to be: all alike yet
+            if path.copies > self.group.shape.paths[home].copies:
+                self._goes_by(home, self._ranks.ask(home, SetCopies(path.copies)))
         try:
             return self._run()
         finally:
@@ -108,12 +110,6 @@ class Exchange:
         self._raise_caps()
         self._did("caps raised")
         return self._result("applied")
-
-    def _have_copies(self) -> None:
-        """Share requests out among as many copies of the layers as there are to be: they are at the same ranks yet."""
-        for home, path in self._target.paths.items():
-            if path.copies > self.group.shape.paths[home].copies:
-                self._goes_by(home, self._ranks.ask(home, SetCopies(path.copies)))
 
     def _join_copies(self) -> None:
         """Have copies that are all at the same ranks be one."""
@@ -155,18 +151,14 @@ class Exchange:
     def _raise_caps(self) -> None:
         """Let the instances have what there is now, as far as stages find room for it."""
         group = self.group
-        if group.shape.apart and not self._missing():
+        every = range(group.shape.layers * group.shape.shards)
+        if group.shape.apart and all(have.issuperset(every) for have in group.shape.weights.values()):
             group.caps = {home: group.staged.get(home) for home in group.members}
             self._ranks.set_caps(group.caps)
             return
         books, staging = self._books(measure(self._ranks, group.members)), keeps_staging(self._ranks, group)
         if not self._caps.raise_to(books.caps(group.shape, staging=staging)):
             logger.warning("the caps of %s stay as they were: their stages found no room", ", ".join(group.members))
-
-    def _missing(self) -> list[tuple[str, int]]:
-        shape = self.group.shape
-        every = range(shape.layers * shape.shards)
-        return [(rank, shard) for rank, have in shape.weights.items() for shard in every if shard not in have]
 
     # -- layers
 
@@ -333,16 +325,13 @@ class Exchange:
 
     def _await(self, rank: str, shards: Sequence[int]) -> None:
         """Wait for weights that come when requests have given up pages. Raises `StateError` where it takes too long."""
-        if not self._caps.until(lambda: self._has(rank, shards)):
+        if not self._caps.until(lambda: self._ranks.ask(rank, MeasureRoom(rank)).resident.issuperset(shards)):
             layer = shards[0] // self.group.shape.shards
             raise StateError(f"the weights of layer {layer} wait at rank {rank!r} for pages that live requests need")
 
     def _now_has(self, rank: str, shards: frozenset[int]) -> None:
         shape = self.group.shape
         self.group.shape = replace(shape, weights={**shape.weights, rank: shards})
-
-    def _has(self, rank: str, shards: Iterable[int]) -> bool:
-        return bool(self._ranks.ask(rank, MeasureRoom(rank)).resident.issuperset(shards))
 
 
 def _has_most(have: Mapping[str, frozenset[int]], shards: set[int]) -> str:

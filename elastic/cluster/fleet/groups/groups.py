@@ -282,7 +282,9 @@ class Groups:
         exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)
         done = self._exchange(exchange, "restore failed")
         if group.shape.apart and done.status == "applied":
-            self._part(group)
+            part(self._ranks, group)
+            self._forget(group)
+            self._event("parted", group)
         kind: EventKind = "restored" if done.status == "applied" else "restore failed"
         self._changed(kind, group, done, why)
         return Restored(**vars(done), members=group.members)
@@ -345,11 +347,6 @@ class Groups:
 
     def _shape_of(self, members: Sequence[str], rooms: Mapping[str, Room]) -> Shape:
         return Shape({name: rooms[name].path for name in members}, {name: rooms[name].resident for name in members})
-
-    def _part(self, group: Group) -> None:
-        part(self._ranks, group)
-        self._forget(group)
-        self._event("parted", group)
 
     def _forget(self, group: Group) -> None:
         self._groups = tuple(other for other in self._groups if other is not group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.cluster.fleet.groups.results import Dropped
-from elastic.controller.fleet_snapshot import FleetSnapshot, GroupReading
+from elastic.controller.fleet_snapshot import FleetSnapshot
 from elastic.controller.policies.action_costs import ActionCost
 from elastic.controller.policies.arbiter import CostWeights
 from elastic.controller.remedies import Offer
@@ -35,7 +35,7 @@ def move_offer(snapshot: FleetSnapshot, kv_high: float, cost: ActionCost) -> Off
     """
     alone = [group for group in snapshot.groups if len(group.members) == 1]
     lacking = sum(max(0, group.waiting_bytes - group.free_bytes) for group in alone)
-    spare = sum(_spare_bytes(group, kv_high) for group in alone) if lacking else 0
+    spare = sum(group.spare_bytes(kv_high) for group in alone) if lacking else 0
     copied = min(lacking, spare)
     return Offer("move", CostWeights().disturbance * cost.byte_s * copied + cost.pause_s, spare)
 
@@ -44,8 +44,3 @@ def add_offer(snapshot: FleetSnapshot, start_s: float, count: int = 1) -> Offer:
     """Return the offer to start more instances: requests wait until they are there."""
     members = [member for group in snapshot.groups for member in group.members]
     return Offer("add", start_s, count * (sum(member.base_bytes for member in members) // max(1, len(members))))
-
-
-def _spare_bytes(group: GroupReading, kv_high: float) -> int:
-    """Return what an instance could take over without being near an overload."""
-    return max(0, int(kv_high * group.capacity_bytes) - group.committed_bytes - group.waiting_bytes)

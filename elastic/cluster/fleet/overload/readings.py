@@ -55,7 +55,7 @@ class FleetReadings:
                 tuple(replace(reading, busy=busy) for reading in readings),
                 layer_bytes,
                 queued_bytes=sum(needed_bytes(kv, record, usual) for record in queue),
-                queue_s=_longest_wait(queue, now),
+                queue_s=max((now - record.arrived_s for record in queue), default=0.0),
                 moves=self._moves,
             )
 
@@ -123,10 +123,6 @@ def _given_s(instance: Instance) -> list[float]:
     """Return when an instance was given what it has no blocks for: before that, it waited at the fleet."""
     unheard = instance.unheard
     return [unheard[name].since_s for record in _waiting(instance) if (name := record.request.id) in unheard]
-
-
-def _longest_wait(records: Iterable[RequestRecord], now: float) -> float:
-    return max((now - record.arrived_s for record in records), default=0.0)
 
 
 def needed_bytes(kv: KVFormat, record: RequestRecord, usual: int | None) -> int:

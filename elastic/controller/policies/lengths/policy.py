@@ -193,7 +193,7 @@ class _Decision:
             self.left.append(request)
             return
         able = [one for one in self.candidates if not one.taken and one.room >= request.tokens]
-        takes = [one for one in able if self._takes(one, request)]
+        takes = [one for one in able if not one.reading.busy and (one.open or one.reading.needs_degree(request.tokens))]
         kept = [one for one in takes if frozenset(one.reading.ranks) == target]
         if all(one.reading.needs_degree(request.tokens) for one in able):
             self._place_long(request, takes, kept, able=bool(able))
@@ -238,10 +238,6 @@ class _Decision:
             self._promise(request, min(kept or takes, key=_by_load))
         else:
             self.left.append(request)
-
-    def _takes(self, candidate: InstanceDraft, request: WaitingRequest) -> bool:
-        """Tell whether an instance takes new requests, or needs to be as large as it is for this one."""
-        return not candidate.reading.busy and (candidate.open or candidate.reading.needs_degree(request.tokens))
 
     def _promise(self, request: WaitingRequest, candidate: InstanceDraft) -> None:
         """Have a request wait for room at an instance; the first that does so keeps its place there."""

@@ -26,7 +26,9 @@ def is_short(dispatcher: Dispatcher, members: Collection[str]) -> bool:
     with dispatcher.lock:
         there = [dispatcher.instances[name] for name in members if name in dispatcher.instances]
         first = dispatcher.next_for(members)
-        return (first is not None and not any(_has_blocks(one, first) for one in there)) or any(map(_is_short, there))
+        if first is not None and all(all_blocks(each.kv_format, first) > each.free_blocks for each in there):
+            return True
+        return any(map(_is_short, there))
 
 
 def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room], caps: Mapping[str, int]) -> dict[str, Need]:
@@ -58,11 +60,6 @@ def shared_memory(books: Books, shape: Shape, caps: Mapping[str, int] | None = N
             for rank in books.pages
         },
     )
-
-
-def _has_blocks(instance: Instance, record: RequestRecord) -> bool:
-    """Return whether there are blocks at an instance for all that a request of the fleet's queue may need."""
-    return all_blocks(instance.kv_format, record) <= instance.free_blocks
 
 
 def _is_short(instance: Instance) -> bool:

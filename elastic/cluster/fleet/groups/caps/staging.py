@@ -30,18 +30,12 @@ class Staging:
         serving = [instance.name for instance in self._ranks.serving()]
         wanted = [name for name in alone if len(serving) > 1 and not self._is_tight()]
         if new := [name for name in wanted if name not in self.caps]:
-            self._cap({name: self._cap_of(name) for name in new})
-        self._lift([name for name in alone if name in self.caps and name not in wanted])
-        self.caps = {name: cap for name, cap in self.caps.items() if name in serving}
-
-    def _cap(self, caps: Mapping[str, int]) -> None:
-        self._ranks.set_caps(caps)
-        self.caps = {**self.caps, **caps}
-
-    def _lift(self, names: list[str]) -> None:
-        if names:
-            self._ranks.set_caps(dict.fromkeys(names))
-            self.caps = {name: cap for name, cap in self.caps.items() if name not in names}
+            caps = {name: self._cap_of(name) for name in new}
+            self._ranks.set_caps(caps)
+            self.caps = {**self.caps, **caps}
+        if lifted := [name for name in alone if name in self.caps and name not in wanted]:
+            self._ranks.set_caps(dict.fromkeys(lifted))
+        self.caps = {name: cap for name, cap in self.caps.items() if name in serving and name not in lifted}
 
     def _cap_of(self, name: str) -> int:
         rooms = measure(self._ranks, [name])
