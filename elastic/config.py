@@ -31,14 +31,14 @@ def parse_bytes(size: int | str, *, option: str = "size") -> int:
     Raises `ConfigError` naming `option` for anything else, and for sizes below zero.
     """
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    found = -1
+    nbytes = -1
     if isinstance(size, int) and not isinstance(size, bool):
-        found = size
+        nbytes = size
     elif match is not None and match[2] in _UNITS:
-        found = int(Decimal(match[1]) * _UNITS[match[2]])
-    if not 0 <= found < _LARGEST:
+        nbytes = int(Decimal(match[1]) * _UNITS[match[2]])
+    if not 0 <= nbytes < _LARGEST:
         raise ConfigError(f"{option}={size!r} is not a size; use bytes as an integer or text such as '4GiB' or '512MB'")
-    return found
+    return nbytes
 
 
 def parse_limit(size: int | str, *, option: str) -> int | None:

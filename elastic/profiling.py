@@ -168,11 +168,11 @@ def _begun(path: str | Path | None, setting: ProfileSettings) -> Profile | None:
     """What is at the path already. Raises `ConfigError` unless it is of the same setting."""
     if path is None or not Path(path).exists():
         return None
-    found = read(Path(path))
+    begun = read(Path(path))
     fields = [field.name for field in dataclasses.fields(ProfileSettings)]
-    other = [name for name in fields if getattr(found.setting, name) != getattr(setting, name)]
+    other = [name for name in fields if getattr(begun.setting, name) != getattr(setting, name)]
     if other:
         names = {"layers": "another model", "text": "another text"}
-        reasons = [names.get(n) or f"{n}={getattr(found.setting, n)}, not {getattr(setting, n)}" for n in other]
+        reasons = [names.get(n) or f"{n}={getattr(begun.setting, n)}, not {getattr(setting, n)}" for n in other]
         raise ConfigError(f"{path} holds another profile ({'; '.join(reasons)}); remove it, or choose another path")
-    return found
+    return begun

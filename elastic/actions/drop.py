@@ -79,7 +79,7 @@ class DropHandler(ActionHandler):
 
     def _check(self, action: Drop) -> list[tuple[WeightUnit, frozenset[int]]]:
         """Return the units of which something is dropped, each with the parts that are left."""
-        found = []
+        leaving = []
         for layer in (self._weights.layers[index] for index in self._weights.layer_indices(action.layers)):
             gone = layer.layer.parts_in(action.shards)
             if layer.absent is Absence.DROPPED and not gone & layer.shards_here:
@@ -87,8 +87,8 @@ class DropHandler(ActionHandler):
             self._require_its_own(layer)
             self._require_known(layer)
             require_no_gradients(layer)
-            found.append((layer, layer.shards_here - gone))
-        return found
+            leaving.append((layer, layer.shards_here - gone))
+        return leaving
 
     def _require_its_own(self, layer: WeightUnit) -> None:
         """Raise for a layer that is not whole, full and alone at its place."""

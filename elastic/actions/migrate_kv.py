@@ -131,8 +131,8 @@ class MigrateKVHandler(ActionHandler):
     def _leaving(self, prepared: PreparedKVMigration) -> Iterator[ElasticLayer]:
         """Yield the cache layers that live and are not at the new place; of these only the last given is kept alive."""
         living = [weakref.ref(layer) for layer in self._memory.layers_of(prepared.action.layers)]
-        for known in living:
-            layer = known()
+        for reference in living:
+            layer = reference()
             if layer is not None and not layer.is_on(prepared.pool):
                 yield layer
             del layer

@@ -61,14 +61,14 @@ class SwapHandler(ActionHandler):
 
     def dry_run(self, action: Move) -> PlanStep:
         """Return what the action would do if nothing changed until then."""
-        found = self._check(action)
+        chosen = self._check(action)
         fits = all(
             not self._broker.shares[place].shortfall(self._most_needed(units, action))
-            for place, units in by_place(found).items()
+            for place, units in by_place(chosen).items()
         )
-        arriving = sum(pages_needed(unit, action) for unit in found)
-        moved = sum(_bytes_needed(unit, action) for unit in found)
-        gained = sum(pages_left(unit, action) for unit in found) - arriving
+        arriving = sum(pages_needed(unit, action) for unit in chosen)
+        moved = sum(_bytes_needed(unit, action) for unit in chosen)
+        gained = sum(pages_left(unit, action) for unit in chosen) - arriving
         return PlanStep(action, "applied" if fits else "deferred", moved, gained, arriving, 0.0)
 
     def prepare(self, action: Move) -> PreparedSwap:

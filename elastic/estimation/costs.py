@@ -72,11 +72,11 @@ class MeasuredCosts:
 
     def layer(self, kind: LayerKind, weights: str, kv: KVShape, tp: int) -> BatchCost:
         """Return the cost of a layer in a variant at one of `tp` ranks, which share it by their part of its weights."""
-        found = self.profile.layers.get((kind.name, weights))
-        if found is None:
+        cost = self.profile.layers.get((kind.name, weights))
+        if cost is None:
             raise ConfigError(f"{kind.name} in {weights} was not measured; profile it too")
         share = self.pages.cut_share(kind, tp)
-        return found.shared(share, tp, kv.parts(tp)) if isinstance(found, LayerCost) else sharded_cost(found, share, tp)
+        return cost.shared(share, tp, kv.parts(tp)) if isinstance(cost, LayerCost) else sharded_cost(cost, share, tp)
 
     def rest(self, weights: str) -> BatchCost:
         """Return the cost of what is around the layers."""

@@ -20,11 +20,11 @@ def parse_devices(devices: str | Sequence[str | Device], kind: str | None = None
     `kind` is the data sheet of places on CUDA. Raises `ConfigError` for what is none, or named twice.
     """
     items = [part.strip() for part in devices.split(",")] if isinstance(devices, str) else list(devices)
-    found = [device for item in items for device in ([item] if isinstance(item, Device) else _parse(item, kind))]
-    names = [device.name for device in found]
-    if not found or len(set(names)) < len(names):
+    parsed = [device for item in items for device in ([item] if isinstance(item, Device) else _parse(item, kind))]
+    names = [device.name for device in parsed]
+    if not parsed or len(set(names)) < len(names):
         raise ConfigError(f"devices={names} names none, or one twice; write such as '8*h100' or 'cuda:0=80GiB'")
-    return found
+    return parsed
 
 
 def _parse(text: str, kind: str | None) -> list[Device]:
@@ -52,5 +52,7 @@ def _of_place(place: Place, kind: str | None) -> Device:
         raise ConfigError(
             f"devices: what {place.name} is cannot be seen; name its data sheet, one of {', '.join(SHEETS)}"
         )
-    known: DeviceKind = sheet(kind, option="kind")
-    return Device(place.name, known, known.memory_bytes if place.budget_bytes is None else place.budget_bytes)
+    device_kind: DeviceKind = sheet(kind, option="kind")
+    return Device(
+        place.name, device_kind, device_kind.memory_bytes if place.budget_bytes is None else place.budget_bytes
+    )

@@ -25,9 +25,9 @@ def paper_fingerprints(kinds: Sequence[LayerKind]) -> tuple[tuple[int, ...], ...
 
     Where a kind has a single layer, that one is there twice. With one kind these are one and two layers.
     """
-    one = sorted(kind.layers[0] for kind in kinds)
-    more = [sorted([*one, kind.layers[min(1, len(kind.layers) - 1)]]) for kind in kinds]
-    return tuple(one), *(tuple(layers) for layers in more)
+    first = sorted(kind.layers[0] for kind in kinds)
+    more = [sorted([*first, kind.layers[min(1, len(kind.layers) - 1)]]) for kind in kinds]
+    return tuple(first), *(tuple(layers) for layers in more)
 
 
 def fingerprint(path: str | Path, layers: Sequence[int], dtype: torch.dtype | None = None) -> Any:
@@ -77,9 +77,9 @@ def _holed(kind: type[Any], layers: set[int]) -> type[Any]:
 def _layer_list(model: nn.Module) -> nn.ModuleList:
     """Return the list of decoder layers, in whichever module it is."""
     parent, _, name = find_decoder(model).layer_names[0].rpartition(".")[0].rpartition(".")
-    found = getattr(model.get_submodule(parent), name)
-    assert isinstance(found, nn.ModuleList)
-    return found
+    layers = getattr(model.get_submodule(parent), name)
+    assert isinstance(layers, nn.ModuleList)
+    return layers
 
 
 def _compact(model: Any, layers: Sequence[int]) -> Any:

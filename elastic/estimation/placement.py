@@ -72,17 +72,17 @@ def place_models(
     `loads`: how busy devices are before, by name. A model that has no place is passed over, with the reasons. Raises
     `ConfigError` for what cannot be estimated, and for a load of an unknown device.
     """
-    found = parse_devices(devices, kind)
-    known = {device.name for device in found}
-    if unknown := sorted(set(loads or {}) - known):
-        raise ConfigError(f"loads of {', '.join(unknown)}, which are none of the devices {', '.join(sorted(known))}")
-    states = tuple(DeviceState(each.name, each.memory_bytes, (loads or {}).get(each.name, 0.0)) for each in found)
+    parsed = parse_devices(devices, kind)
+    names = {device.name for device in parsed}
+    if unknown := sorted(set(loads or {}) - names):
+        raise ConfigError(f"loads of {', '.join(unknown)}, which are none of the devices {', '.join(sorted(names))}")
+    states = tuple(DeviceState(each.name, each.memory_bytes, (loads or {}).get(each.name, 0.0)) for each in parsed)
     ranked: dict[Any, tuple[ModelOption, ...]] = {}
     placed: list[tuple[str, Deployment | Refusal]] = []
     for name, model in models.items():
         key = model if isinstance(model, str) else id(model)
         if key not in ranked:
-            ranked[key] = space.options(model, found)
+            ranked[key] = space.options(model, parsed)
         outcome = place(ranked[key], states, policy, theta)
         placed.append((name, outcome))
         if isinstance(outcome, Deployment):

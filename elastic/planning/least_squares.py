@@ -21,23 +21,23 @@ def not_negative(rows: Sequence[Sequence[float]]) -> list[float]:
         [math.fsum(r[i] * r[j] for r in rows) / scale[i] / scale[j] for j in range(count)] for i in range(count)
     ]
     sums = [math.fsum(row[i] for row in rows) / scale[i] for i in range(count)]
-    found = [0.0] * count
+    solution = [0.0] * count
     free: list[int] = []
     for _ in range(ROUNDS * count):
-        slopes = [sums[i] - math.fsum(p * x for p, x in zip(products[i], found, strict=True)) for i in range(count)]
+        slopes = [sums[i] - math.fsum(p * x for p, x in zip(products[i], solution, strict=True)) for i in range(count)]
         waiting = [i for i in range(count) if i not in free and slopes[i] > 1e-9 * len(rows)]
         if not waiting:
             break
         free.append(max(waiting, key=slopes.__getitem__))
-        found = _settled(products, sums, free, found)
-    return [x / s for x, s in zip(found, scale, strict=True)]
+        solution = _settled(products, sums, free, solution)
+    return [x / s for x, s in zip(solution, scale, strict=True)]
 
 
 def _settled(
-    products: Sequence[Sequence[float]], sums: Sequence[float], free: list[int], found: Sequence[float]
+    products: Sequence[Sequence[float]], sums: Sequence[float], free: list[int], solution: Sequence[float]
 ) -> list[float]:
     """Return the best coefficients of the free ones; those that reach zero on the way leave `free`."""
-    now = list(found)
+    now = list(solution)
     while True:
         best = _solved([[products[i][j] for j in free] for i in free], [sums[i] for i in free])
         aim = dict(zip(free, best, strict=True)) if best is not None else dict.fromkeys(free[-1:], -1.0)

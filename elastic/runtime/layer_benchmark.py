@@ -110,9 +110,9 @@ def _calls(decoder: Decoder, layers: Sequence[nn.Module], rows: int, tokens: int
 def _hidden(call: Call) -> torch.Tensor:
     """The hidden states, [rows, tokens, d]."""
     args, kwargs = call
-    found = args[0] if args else kwargs["hidden_states"]
-    assert isinstance(found, torch.Tensor)
-    return found
+    hidden = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(hidden, torch.Tensor)
+    return hidden
 
 
 def _on(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -185,7 +185,7 @@ def _moved(call: Call, device: torch.device) -> Call:
 
 def _link_points(hidden: dict[int, torch.Tensor], here: torch.device, there: torch.device) -> Points:
     """(bytes, seconds) from a thread at one place to one at the other and into a tensor there."""
-    found = []
+    points = []
     with ThreadPoolExecutor(1) as thread:
         for rows in hidden.values():
             source = rows.to(here)
@@ -193,8 +193,8 @@ def _link_points(hidden: dict[int, torch.Tensor], here: torch.device, there: tor
             def send(source: torch.Tensor = source) -> object:
                 return thread.submit(lambda: source.to(there, copy=True)).result()
 
-            found.append((source.nbytes, _seconds(send, there)))
-    return found
+            points.append((source.nbytes, _seconds(send, there)))
+    return points
 
 
 def _handing(layer: nn.Module, call: Call) -> float:

@@ -172,11 +172,11 @@ class WeightUnit:
             return self.digests
         self.digests = {}
         synchronize(self.pool.backend.device)
-        found = {name: self._digest(name) for name in self.slots if name not in self._parted}
-        found |= {piece.key: self._digest_of(piece) for part in self.every for piece in self.pieces(part)}
+        digests = {name: self._digest(name) for name in self.slots if name not in self._parted}
+        digests |= {piece.key: self._digest_of(piece) for part in self.every for piece in self.pieces(part)}
         if not self.written:
-            self.digests = found
-        return found
+            self.digests = digests
+        return digests
 
     def pages_of_full(self, shards: frozenset[int] | None = None) -> LayerPages:
         """Say where its full parameters lie, these parts of it at least; None: all.
@@ -188,8 +188,8 @@ class WeightUnit:
             raise StateError(f"{self.name} has no full weights of its own at {self.pool.name} now; restore it first")
         if missing := sorted((self.every if shards is None else shards) - self.shards_here):
             raise missing_error(self.name, self.index, missing, len(self.every))
-        known, here = combined(self.measure()), tuple(sorted(self.shards_here))
-        return LayerPages(self.index, block.page_numbers, self.nbytes, self.layout_checksum, known, here)
+        digests, here = combined(self.measure()), tuple(sorted(self.shards_here))
+        return LayerPages(self.index, block.page_numbers, self.nbytes, self.layout_checksum, digests, here)
 
     @property
     def layout_checksum(self) -> str:

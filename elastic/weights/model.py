@@ -137,15 +137,15 @@ class ModelWeights:
 
     def parts_by_layer(self, shards: Iterable[int]) -> dict[int, frozenset[int]]:
         """Group shards by their layer: the parts of it, from 0. Raises `ConfigError` naming one that is none."""
-        found: dict[int, set[int]] = {}
+        by_layer: dict[int, set[int]] = {}
         count, of = len(self.layers) * self.shards, self.shards
         for shard in shards:
             if not isinstance(shard, int) or isinstance(shard, bool) or not 0 <= shard < count:
                 raise ConfigError(
                     f"shard {shard!r} is none of this model; they are 0 to {count - 1}, {of} of each layer"
                 )
-            found.setdefault(shard // of, set()).add(shard % of)
-        return {layer: frozenset(parts) for layer, parts in found.items()}
+            by_layer.setdefault(shard // of, set()).add(shard % of)
+        return {layer: frozenset(parts) for layer, parts in by_layer.items()}
 
     def with_layers(self, action: Action) -> Action:
         """Return an action on shards with their layers, which need not be said. Raises `ConfigError` for others."""

@@ -50,11 +50,11 @@ def give_back_parts(unit: WeightUnit, coming: frozenset[int], broker: PageBroker
 
 
 def _give_back(unit: WeightUnit, broker: PageBroker, pieces: Sequence[str] = ()) -> None:
-    block, here = unit.blocks[unit.full.key], unit.shards_here
-    shown = [name for name in block.shown if name in pieces or not here]
-    freed = block.shrink(shown, _to_cache(unit, broker), keep=unit.shard_pages.numbers(here))
+    block, kept_shards = unit.blocks[unit.full.key], unit.shards_here
+    shown = [name for name in block.shown if name in pieces or not kept_shards]
+    freed = block.shrink(shown, _to_cache(unit, broker), keep=unit.shard_pages.numbers(kept_shards))
     broker.give_to_cache(unit.pool.name, freed)
-    if not here:
+    if not kept_shards:
         unit.blocks.pop(unit.full.key).close()
 
 

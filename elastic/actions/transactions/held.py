@@ -60,10 +60,10 @@ class HeldTransactions:
         Raises what preparing raises, `CapacityError` where a part of an action would be deferred, `StateError` for
         layers that another holds, and for an id that has ended; then nothing is held.
         """
-        known = self._held.get(id)
-        if known is not None and known.transaction.actions == actions:
-            return known.told
-        if known is not None:
+        held = self._held.get(id)
+        if held is not None and held.transaction.actions == actions:
+            return held.told
+        if held is not None:
             raise ConfigError(f"id={id!r} is held for other actions; commit it or roll it back, or choose another id")
         if id in self._ended:
             raise StateError(f"id={id!r} {_in_words(self._ended[id])}; prepare again under another id")

@@ -82,13 +82,13 @@ def serve_a_burst(model: str, loaded: Loaded, weights: int, tokens: int, console
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """Return the tokens that a plain model goes on with, each the most probable; an end token ends nothing."""
-    found: list[int] = []
+    tokens: list[int] = []
     new, cache = torch.tensor([prompt], device=model.device), None
     for _ in range(count):
         out = model(input_ids=new, past_key_values=cache, use_cache=True)
         cache, new = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        found.append(int(new))
-    return found
+        tokens.append(int(new))
+    return tokens
 
 
 def _watch(fleet: Fleet, answers: Answers, console: Console) -> None:

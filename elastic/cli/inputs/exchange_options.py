@@ -45,13 +45,13 @@ def exchange_form(options: Namespace) -> dict[str, Any]:
 def read_numbers(kind: type[Numbers], given: Sequence[str], option: str, **others: Any) -> Numbers:
     """Return a policy's numbers, of `NAME=VALUE` each; `others` have options of their own. Raises `ConfigError`."""
     hints = {f.name: get_type_hints(kind)[f.name] for f in fields(kind) if f.name not in (*_FORM, *others)}
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for text in given:
         name, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or name not in hints or name in found:
+        if not equals or name not in hints or name in numbers:
             raise ConfigError(f"{option} {text!r}: write NAME=VALUE, each name once; there are: {', '.join(hints)}")
-        found[name] = _read(hints[name], value, f"{option} {text!r}")
-    return kind(**found, **others)
+        numbers[name] = _read(hints[name], value, f"{option} {text!r}")
+    return kind(**numbers, **others)
 
 
 def _read(hint: Any, value: str, option: str) -> Any:

@@ -28,7 +28,7 @@ def estimate(options: Namespace) -> int:
     require_at_least(1, options.top, "--top")
     load = Load(options.prompt, options.new_tokens, options.rate)
     weights = names_of(options.weights, "--weights") if options.weights is not None else WEIGHTS
-    found = estimate_all(
+    estimates = estimate_all(
         options.model,
         options.devices,
         load=load,
@@ -40,15 +40,15 @@ def estimate(options: Namespace) -> int:
         planned=options.planned,
         losses=losses_of(options),
     )
-    fitting = [each for each in found if each.fits]
+    fitting = [each for each in estimates if each.fits]
     console = Console()
     if fitting:
         wanted = intent_of(options).objective.replace("_", " ")
         console.print(_configurations(fitting[: options.top], wanted))
         console.print(_ranks(fitting[0]))
-    counted = f"{len(fitting)} of {len(found)} configurations fit"
-    console.print(f"{counted}; seconds: {basis_words(found[0].basis)}", soft_wrap=True)
-    for reason, names in _reasons(found)[:_REASONS]:
+    counted = f"{len(fitting)} of {len(estimates)} configurations fit"
+    console.print(f"{counted}; seconds: {basis_words(estimates[0].basis)}", soft_wrap=True)
+    for reason, names in _reasons(estimates)[:_REASONS]:
         console.print(f"  {names}: {reason}", soft_wrap=True, highlight=False, markup=False)
     return 0 if fitting else 2
 
@@ -115,8 +115,8 @@ def _reasons(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:
     """Return the reasons of those that do not fit, each with the configurations that it is of, as text."""
     without = [each for each in estimates if not each.fits]
     order = sorted(without, key=lambda each: each.why_not)
-    found = []
+    reasons = []
     for reason, group in itertools.groupby(order, key=lambda each: each.why_not):
         names = [str(each.configuration) for each in group]
-        found.append((reason, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")))
-    return found
+        reasons.append((reason, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")))
+    return reasons

@@ -273,7 +273,7 @@ class OverloadPolicy:
 
     def _restores(self, snapshot: FleetSnapshot, states: Sequence[GroupState]) -> tuple[tuple[int, ...], str]:
         """Return the groups that get their layers back, and why, or why none does."""
-        now, settings, reasons, found = snapshot.at_s, self.settings, [], []
+        now, settings, reasons, restores = snapshot.at_s, self.settings, [], []
         for number, (group, state) in enumerate(zip(snapshot.groups, states, strict=True)):
             if not _has_dropped(group, len(snapshot.layer_bytes)):
                 continue
@@ -285,9 +285,9 @@ class OverloadPolicy:
             elif not idle and now - max(state.pressed_s, state.acted_s) < self._dwell_s(state):
                 reasons.append("the overload has gone, but not for long yet")
             else:
-                found.append(number)
-        if found:
-            return tuple(found), "the overload has gone"
+                restores.append(number)
+        if restores:
+            return tuple(restores), "the overload has gone"
         return (), "; ".join(dict.fromkeys(reasons)) or "all is well"
 
     def _missing_instances(self, snapshot: FleetSnapshot, short: int) -> int:

@@ -279,24 +279,24 @@ class BlockManager:
     def _prefix_blocks(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> Iterator[list[int]]:
         """Give those that hold its first tokens, by group: of the full weights, then of those of a form."""
         for i in range((len(tokens) - 1) // self.block_tokens):
-            found = self._find(table.name_of(i, tokens, self.block_tokens))
-            if not found and form != table.form:
+            blocks = self._find(table.name_of(i, tokens, self.block_tokens))
+            if not blocks and form != table.form:
                 table.use_form(form, i)
-                found = self._find(table.name_of(i, tokens, self.block_tokens))
-            if not found:
+                blocks = self._find(table.name_of(i, tokens, self.block_tokens))
+            if not blocks:
                 return
-            yield found
+            yield blocks
 
     def _find(self, name: bytes) -> list[int]:
         """Return the block of this hash in each group; empty where there is none in some."""
-        found = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
-        return found if len(found) == len(self._pools) else []
+        blocks = [block for prefixes in self._prefixes if (block := prefixes.find(name)) is not None]
+        return blocks if len(blocks) == len(self._pools) else []
 
     def _share_prefix(self, table: BlockTable, tokens: Sequence[int], form: bytes) -> int:
         """Have a sequence share the blocks that hold its first tokens, but not its last; return how many tokens."""
         joined: dict[Sharers, Sharers] = {}  # so that blocks of the same users stay so
-        for found in self._prefix_blocks(table, tokens, form):
-            for group, block in enumerate(found):
+        for blocks in self._prefix_blocks(table, tokens, form):
+            for group, block in enumerate(blocks):
                 before = self._users[group].get(block, NOBODY)
                 if not before:
                     self._pools[group].reuse(block)

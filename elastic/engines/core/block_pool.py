@@ -220,9 +220,9 @@ class BlockPool:
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""
         for number, sector in self._sectors.items():
-            found = len(sector.free) + len(sector.kept) + sector.in_use
-            if found != self.size:
-                raise IntegrityError(f"sector {number} has {self.size} blocks, {found} of them are accounted for")
+            accounted = len(sector.free) + len(sector.kept) + sector.in_use
+            if accounted != self.size:
+                raise IntegrityError(f"sector {number} has {self.size} blocks, {accounted} of them are accounted for")
             if (number in self._reusable) is not (sector.in_use == 0):
                 raise IntegrityError(f"sector {number} has {sector.in_use} blocks in use; is it reusable?")
         in_use = sum(sector.in_use for sector in self._sectors.values())

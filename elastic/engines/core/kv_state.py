@@ -173,9 +173,9 @@ class KVDirectory:
         for name in report.ended:
             self._sequences.pop(name, None)
         for new in report.sequences:
-            known = self._sequences.get(new.sequence)
-            if known is not None:
-                new = replace(new, blocks=tuple(a + b for a, b in zip(known.blocks, new.blocks, strict=True)))
+            earlier = self._sequences.get(new.sequence)
+            if earlier is not None:
+                new = replace(new, blocks=tuple(a + b for a, b in zip(earlier.blocks, new.blocks, strict=True)))
             self._sequences[new.sequence] = new
 
     def of(self, sequence: str, tokens: int) -> SequenceKV | None:
@@ -185,23 +185,23 @@ class KVDirectory:
         chunks: one that was in flight may have written over tokens that have to be there to compute it again, so of a
         prompt longer than a window there is nothing.
         """
-        found = self._sequences.get(sequence)
-        if found is None:
+        kv = self._sequences.get(sequence)
+        if kv is None:
             return None
-        if found.decoding:
-            return replace(found, computed=tokens - 1)
+        if kv.decoding:
+            return replace(kv, computed=tokens - 1)
         windows = [window for _, window in self._source.format.groups if window is not None]
         if windows and tokens > min(windows):
             return None
-        return found
+        return kv
 
     def sectors_of(self, sequences: Iterable[SequenceKV]) -> tuple[SectorPages, ...]:
         """Return the pages of the sectors in which the blocks of sequences are, as far as they are known."""
-        found: dict[tuple[int, int], SectorPages] = {}
+        sectors: dict[tuple[int, int], SectorPages] = {}
         for kv in sequences:
             for group, blocks in enumerate(kv.blocks):
                 for block in blocks if group in self._sizes else ():
                     key = group, self._source.sector_of(group, block, self._sizes[group])[0]
                     if key in self._sectors:
-                        found[key] = self._sectors[key]
-        return tuple(found.values())
+                        sectors[key] = self._sectors[key]
+        return tuple(sectors.values())

@@ -92,23 +92,23 @@ class Scheduler:
 
     def cancel(self, sequence: str) -> Sequence | None:
         """End a sequence; return it. Unknown or ended: None. What a step in flight uses comes free with the step."""
-        found = self.sequences.get(sequence)
-        if found is not None:
-            self._end(found)
-        return found
+        cancelled = self.sequences.get(sequence)
+        if cancelled is not None:
+            self._end(cancelled)
+        return cancelled
 
     def export(self, sequence: str) -> SequenceState | None:
         """End a sequence here so that another engine goes on with it; a token that is in flight is dropped."""
-        found = self.cancel(sequence)
-        return None if found is None else found.state()
+        cancelled = self.cancel(sequence)
+        return None if cancelled is None else cancelled.state()
 
     def hold(self, sequences: SequenceOf[str]) -> list[Sequence]:
         """Stop sequences of one request, of which no step is in flight; those that are unknown are left out.
 
         They keep what they have, and are told of as if they lived, until `resume` or `release`.
         """
-        found = [self.sequences[name] for name in sequences if name in self.sequences]
-        for sequence in found:
+        held = [self.sequences[name] for name in sequences if name in self.sequences]
+        for sequence in held:
             assert not sequence.in_flight, sequence.id
             del self.sequences[sequence.id]
             self.held[sequence.id] = sequence
@@ -117,7 +117,7 @@ class Scheduler:
             for queue in (self._waiting, self._placed):
                 if sequence in queue:
                     queue.remove(sequence)
-        return found
+        return held
 
     def resume(self, sequences: SequenceOf[Sequence]) -> None:
         """Go on with sequences that were held together."""

@@ -37,8 +37,8 @@ class BatchRunner:
     def add(self, sequence: str, blocks: Sequence[Sequence[int]] | None = None) -> None:
         """Know a sequence; `blocks`, by group, are such as hold what was computed of it elsewhere."""
         self.batch.add(sequence)
-        for table, known in zip(self.batch.tables, blocks or (), strict=bool(blocks)):
-            table.extend(self.batch.rows[sequence], np.array(known, np.int64))
+        for table, own in zip(self.batch.tables, blocks or (), strict=bool(blocks)):
+            table.extend(self.batch.rows[sequence], np.array(own, np.int64))
 
     def sequences(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
         """Return all known sequences and their blocks by group."""

@@ -82,11 +82,11 @@ class PagedCache:
         """
         layers: dict[int, CachedLayer] = {}
         for index, ranges in enumerate(self._memory.groups):
-            here: dict[int, list[int]] = {}
+            parts_here: dict[int, list[int]] = {}
             for number in ranges.layers:
-                here.setdefault(number // self.kv_shards, []).append(number % self.kv_shards)
+                parts_here.setdefault(number // self.kv_shards, []).append(number % self.kv_shards)
             size = self.kv_shards * self._part_blocks(index) * self.layout.block_elements
-            for layer, parts in here.items():
+            for layer, parts in parts_here.items():
                 elements = ranges.view_parts(layer, self._dtype)[:size]
                 layers[layer] = CachedLayer(index, elements, tuple(parts))
         self.layers = layers
@@ -108,11 +108,11 @@ class PagedCache:
 
     def parts(self, group: int, parts: tuple[int, ...]) -> CacheParts:
         """Describe parts as they lie in each layer of a group; equal ones by the same object."""
-        found = self._parts.get((group, parts))
-        if found is None:
+        views = self._parts.get((group, parts))
+        if views is None:
             first = torch.tensor(parts, device=self.device) * self._part_blocks(group)
-            found = self._parts[group, parts] = self.layout.parts(first)
-        return found
+            views = self._parts[group, parts] = self.layout.parts(first)
+        return views
 
     def choose(self, layer: int, shards: tuple[int, ...] | None, of: int, query_heads: int) -> HeadChoice:
         """Return the heads of a decoder layer that shards attend for; None: all.

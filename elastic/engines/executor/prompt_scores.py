@@ -46,7 +46,7 @@ class PromptScores:
 
         logits: [kept, vocabulary] of the step, for the sequences here those behind each of their tokens.
         """
-        found: dict[str, tuple[TokenLogprobs | None, ...]] = {}
+        by_sequence: dict[str, tuple[TokenLogprobs | None, ...]] = {}
         stop = 0
         for chunk in chunks:
             prompt = self._prompts.get(chunk.sequence)
@@ -57,8 +57,8 @@ class PromptScores:
             before = behind[:-1] if prompt.last is None else torch.cat([prompt.last[None], behind[:-1]])
             targets = chunk.tokens[prompt.last is None :]
             scores = prompt_logprobs(before, targets, prompt.request.prompt_logprobs or 0)
-            found[chunk.sequence] = scores if prompt.last is not None else (None, *scores)
+            by_sequence[chunk.sequence] = scores if prompt.last is not None else (None, *scores)
             prompt.last = behind[-1].clone()
             if chunk.start + len(chunk.tokens) >= len(prompt.request.prompt):
                 self.forget(chunk.sequence)
-        return found
+        return by_sequence

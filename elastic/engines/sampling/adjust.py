@@ -47,16 +47,16 @@ def _add_biases(logits: torch.Tensor, rows: Rows) -> None:
 
 def _penalize(logits: torch.Tensor, rows: Rows) -> None:
     """Penalize the tokens of each answer, and by repetition those of its prompt too."""
-    known = [(row, state.rule, state.counts.tokens, state.counts.counts) for row, state in rows if state.counts]
-    sizes = [len(tokens) for _, _, tokens, _ in known]
-    counts = np.concatenate([counts for *_, counts in known])
+    penalized = [(row, state.rule, state.counts.tokens, state.counts.counts) for row, state in rows if state.counts]
+    sizes = [len(tokens) for _, _, tokens, _ in penalized]
+    counts = np.concatenate([counts for *_, counts in penalized])
     repetition, presence, frequency = (
-        np.repeat(np.array([getattr(rule, name) for _, rule, *_ in known], np.float32), sizes)
+        np.repeat(np.array([getattr(rule, name) for _, rule, *_ in penalized], np.float32), sizes)
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
     )
     where = (
-        _on(logits, np.repeat(np.array([row for row, *_ in known]), sizes)),
-        _on(logits, np.concatenate([tokens for _, _, tokens, _ in known])),
+        _on(logits, np.repeat(np.array([row for row, *_ in penalized]), sizes)),
+        _on(logits, np.concatenate([tokens for _, _, tokens, _ in penalized])),
     )
     scores, factor = logits[where], _on(logits, repetition)
     scores = torch.where(scores > 0, scores / factor, scores * factor)

@@ -15,9 +15,9 @@ class TokenCounts:
     """The distinct tokens of an answer, and of its prompt if wanted, and how often the answer has each."""
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        known = np.unique(np.array([*prompt, *generated], np.int64))
-        self._tokens, self._counts = known, np.zeros(len(known), np.int64)
-        self._places = {token: place for place, token in enumerate(known.tolist())}
+        distinct = np.unique(np.array([*prompt, *generated], np.int64))
+        self._tokens, self._counts = distinct, np.zeros(len(distinct), np.int64)
+        self._places = {token: place for place, token in enumerate(distinct.tolist())}
         for token in generated:
             self.add(token)
 

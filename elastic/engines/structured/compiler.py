@@ -76,15 +76,15 @@ class LlguidanceCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self._tokenizer, self._ends)
-            known = self._matchers.get(grammar)
-        if known is None:
-            known = compile_grammar(grammar, self._vocabulary)
+            compiled = self._matchers.get(grammar)
+        if compiled is None:
+            compiled = compile_grammar(grammar, self._vocabulary)
         with self._lock:
-            self._matchers[grammar] = known
+            self._matchers[grammar] = compiled
             self._matchers.move_to_end(grammar)
             if len(self._matchers) > self._cached:
                 self._matchers.popitem(last=False)
-            copy = known.deep_copy()
+            copy = compiled.deep_copy()
         return LlguidanceMatcher(copy, -(-self._vocabulary.vocab_size // 32))
 
 

@@ -90,7 +90,7 @@ def _main() -> int:
     torch.set_grad_enabled(False)
     share = options.share
     try:
-        found = to_json(
+        answer = to_json(
             measure_fingerprints(
                 options.model,
                 options.weights,
@@ -101,8 +101,8 @@ def _main() -> int:
             )
         )
     except ElasticError as error:
-        found = {"error": str(error)}
-    print(json.dumps(found), flush=True)
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
     return 0
 
 

@@ -34,8 +34,8 @@ class ThroughputEstimator:
 
     def of(self, places: Sequence[str]) -> list[float]:
         """Return the seconds of each place for the same tokens; all alike as long as none were measured at all."""
-        known = list(self._token_s)  # at once: other threads go on measuring
-        common = set.intersection(*({bits for other, bits in known if other == place} for place in places))
+        measured = list(self._token_s)  # at once: other threads go on measuring
+        common = set.intersection(*({bits for other, bits in measured if other == place} for place in places))
         if not common:
             return [1.0] * len(places)
         return [sum(self._token_s[place, bits] * 2**bits for bits in common) for place in places]

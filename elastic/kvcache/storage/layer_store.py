@@ -139,7 +139,7 @@ class LayerStore:
         if self._left is None:
             self._left = self.stream.record_event(), self.start
         event, start = self._left
-        if not all(known.query() for known in (event, self.reader) if known is not None):  # type: ignore[no-untyped-call]
+        if not all(recorded.query() for recorded in (event, self.reader) if recorded is not None):  # type: ignore[no-untyped-call]
             return 0
         self._left = None
         return self._retreat(start, sys.maxsize)

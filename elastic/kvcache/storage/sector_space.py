@@ -214,12 +214,12 @@ class SectorSpace:
         with self.lock:
             chosen = self._require(layers, here=True)
             wanted = self.mapped_sectors if sectors is None else tuple(sectors)
-            found = {}
+            pages = {}
             for layer in chosen:
                 index = self._group_of[layer]
                 group = self.groups[index]
-                found[layer] = {sector: group.layer_pages_of(layer, sector) for g, sector in wanted if g == index}
-            return found
+                pages[layer] = {sector: group.layer_pages_of(layer, sector) for g, sector in wanted if g == index}
+            return pages
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""

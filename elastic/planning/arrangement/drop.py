@@ -144,11 +144,11 @@ def merge_evenly(sizes: Sequence[int], needed: int, held_bytes: Sequence[int], m
     )
     while low < high:  # the least size that suffices
         middle = (low + high) // 2
-        found = _packed(sizes, merges, middle)
-        if found is None:
+        packed = _packed(sizes, merges, middle)
+        if packed is None:
             low = middle + 1
         else:
-            merged, high = found, middle
+            merged, high = packed, middle
     if merged is None:
         return None
     absorbed = {number for part in merged for number in part}
@@ -167,14 +167,14 @@ def _packed(sizes: Sequence[int], merges: int, most: int) -> Parts | None:
         part.append(number)
         by_room[(most if room is None else room) - size].append(part)
     parts = sorted((part for parts in by_room.values() for part in parts), key=lambda part: (-len(part), sorted(part)))
-    found: Parts = []
+    packed: Parts = []
     for part in parts:
         if merges <= 0:
             break
         taken = sorted(part, key=lambda number: (sizes[number], number))[: merges + 1]
         merges -= len(taken) - 1
-        found.append(tuple(sorted(taken)))
-    return found if merges <= 0 else None
+        packed.append(tuple(sorted(taken)))
+    return packed if merges <= 0 else None
 
 
 class _Planner:

@@ -85,9 +85,9 @@ def stages(
     def least_moved(rank: int, start: int, stop: int) -> Score:
         return table.fetched(rank, start, stop), table.moved(rank, start, stop)
 
-    found = table.search(least_moved, limit)
-    assert found is not None
-    (_, moved), cuts = found
+    least = table.search(least_moved, limit)
+    assert least is not None
+    (_, moved), cuts = least
     runs = {rank: range(start, stop) for rank, start, stop in cuts}
     cut = tuple(runs[number] for number in range(len(ranks)))
     fetched = tuple(tuple(i for i in run if i not in rank.layers) for rank, run in zip(ranks, cut, strict=True))
@@ -100,8 +100,8 @@ def _least_cost(
 ) -> Score | None:
     """Return the fewest bytes that must be fetched, and the cost of the slowest stage of the best such cut."""
     table = _Table(kinds, cost, layer_bytes, first, last)
-    found = table.search(lambda *run: (table.fetched(*run), table.cost(*run)))
-    return None if found is None else found[0]
+    least = table.search(lambda *run: (table.fetched(*run), table.cost(*run)))
+    return None if least is None else least[0]
 
 
 class _Table:
@@ -159,8 +159,8 @@ class _Table:
                     more, most = score(rank, start, stop)
                     most = second + most if limit is not None else max(second, most)
                     key = used | 1 << rank, stop
-                    known = best.get(key)
-                    if known is None or (first + more, most) < known[0]:
+                    cheapest = best.get(key)
+                    if cheapest is None or (first + more, most) < cheapest[0]:
                         best[key] = (first + more, most), (*cuts, (rank, start, stop))
         return best.get(((1 << len(self._ranks)) - 1, self._count))
 

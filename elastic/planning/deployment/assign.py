@@ -81,7 +81,7 @@ def cut_layers(layers: int, rooms: Sequence[int], need: Callable[[range], int]) 
 
 def _possible_ends(layers: int, rooms: Sequence[int], need: Callable[[range], int]) -> list[dict[int, list[int]]]:
     """Return for each room, by the first layer of its stage, where this may end so that the rest fits behind it."""
-    found: list[dict[int, list[int]]] = []
+    by_stage: list[dict[int, list[int]]] = []
     fitting = {layers}  # first layers from which on all fit into the rooms behind
     for room in reversed(rooms):
         possible, end = {}, 0
@@ -91,9 +91,9 @@ def _possible_ends(layers: int, rooms: Sequence[int], need: Callable[[range], in
                 end += 1
             if ends := [each for each in range(first + 1, end + 1) if each in fitting]:
                 possible[first] = ends
-        found.append(possible)
+        by_stage.append(possible)
         fitting = set(possible)
-    return found[::-1]
+    return by_stage[::-1]
 
 
 def _shortage(demand: RankDemand, states: Sequence[DeviceState], requests: int) -> str:

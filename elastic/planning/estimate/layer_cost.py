@@ -130,13 +130,13 @@ def _bends(totals: Sequence[int]) -> list[int]:
 
     The first is that of the smallest batch.
     """
-    found = [totals[0]]
+    bends = [totals[0]]
     for total in totals[1:]:
-        if total >= 1.5 * found[-1]:
-            found.append(total)
-    if found[-1] != totals[-1]:
-        found[-1 if len(found) > 1 else len(found) :] = [totals[-1]]
-    return found
+        if total >= 1.5 * bends[-1]:
+            bends.append(total)
+    if bends[-1] != totals[-1]:
+        bends[-1 if len(bends) > 1 else len(bends) :] = [totals[-1]]
+    return bends
 
 
 def _lengths(bends: Sequence[int], tokens: int) -> list[float]:

@@ -133,12 +133,12 @@ def rank(candidates: Iterable[Candidate], load: Load, intent: Intent | Objective
 
 def _as_good(estimates: Sequence[Estimate], intent: Intent) -> list[Estimate]:
     """Sort what is within the tolerance of the best by memory, then what is within that of the best of the others."""
-    found: list[Estimate] = []
-    while len(found) < len(estimates):
-        most = (1 + intent.tolerance) * estimates[len(found)].value(intent.objective)
-        near = [each for each in estimates[len(found) :] if each.value(intent.objective) <= most]
-        found += sorted(near, key=lambda each: each.memory_bytes) if intent.tolerance else near
-    return found
+    ranked: list[Estimate] = []
+    while len(ranked) < len(estimates):
+        most = (1 + intent.tolerance) * estimates[len(ranked)].value(intent.objective)
+        near = [each for each in estimates[len(ranked) :] if each.value(intent.objective) <= most]
+        ranked += sorted(near, key=lambda each: each.memory_bytes) if intent.tolerance else near
+    return ranked
 
 
 def judge(candidate: Candidate, load: Load, intent: Intent | None = None) -> Estimate:

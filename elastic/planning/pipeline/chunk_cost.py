@@ -60,8 +60,8 @@ class ChunkCost:
     def tokens_within(self, chunk: Chunk, seconds: float) -> int:
         """Return how many of a chunk's first tokens cost so much at the most, as a batch by themselves."""
         linear = self.prefix * chunk.start + self.own + self.token
-        found = larger_root(self.own, linear, -(seconds - self.chunk)) if seconds > self.chunk else 0.0
-        return min(chunk.tokens, max(0, math.floor(found + 1e-9)))
+        tokens = larger_root(self.own, linear, -(seconds - self.chunk)) if seconds > self.chunk else 0.0
+        return min(chunk.tokens, max(0, math.floor(tokens + 1e-9)))
 
     def __add__(self, other: ChunkCost) -> ChunkCost:
         return ChunkCost(*(a + b for a, b in zip(self.coefficients, other.coefficients, strict=True)))
@@ -87,9 +87,11 @@ class ChunkCost:
                 f"{len(samples)} samples cannot be fitted; measure {len(terms)} batches or more, in seconds above 0"
             )
         rows = [[term(s.chunks) / s.seconds for term in terms.values()] for s in samples]
-        found = dict(zip(terms, not_negative(rows), strict=True))
-        alpha, extra, shared = found.get("alpha", 0.0), found.get("extra", 0.0), found.get("batch", 0.0)
-        return cls(found.get("prefix", alpha), found.get("own", alpha), found.get("token", 0.0), extra + shared, shared)
+        fitted = dict(zip(terms, not_negative(rows), strict=True))
+        alpha, extra, shared = fitted.get("alpha", 0.0), fitted.get("extra", 0.0), fitted.get("batch", 0.0)
+        return cls(
+            fitted.get("prefix", alpha), fitted.get("own", alpha), fitted.get("token", 0.0), extra + shared, shared
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class ChunkProfile:
     def whole(self) -> tuple[BatchTiming, ...]:
         """The seconds of the whole model."""
         pairs = zip(self.layer, self.rest, strict=True)
-        return tuple(BatchTiming(one.chunks, self.layers * one.seconds + rest.seconds) for one, rest in pairs)
+        return tuple(BatchTiming(layer.chunks, self.layers * layer.seconds + rest.seconds) for layer, rest in pairs)
 
     def fit(self, form: str = "paper") -> ModelCost:
         """Fit the layers and the rest, in which there is no attention."""

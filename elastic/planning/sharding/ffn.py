@@ -68,14 +68,14 @@ def tp_styles(tp_plan: Mapping[str, str] | None, layer: str, names: Iterable[str
     """
     path = _NUMBER.sub("*", layer).split(".")
     prefixes = [".".join(path[first:]) for first in range(len(path))]
-    found = {}
+    by_name = {}
     for name in names:
         for key in filter(None, (name, name.rpartition(".")[0])):
             styles = ((tp_plan or {}).get(f"{prefix}.{_NUMBER.sub('*', key)}") for prefix in prefixes)
             style = next((style for style in styles if style is not None), None)
             if style is not None:
-                found[key] = style
-    return found
+                by_name[key] = style
+    return by_name
 
 
 def find_ffns(
@@ -95,9 +95,12 @@ def find_ffns(
             matrices.setdefault(module.rpartition(".")[0], []).append(matrix)
         elif parameter not in ("weight", "bias") and len(shape) == 3:
             tensors.setdefault(module, []).append(name)
-    experts = [_experts(module, found, own, hidden, styles) for module, found in tensors.items()]
+    experts = [_experts(module, candidates, own, hidden, styles) for module, candidates in tensors.items()]
     planned = any(name in styles for name in (*own, *(name.rpartition(".")[0] for name in own)))
-    pairs = {module: _by_plan(found) if planned else _by_shapes(found, hidden) for module, found in matrices.items()}
+    pairs = {
+        module: _by_plan(candidates) if planned else _by_shapes(candidates, hidden)
+        for module, candidates in matrices.items()
+    }
     if not planned and sum(pair is not None for pair in pairs.values()) > 1:
         names = ", ".join(module or "the layer itself" for module, pair in pairs.items() if pair)
         raise ConfigError(f"{names} all look like feed-forward networks; give a tensor-parallel plan that names them")
@@ -152,20 +155,20 @@ def _by_shapes(matrices: Sequence[_Matrix], hidden: int) -> tuple[list[_Matrix],
     """Return the matrices to and from the size inside, if the module has no others and they share one dimension."""
     if len(matrices) not in (2, 3):
         return None
-    found = []
+    pairs = []
     for outer in (matrix for matrix in matrices if matrix.outputs == hidden):
         inner = [matrix for matrix in matrices if matrix is not outer]
         if all((m.outputs, m.inputs) == (outer.inputs, hidden) for m in inner):
-            found.append((inner, outer))
+            pairs.append((inner, outer))
         elif len(inner) == 1 and (inner[0].outputs, inner[0].inputs) == (2 * outer.inputs, hidden):
             raise ConfigError(
                 f"{inner[0].module} seems to hold two matrices in one; how they lie in it cannot be seen from shapes. "
                 "Give a tensor-parallel plan that says so"
             )
-    if len(found) > 1:
-        names = ", ".join(outer.module for _, outer in found)
+    if len(pairs) > 1:
+        names = ", ".join(outer.module for _, outer in pairs)
         raise ConfigError(f"any of {names} may be the last of its network; give a tensor-parallel plan that says which")
-    return found[0] if found else None
+    return pairs[0] if pairs else None
 
 
 def _experts(

@@ -53,14 +53,14 @@ def pack_channels(
 
     `inputs` has samples of the matrices' inputs, [rows, inputs], by their full names, as far as they are known.
     """
-    found = {name: (parameter, transposed) for name, parameter, transposed in matrices(layer)}
-    if config.ffn < 1 and any(parameter.ndim == 3 for parameter, _ in found.values()):
+    parameters = {name: (parameter, transposed) for name, parameter, transposed in matrices(layer)}
+    if config.ffn < 1 and any(parameter.ndim == 3 for parameter, _ in parameters.values()):
         raise ConfigError(
             f"variants: ffn={config.ffn}: {layer.name} has experts, whose columns cannot be left out; use another "
             "variant, such as '2:4'"
         )
-    found = {name: pair for name, pair in found.items() if pair[0].ndim == 2}
-    flat = {name: (p.detach().T if transposed else p.detach()) for name, (p, transposed) in found.items()}
+    parameters = {name: pair for name, pair in parameters.items() if pair[0].ndim == 2}
+    flat = {name: (p.detach().T if transposed else p.detach()) for name, (p, transposed) in parameters.items()}
     packings = {}
     for group in channel_groups(layer, config, flat):
         kept = _kept(group, flat, inputs.get(f"{layer.name}.{group.sink}"), config)
@@ -71,20 +71,20 @@ def pack_channels(
                 # each channel may be there several times, one set of all channels after another
                 sets = torch.arange(0, flat[name].shape[0], group.channels, device=kept.device)
                 parts = without(flat[name], 0, (sets.unsqueeze(1) + kept).view(-1))
-            parameter, transposed = found[name]
+            parameter, transposed = parameters[name]
             matrix, target = matrix_of(parameter, transposed), KernelTarget.of(parameter.device)
             packed = PackedMatrix(config, matrix, target, parts, parameter.dtype, transposed)
             packings[name] = MatrixParameter(packed, digest(parameter))
     return packings
 
 
-def channel_groups(layer: LayerParameters, config: Structured, found: Mapping[str, torch.Tensor]) -> list[ChannelGroup]:
+def channel_groups(layer: LayerParameters, config: Structured, flat: Mapping[str, torch.Tensor]) -> list[ChannelGroup]:
     """Return the groups that get smaller. found: the layer's matrices, [outputs, inputs] each, by name.
 
     Raises `ConfigError` for a layer without what is to be removed.
     """
-    columns = [_columns(layer, config, found, sink) for sink in found] if config.ffn < 1 else []
-    heads = [_heads(layer, config, found, sink) for sink in found] if config.heads < 1 else []
+    columns = [_columns(layer, config, flat, sink) for sink in flat] if config.ffn < 1 else []
+    heads = [_heads(layer, config, flat, sink) for sink in flat] if config.heads < 1 else []
     for name, share, groups in (("ffn", config.ffn, columns), ("heads", config.heads, heads)):
         if share < 1 and not any(groups):
             what = "FFN of plain matrices with columns" if name == "ffn" else "query heads of their own matrix"
@@ -96,52 +96,52 @@ def channel_groups(layer: LayerParameters, config: Structured, found: Mapping[st
 
 
 def _columns(
-    layer: LayerParameters, config: Structured, found: Mapping[str, torch.Tensor], sink: str
+    layer: LayerParameters, config: Structured, flat: Mapping[str, torch.Tensor], sink: str
 ) -> ChannelGroup | None:
     """Return the columns of an FFN; None where none goes, or something else of its size knows them all, as a norm."""
     prefix, leaf = _split(sink)
-    known = [[_matrix(found, prefix, name) for name in names] for names, last in FFN if leaf == last]
-    sources = next((tuple(filter(None, names)) for names in known if None not in names), None)
+    networks = [[_matrix(flat, prefix, name) for name in names] for names, last in FFN if leaf == last]
+    sources = next((tuple(filter(None, names)) for names in networks if None not in names), None)
     if sources is None:
         return None
-    columns = found[sink].shape[1]
+    columns = flat[sink].shape[1]
     stay = max(round(config.ffn * columns / COLUMNS_AT_ONCE), 1) * COLUMNS_AT_ONCE
     own = {sink, *sources, *(name.removesuffix("weight") + "bias" for name in sources)}
     others = [p for name, (_, p) in layer.parameters.items() if name.startswith(prefix) and name not in own]
-    fits = all(found[name].shape[0] in (columns, 2 * columns) for name in sources)
+    fits = all(flat[name].shape[0] in (columns, 2 * columns) for name in sources)
     if not fits or stay >= columns or any(columns in p.shape for p in others):
         return None
     return ChannelGroup(sources, sink, columns, 1, stay)
 
 
 def _heads(
-    layer: LayerParameters, config: Structured, found: Mapping[str, torch.Tensor], sink: str
+    layer: LayerParameters, config: Structured, flat: Mapping[str, torch.Tensor], sink: str
 ) -> ChannelGroup | None:
     """Return the query heads of an attention module; None where they are not by themselves, or none goes."""
     prefix, leaf = _split(sink)
-    source, size = _matrix(found, prefix, "q_proj"), layer.head_sizes.get(prefix.removesuffix("."))
+    source, size = _matrix(flat, prefix, "q_proj"), layer.head_sizes.get(prefix.removesuffix("."))
     if leaf != "o_proj" or source is None or size is None:
         return None
-    channels = found[sink].shape[1]
+    channels = flat[sink].shape[1]
     inside = {name: p for name, (_, p) in layer.parameters.items() if name.startswith(prefix)}
-    known = all(_split(name)[0] == prefix and _split(name)[1] in _BESIDE_HEADS for name in inside)
+    only_heads = all(_split(name)[0] == prefix and _split(name)[1] in _BESIDE_HEADS for name in inside)
     norms = [p for name, p in inside.items() if _split(name)[1] in ("q_norm", "k_norm")]
     stay = max(round(config.heads * channels / size), 1) * size
-    if not known or channels % size or found[source].shape[0] != channels or any(p.shape != (size,) for p in norms):
+    if not only_heads or channels % size or flat[source].shape[0] != channels or any(p.shape != (size,) for p in norms):
         return None
     return ChannelGroup((source,), sink, channels, size, stay) if stay < channels else None
 
 
 def _kept(
-    group: ChannelGroup, found: Mapping[str, torch.Tensor], inputs: torch.Tensor | None, config: Structured
+    group: ChannelGroup, flat: Mapping[str, torch.Tensor], inputs: torch.Tensor | None, config: Structured
 ) -> torch.Tensor:
     """Return the channels that stay, int64 [channels], ascending; those of equal importance in any order."""
-    importance = found[group.sink].float().square().sum(0)
+    importance = flat[group.sink].float().square().sum(0)
     if config.by == "wanda" and inputs is not None:
         importance *= inputs.float().square().sum(0).to(importance.device)
     else:
         for name in group.sources:
-            importance += found[name].float().square().sum(1).view(-1, group.channels).sum(0)
+            importance += flat[name].float().square().sum(1).view(-1, group.channels).sum(0)
     best = importance.view(-1, group.unit).sum(1).topk(group.stay // group.unit).indices.sort().values
     return (best.unsqueeze(1) * group.unit + torch.arange(group.unit, device=best.device)).view(-1)
 
@@ -153,6 +153,6 @@ def _split(name: str) -> tuple[str, str]:
     return prefix + dot, leaf
 
 
-def _matrix(found: Mapping[str, torch.Tensor], prefix: str, leaf: str) -> str | None:
+def _matrix(flat: Mapping[str, torch.Tensor], prefix: str, leaf: str) -> str | None:
     """Return the name of a module's matrix."""
-    return next((name for name in found if _split(name) == (prefix, leaf)), None)
+    return next((name for name in flat if _split(name) == (prefix, leaf)), None)

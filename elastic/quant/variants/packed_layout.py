@@ -53,11 +53,13 @@ def layer_part_shapes(layer: LayerParameters, config: Any, target: KernelTarget)
 
 def _channel_shapes(layer: LayerParameters, config: Structured) -> dict[str, PartShapes]:
     """Return the parts of the matrices that get smaller by structured pruning."""
-    found = {name: (p, transposed) for name, p, transposed in matrices(layer)}
-    if config.ffn < 1 and any(parameter.ndim == 3 for parameter, _ in found.values()):
+    parameters = {name: (p, transposed) for name, p, transposed in matrices(layer)}
+    if config.ffn < 1 and any(parameter.ndim == 3 for parameter, _ in parameters.values()):
         raise ConfigError(f"{config}: {layer.name or 'the layer'} has experts, whose columns cannot be left out")
     flat: Mapping[str, torch.Tensor] = {
-        name: (p.detach().T if transposed else p.detach()) for name, (p, transposed) in found.items() if p.ndim == 2
+        name: (p.detach().T if transposed else p.detach())
+        for name, (p, transposed) in parameters.items()
+        if p.ndim == 2
     }
     shapes: dict[str, PartShapes] = {}
     for group in channel_groups(layer, config, flat):

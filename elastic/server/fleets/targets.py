@@ -142,9 +142,9 @@ class ActionTargets:
         """Prepare actions on all models, or on none."""
         chosen = id or uuid4().hex
         prepared: dict[Target, Prepared] = {}
-        known = self._prepared.get(chosen)
+        earlier = self._prepared.get(chosen)
         kept = {target: tuple(actions) for target, actions in asked.items()}
-        if known is not None and known != kept:
+        if earlier is not None and earlier != kept:
             raise ConfigError(f"id={chosen!r} was prepared for other actions or ranks; choose another id")
         try:
             for target, actions in kept.items():

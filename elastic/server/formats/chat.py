@@ -84,12 +84,12 @@ class ChatFormat:
 
     def extra(self, answers: Sequence[ChoiceStream]) -> JSON:
         """Return the report of the prompt's tokens, and their ids, where they are asked for."""
-        found: JSON = {}
+        fields: JSON = {}
         if self._body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = self._logprobs.prompt(answers[0].prompt_logprobs or ())
+            fields["prompt_logprobs"] = self._logprobs.prompt(answers[0].prompt_logprobs or ())
         if self._body.return_token_ids:
-            found["prompt_token_ids"] = list(answers[0].request.prompt)
-        return found
+            fields["prompt_token_ids"] = list(answers[0].request.prompt)
+        return fields
 
     def _text(self) -> CallsText:
         return CallsText(self._parser and self._parser(), several=self._several)
@@ -98,12 +98,12 @@ class ChatFormat:
         return {"index": index, "delta": change, "logprobs": None, "finish_reason": None}
 
     def _reported(self, delta: TextDelta) -> JSON:
-        found: JSON = {}
+        fields: JSON = {}
         if self._body.logprobs:
-            found["logprobs"] = {"content": self._logprobs.chat(delta.tokens), "refusal": None}
+            fields["logprobs"] = {"content": self._logprobs.chat(delta.tokens), "refusal": None}
         if self._body.return_token_ids:
-            found["token_ids"] = [token.id for token in delta.tokens]
-        return found
+            fields["token_ids"] = [token.id for token in delta.tokens]
+        return fields
 
     def _finish(self, delta: TextDelta, text: CallsText) -> str | None:
         """Return why an answer ended; a function that was asked for by name is no reason, as OpenAI has it."""

@@ -58,7 +58,7 @@ class CompletionFormat:
         if self._body.logprobs is None:
             return None
         before = len(self._echo(answer).text)
-        known = answer.first.prompt_logprobs or [None] * len(echo.offsets)
-        prompt = [ReadToken(*entry) for entry in zip(answer.request.prompt, echo.offsets, known, strict=False)]
+        logprobs = answer.first.prompt_logprobs or [None] * len(echo.offsets)
+        prompt = [ReadToken(*entry) for entry in zip(answer.request.prompt, echo.offsets, logprobs, strict=False)]
         new = [token._replace(offset=before + token.offset) for token in delta.tokens]
         return self._logprobs.completion([*prompt, *new], top=self._body.logprobs > 0)

@@ -129,14 +129,14 @@ class RequestBuilder:
                 text += detokenizer.push((token,))
             return Echo(text + detokenizer.flush(), tuple(offsets))
 
-        found = []
+        echoes = []
         for prompt, request in zip(body.prompts, requests, strict=True):
             if isinstance(prompt, str) and body.logprobs is None:
-                found.append(Echo(prompt))
+                echoes.append(Echo(prompt))
             else:
                 echo = await self._on_thread(len(request.prompt), partial(work, request.prompt))
-                found.append(Echo(prompt, echo.offsets) if isinstance(prompt, str) else echo)
-        return found
+                echoes.append(Echo(prompt, echo.offsets) if isinstance(prompt, str) else echo)
+        return echoes
 
     def close(self) -> None:
         """End the threads."""

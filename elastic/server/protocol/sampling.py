@@ -100,12 +100,12 @@ class SamplingBody(StructuredFields):
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Token ids and what is added to their scores. Raises `APIError`."""
-        found = []
+        biases = []
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isascii() and token.isdigit() and len(token) <= 10):
                 raise invalid("logit_bias", f"{token[:20]!r} is no token id")
-            found.append((int(token), bias))
-        return tuple(found)
+            biases.append((int(token), bias))
+        return tuple(biases)
 
     def check(self) -> None:
         """Raise `APIError` for what is not supported."""

@@ -99,8 +99,8 @@ def calls_grammar(tools: Sequence[Tool], *, several: bool) -> Grammar:
         calls.append({**_NO_ARGUMENTS, "properties": call, "required": ["name", "parameters"]})
     bound = {} if several else {"maxItems": 1}
     items = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    found = {kind: known for kind, known in definitions.items() if known}
-    return json_grammar({"type": "array", "minItems": 1, **bound, "items": items, **found})
+    kept = {kind: known for kind, known in definitions.items() if known}
+    return json_grammar({"type": "array", "minItems": 1, **bound, "items": items, **kept})
 
 
 def arguments_grammar(tool: Tool) -> Grammar:

@@ -110,7 +110,7 @@ def _described(model: type[ActionBody]) -> tuple[str, dict[str, Any]]:
 
 def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
     """Plan the actions, or do them."""
-    asked = {target: [_action(one, target) for one in body.actions] for target in targets.named(body.rank)}
+    asked = {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
     if body.dry_run:
         steps = [(target, step) for target, actions in asked.items() for step in target.plan(actions)]
         return {"dry_run": True, "steps": [_record(target, step.action, step) for target, step in steps]}
@@ -118,15 +118,15 @@ def _act(targets: ActionTargets, body: ActionsBody) -> dict[str, Any]:
 
 
 def _prepare(targets: ActionTargets, body: PrepareBody) -> dict[str, Any]:
-    asked = {target: [_action(one, target) for one in body.actions] for target in targets.named(body.rank)}
+    asked = {target: [_action(action, target) for action in body.actions] for target in targets.named(body.rank)}
     prepared = targets.prepare(asked, body.id, body.timeout_s)
     steps = [_record(target, step.action, step) for target, told in prepared.items() for step in told.steps]
     told = list(prepared.values())
     return {
         "id": told[0].id,
-        "expires_s": min(one.expires_s for one in told),
-        "moved_bytes": sum(one.moved_bytes for one in told),
-        "pages": sum(one.pages for one in told),
+        "expires_s": min(each.expires_s for each in told),
+        "moved_bytes": sum(each.moved_bytes for each in told),
+        "pages": sum(each.pages for each in told),
         "steps": steps,
     }
 

@@ -30,12 +30,12 @@ class Catalogue:
         """Return the model that a request means; None is the server's own. Raises `APIError` for an unknown one."""
         if name is None or name == self.own.name:
             return self.own
-        found = self._others.get(name)
-        if found is None:
+        model = self._others.get(name)
+        if model is None:
             names = ", ".join(repr(each.name) for each in self.all())
             message = f"the model {name[:200]!r} does not exist here; there is {names}"
             raise APIError(404, message, param="model", code="model_not_found")
-        return found
+        return model
 
     def all(self) -> list[ServerState]:
         """Return all models, the server's own first."""

@@ -143,15 +143,15 @@ def _best(answers: Sequence[TextDelta], requests: Sequence[Request], kept: int) 
         reported = [token.logprobs.logprob for token in answers[number].tokens if token.logprobs is not None]
         return sum(reported) / max(1, len(reported))
 
-    found: list[tuple[int, TextDelta]] = []
+    best: list[tuple[int, TextDelta]] = []
     start = 0
     for request in requests:
         numbers: Sequence[int] = range(start, start + request.n)
         if request.n > kept:
             numbers = sorted(numbers, key=likelihood, reverse=True)[:kept]
-        found += [(number, replace(answers[number], index=len(found) + i)) for i, number in enumerate(numbers)]
+        best += [(number, replace(answers[number], index=len(best) + i)) for i, number in enumerate(numbers)]
         start += request.n
-    return found
+    return best
 
 
 async def _chunks(

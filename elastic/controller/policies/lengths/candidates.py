@@ -105,7 +105,7 @@ def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, 
     """Return the instances that had best become one for a request; None: no free ones could ever hold it."""
     free = [candidate for candidate in candidates if not candidate.taken and not candidate.reading.busy]
     hosts = dict.fromkeys(candidate.reading.host for candidate in free)
-    found: list[Merger] = []
+    mergers: list[Merger] = []
     for host in hosts:
         own = [candidate for candidate in free if candidate.reading.host == host]
         degree = step
@@ -114,9 +114,9 @@ def best_merger(candidates: Sequence[InstanceDraft], kv: LiveTokens, step: int, 
                 room = min(member.reading.capacity.get(degree, 0) for member in members)
                 if sum(kv) <= room:
                     ready = holds_together(members, kv, room)
-                    found.append(Merger(members, degree, ready))
+                    mergers.append(Merger(members, degree, ready))
             degree *= 2
-    return min(found, key=attrgetter("order"), default=None)
+    return min(mergers, key=attrgetter("order"), default=None)
 
 
 def holds_together(members: Sequence[InstanceDraft], kv: LiveTokens, room: int) -> bool:
@@ -129,12 +129,12 @@ def _sets(candidates: Sequence[InstanceDraft], degree: int, step: int) -> Iterat
     """Yield the least loaded instances with so many ranks together: of each degree, and of unlike ones."""
     small = [candidate for candidate in candidates if candidate.reading.degree * step <= degree]
     small.sort(key=lambda candidate: (candidate.load_s, candidate.reading.name))
-    pipelined = [one.reading for one in small if one.reading.partners]
+    pipelined = [each.reading for each in small if each.reading.partners]
     pipelines = dict.fromkeys(frozenset((*reading.ranks, *reading.partners)) for reading in pipelined)
     for ranks in pipelines:
-        yield tuple(one for one in small if len(ranks) == degree and ranks.issuperset(one.reading.ranks))
+        yield tuple(each for each in small if len(ranks) == degree and ranks.issuperset(each.reading.ranks))
     if pipelines:
-        yield from _sets([one for one in small if not one.reading.partners], degree, step)
+        yield from _sets([each for each in small if not each.reading.partners], degree, step)
     degrees = {candidate.reading.degree for candidate in small}
     for own in sorted(degrees):
         equal = [candidate for candidate in small if candidate.reading.degree == own]

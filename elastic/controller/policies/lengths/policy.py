@@ -163,9 +163,9 @@ class _Decision:
         if reading.degree == 1:
             return None
         ranks = frozenset(reading.ranks)
-        one = next((one for one in self.state.large if one.ranks == ranks), LargeState(ranks, self.now))
+        carried = next((carried for carried in self.state.large if carried.ranks == ranks), LargeState(ranks, self.now))
         needed = any(reading.needs_degree(sum(request)) for request in reading.live)
-        return replace(one, needed_s=self.now, closed_s=None) if needed else one
+        return replace(carried, needed_s=self.now, closed_s=None) if needed else carried
 
     # -- requests
 
@@ -192,14 +192,18 @@ class _Decision:
         if self.short_waiting >= MOST_PASSED and request.tokens <= self.short_tokens:
             self.left.append(request)
             return
-        able = [one for one in self.candidates if not one.taken and one.room >= request.tokens]
-        takes = [one for one in able if not one.reading.busy and (one.open or one.reading.needs_degree(request.tokens))]
-        kept = [one for one in takes if frozenset(one.reading.ranks) == target]
-        if all(one.reading.needs_degree(request.tokens) for one in able):
+        able = [candidate for candidate in self.candidates if not candidate.taken and candidate.room >= request.tokens]
+        takes = [
+            candidate
+            for candidate in able
+            if not candidate.reading.busy and (candidate.open or candidate.reading.needs_degree(request.tokens))
+        ]
+        kept = [candidate for candidate in takes if frozenset(candidate.reading.ranks) == target]
+        if all(candidate.reading.needs_degree(request.tokens) for candidate in able):
             self._place_long(request, takes, kept, able=bool(able))
         elif takes:
             best = min(takes, key=_by_load)
-            now = next((one for one in (best, *kept) if one.holds(request.kv)), None)
+            now = next((candidate for candidate in (best, *kept) if candidate.holds(request.kv)), None)
             if now is not None:
                 self._send(request, now)
             else:
@@ -219,9 +223,9 @@ class _Decision:
         self, request: WaitingRequest, takes: Sequence[InstanceDraft], kept: Sequence[InstanceDraft], *, able: bool
     ) -> None:
         """Send a request that only large instances can hold to one that has such a request, so that others part."""
-        now = [one for one in takes if one.holds(request.kv)]
+        now = [candidate for candidate in takes if candidate.holds(request.kv)]
         if now:
-            self._send(request, min(now, key=lambda one: (not one.needed, _by_load(one))))
+            self._send(request, min(now, key=lambda candidate: (not candidate.needed, _by_load(candidate))))
             return
         rooms = {ranks: _room(members) for ranks, members in self.planned.items()}
         for ranks, room in rooms.items():
@@ -299,17 +303,17 @@ class _Decision:
         downs = []
         for candidate in self.candidates:
             ranks = frozenset(candidate.reading.ranks)
-            one = self.large.get(ranks)
-            if one is None or candidate.reading.busy or candidate.taken or candidate.reading.partners:
+            state = self.large.get(ranks)
+            if state is None or candidate.reading.busy or candidate.taken or candidate.reading.partners:
                 continue
-            if any(ranks == target for target in self.targets.values()) or self.now - one.needed_s < self._dwell_s:
-                self.large[ranks] = replace(one, closed_s=None)
+            if any(ranks == target for target in self.targets.values()) or self.now - state.needed_s < self._dwell_s:
+                self.large[ranks] = replace(state, closed_s=None)
                 continue
             degree = self._may_part(candidate)
             if degree is not None and self.now - self.asked.get(ranks, -math.inf) >= self.settings.cooldown_s:
                 self.asked[ranks] = self.now
                 downs.append(ScaleDown(candidate.reading.name, degree))
-            self.large[ranks] = self._closed(one)
+            self.large[ranks] = self._closed(state)
         return tuple(downs)
 
     def _may_part(self, candidate: InstanceDraft) -> int | None:
@@ -320,18 +324,18 @@ class _Decision:
             return None
         return lower_degree(replace(reading, live=live))
 
-    def _closed(self, one: LargeState) -> LargeState:
+    def _closed(self, state: LargeState) -> LargeState:
         """Return the state of an instance that should part: closed for a while, then open for a while."""
         settings, waiting = self.settings, len(self.left)
-        if one.closed_s is None:
-            if self.now - one.opened_s < settings.patience_s:
-                return one
-            return replace(one, closed_s=self.now, closed_waiting=waiting)
+        if state.closed_s is None:
+            if self.now - state.opened_s < settings.patience_s:
+                return state
+            return replace(state, closed_s=self.now, closed_waiting=waiting)
         oldest_s = max((self.now - request.since_s for request in self.left), default=0.0)
-        grows = waiting > one.closed_waiting and oldest_s >= settings.queue_high_s
-        if grows or self.now - one.closed_s >= settings.patience_s:
-            return replace(one, closed_s=None, opened_s=self.now)
-        return one
+        grows = waiting > state.closed_waiting and oldest_s >= settings.queue_high_s
+        if grows or self.now - state.closed_s >= settings.patience_s:
+            return replace(state, closed_s=None, opened_s=self.now)
+        return state
 
     def _reason(self, downs: Sequence[ScaleDown], closed: Sequence[str]) -> str:
         """Say why, in words."""
@@ -354,7 +358,7 @@ def _by_load(candidate: InstanceDraft) -> tuple[float, int, str]:
 
 def _short_tokens(candidates: Sequence[InstanceDraft]) -> int:
     """Return the largest request that needs the degree of no instance by which it could be held."""
-    return max((one.short_tokens for one in candidates if not one.taken), default=0)
+    return max((candidate.short_tokens for candidate in candidates if not candidate.taken), default=0)
 
 
 def _room(members: Sequence[InstanceDraft]) -> int:
