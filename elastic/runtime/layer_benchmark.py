@@ -54,7 +54,10 @@ def measure(decoder: Decoder, places: Sequence[Place], rows: Sequence[int] = ROW
         hidden = {count: _hidden(given[0]) for count, given in calls.items()}
         points = {
             device: _layer_points(
-                [_on(layer, device) for layer in layers],
+                [  # the layers, or copies of them on another device
+                    layer if next(layer.parameters()).device == device else copy.deepcopy(layer).to(device)
+                    for layer in layers
+                ],
                 device,
                 calls,
                 min(MOST_BESIDE, sum(place.device == device for place in places)),
@@ -115,12 +118,6 @@ def _hidden(call: Call) -> torch.Tensor:
     return hidden
 
 
-def _on(layer: nn.Module, device: torch.device) -> nn.Module:
-    """The layer, or a copy of it on another device."""
-    here = next(layer.parameters()).device
-    return layer if here == device else copy.deepcopy(layer).to(device)
-
-
 class _Walk:
     """Through some layers, one after another, by this thread and lanes beside it, as in a run of replicated layers."""
 
@@ -161,7 +158,13 @@ def _layer_points(
     Several share a batch: what they would not have together is not measured, but for two numbers of rows at least. All
     are timed in turn, round after round, so that a disturbance does not tell on one of them alone.
     """
-    given = {count: [_moved(call, device) for call in calls[count]] for count in sorted(calls)}
+    given = {
+        count: [
+            (moved(args, device), {name: moved(value, device) for name, value in kwargs.items()})
+            for args, kwargs in calls[count]
+        ]
+        for count in sorted(calls)
+    }
     walk = _Walk(layers, device, most)
     works: dict[tuple[int, int], Callable[[], object]] = {
         (at_once, count): partial(walk.go, given[count], at_once)
@@ -177,10 +180,6 @@ def _layer_points(
     for at_once in range(1, most + 1):
         points.append([(n * tokens, took / len(layers)) for (times, n), took in seconds.items() if times == at_once])
     return points
-
-
-def _moved(call: Call, device: torch.device) -> Call:
-    return moved(call[0], device), {name: moved(value, device) for name, value in call[1].items()}
 
 
 def _link_points(hidden: dict[int, torch.Tensor], here: torch.device, there: torch.device) -> Points:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.views.panels import mib
-from elastic.cli.views.status_document import FleetEventDocument, RankDocument, StatusDocument
+from elastic.cli.views.status_document import FleetEventDocument, StatusDocument
 
 STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "lost": "bold red", "ended": "dim"}
 
@@ -27,6 +27,8 @@ def ranks(document: StatusDocument) -> Panel:
     for rank in document.ranks:
         instance = instances.get(rank.name)
         name, counts = "-", ["-"] * 4
+        caches = [kv for kv in rank.status.kv if kv.share] if rank.status else []
+        capacity = sum(kv.capacity_bytes for kv in caches)
         if instance is not None:
             name = f"{instance.name}, tp={instance.tp}" if instance.tp > 1 else instance.name
             load = instance.load
@@ -37,7 +39,7 @@ def ranks(document: StatusDocument) -> Panel:
             Text(rank.state, STYLES.get(rank.state, "")),
             Text(name),
             *counts,
-            _kv(rank),
+            f"{sum(kv.used_bytes for kv in caches) / capacity:.0%}" if capacity else "-",
             "-" if rank.beat_s is None else f"{rank.beat_s:.1f}",
             Text(rank.why or " ".join(rank.places)),
         )
@@ -64,13 +66,6 @@ def fleet_events(events: Sequence[FleetEventDocument], *, last: int) -> Table:
             Text(event.why),
         )
     return table
-
-
-def _kv(rank: RankDocument) -> str:
-    """Return the used share of a rank's KV cache as text."""
-    caches = [kv for kv in rank.status.kv if kv.share] if rank.status else []
-    capacity = sum(kv.capacity_bytes for kv in caches)
-    return f"{sum(kv.used_bytes for kv in caches) / capacity:.0%}" if capacity else "-"
 
 
 def _sums(document: StatusDocument) -> str:
