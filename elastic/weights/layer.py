@@ -258,7 +258,7 @@ class WeightUnit:
         return plain.detach().narrow(cut.dim, rows.start, len(rows))
 
     def show_piece(self, piece: Piece) -> torch.Tensor:
-        """View a piece of a layer of which not all parts are here, in the checkpoint's orientation."""
+        """View a piece of a layer of which not all parts are here, in the checkpoint's orientation and shape."""
         lies = self.layout.parameters[piece.name]
         shape = [len(piece.rows) if dim == piece.dim else size for dim, size in enumerate(lies.shape)]
         shown = self.blocks[self.full.key].show_part(piece.key, piece.offset, piece.nbytes, lies.dtype)

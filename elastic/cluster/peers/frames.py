@@ -37,7 +37,7 @@ class EndOfStream(Exception):
 
 
 def encode(key: Key, hidden: torch.Tensor) -> list[memoryview]:
-    """Return the parts of a frame. They are views of the tensor, if it is contiguous and in host memory."""
+    """Return the parts of a frame, of a tensor of any shape: views of it, if it is contiguous and in host memory."""
     elements = hidden.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [memoryview(_HEAD.pack(*key, elements.numel())), memoryview(elements.numpy())]  # type: ignore[arg-type]
 

@@ -74,7 +74,7 @@ class Mailbox:
 
 
 def as_hidden(what: What, like: torch.Tensor, frm: str, key: Key) -> torch.Tensor:
-    """Return a tensor in the form of `like`. Raises `StateError` for another, and the error of a failure."""
+    """Return a tensor of the shape and dtype of `like`. Raises `StateError` for another, and the error of a failure."""
     if isinstance(what, StepFailure):
         raise what.error()
     if what.numel() != like.nbytes:

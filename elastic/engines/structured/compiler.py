@@ -34,7 +34,7 @@ class LlguidanceMatcher:
         self._own = torch.zeros(words, dtype=torch.int32)
 
     def fill_mask(self, mask: torch.Tensor) -> None:
-        """Write which tokens may come next; those that the tokenizer has not may not."""
+        """Write which tokens may come next, one bit each: [words], int32; those that the tokenizer has not may not."""
         self._matcher.unsafe_compute_mask_ptr(self._own.data_ptr(), self._own.nbytes)
         if self._matcher.is_error():
             raise ConfigError(f"the grammar cannot be followed: {_reason(self._matcher.get_error())}; simplify it")

@@ -81,7 +81,7 @@ class GroupRanges:
         return self.view_parts(decoder_layer, dtype).view(self.group.kv_shards, -1)[part]
 
     def view_parts(self, decoder_layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """View the address space of all parts of a decoder layer, one behind another; some of them are here."""
+        """View the address space of all parts of a decoder layer, [elements], one behind another; some are here."""
         return self._ranges[decoder_layer][1].tensor(dtype)
 
     def map(self, sector: int, pages: Sequence[int]) -> None:

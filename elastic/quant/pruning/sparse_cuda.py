@@ -74,7 +74,7 @@ def with_metadata(parts: PackedTensors) -> dict[str, torch.Tensor]:
 
 
 def with_mask(parts: PackedTensors) -> PackedTensors:
-    """Undo `with_metadata`; other parts are returned as they are."""
+    """Undo `with_metadata`: the mask has its shape again; other parts are returned as they are."""
     if "metadata" not in parts:
         return parts
     metadata = parts["metadata"]

@@ -23,7 +23,7 @@ class PartViews:
         return self._made.get(parts)
 
     def make(self, plan: CutPlan, parts: tuple[int, ...], view: Callable[[ParameterCut, range], torch.Tensor]) -> Views:
-        """Make the views of these parts; `view` gives a run of rows of a parameter."""
+        """Make the views of these parts; `view` gives a run of rows of a parameter, [rows, ...]."""
         with torch.inference_mode(False), torch.no_grad():
             made = {name: tuple(view(cut, rows) for rows in joined_rows(cut, parts)) for name, cut in plan.cuts.items()}
         self._made[parts] = made
