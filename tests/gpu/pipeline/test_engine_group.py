@@ -121,6 +121,33 @@ def test_a_flip_changes_no_bit_of_keys_and_values(
     assert len(compared) == 6
 
 
+def test_layers_go_to_several_ranks_and_come_from_several_at_one_pause(
+    group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From home to two guests, from these to two others, and home from both; keys and values bit for bit."""
+    ranks = group("abcd")
+    engine = ranks["a"]
+    compared = ranks.record_flips("a", lambda: live_blocks(ranks, "a"), monkeypatch)
+    for guest in "bcd":
+        ranks.join("a", guest)
+    heard = ranks.submit("a", PROMPTS, 400)["a"]
+    for name in requests(1):
+        heard.wait_for_tokens(name.id, 2)
+    for goes in ({0: "b", 1: "c"}, {0: "d", 1: "d", 2: "d"}, {0: "a", 1: "b", 2: "c"}, {1: "d", 2: "d"}):
+        ranks.move_all("a", goes)
+        assert all(engine.path.ranks[layer] == rank for layer, rank in goes.items())
+        ranks.check()
+    ranks.move_all("a", {1: "a", 2: "a"})
+    for name in requests(1):
+        engine.cancel(name.id)
+    assert len(compared) == 5
+    for before, after in compared:
+        assert before.keys() == after.keys()
+        assert before
+        assert all(torch.equal(after[key], blocks) and blocks.any() for key, blocks in before.items())
+    ranks.part("a")
+
+
 @pytest.mark.parametrize("cohorts", [1, 2])
 def test_hidden_states_go_over_sockets_as_well(group: Callable[..., EngineGroup], cohorts: int) -> None:
     expected = plain("llama-gqa", 20)
