@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support import architectures
+from support.child_process import wait_for_the_janitor
 from support.cluster.engine_group import EngineGroup, require_plain_tokens
 from support.serving.generations import prompts
 
@@ -119,6 +120,7 @@ def test_steps_of_both_copies_stop_no_device_and_map_no_page(
     heard = ranks.submit("a", PROMPTS, TOKENS)
     for name in NAMES:
         heard["a"].wait_for_tokens(name, 3)
+    wait_for_the_janitor()  # which creates pages ahead of time
     counts = {name: simulator.count(name) for name in (*simulator.PAGE_CALLS, "device_sync")}
     heard["a"].wait_for_tokens("r0", TOKENS - 2)
     assert {name: simulator.count(name) for name in counts} == counts
