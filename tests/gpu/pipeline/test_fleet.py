@@ -41,7 +41,7 @@ def fleet_of(
     """Ranks on these devices in turn, started; stopped behind it, with all weights as they were."""
     on = [torch.device("cuda", devices[number % len(devices)]) for number in range(ranks)]
     models = [build(str(device)) for device in on]
-    before = bits(models[0])
+    before = [bits(model) for model in models]
     for number, (model, device) in enumerate(zip(models, on, strict=True)):
         elastic.wrap(model, places=[elastic.Place(f"{device}#{number}", device, 256 << 20)], **(wrap or {}))
     fleet = Fleet.of(*models, engine={"block_tokens": 4096, "max_batch_tokens": 64, **engine}, beat_timeout_s=60)
@@ -54,8 +54,8 @@ def fleet_of(
         fleet.stop(drain=False)
         for model in models:
             elastic.unwrap(model)
-    for model in models:
-        assert_same_bits(model, before)
+    for model, each in zip(models, before, strict=True):
+        assert_same_bits(model, each)
 
 
 def begin(fleet: Fleet, tokens: int = TOKENS) -> Collector:
