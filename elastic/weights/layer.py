@@ -31,6 +31,7 @@ from elastic.weights.proxy.transfer_cache import TransferCache
 from elastic.weights.proxy.weight_home import StagedTensors
 from elastic.weights.shards.layer_cut import LayerCut, Piece, whole_pages
 from elastic.weights.shards.part_views import PartViews, Views
+from elastic.weights.shards.stored import StoredParameter, find_stored
 
 
 @dataclass(frozen=True)
@@ -214,33 +215,28 @@ class WeightUnit:
     @property
     def recoverable(self) -> bool:
         """Whether host memory or the checkpoint has all of its full parameters."""
-        return all(name in self.host_copies or self._in_checkpoint(name) is not None for name in self.slots)
+        return all(name in self.host_copies or self.in_files(name) is not None for name in self.slots)
 
-    def stored(self, name: str) -> torch.Tensor | None:
-        """Return a full parameter, any shape, as host memory or the checkpoint has it; None: neither does.
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a full parameter, any shape, as host memory or the checkpoint has it. Raises `StateError`.
 
         Whether the bytes of the checkpoint are those of the parameter is for the caller to find out.
         """
         if name in self.host_copies:
             return self.host_copies[name].tensor
-        entry = self._in_checkpoint(name)
-        return None if entry is None else entry.to(self.layout.parameters[name].dtype)
+        return self.require_in_files(name).whole()
 
-    def stored_piece(self, of: Piece | str) -> torch.Tensor:
-        """Return a full parameter by its name, or a piece of one, as `stored`. Raises `StateError` if it is nowhere."""
-        name = of if isinstance(of, str) else of.name
-        full = self.stored(name)
-        if full is None:
+    def require_in_files(self, name: str) -> StoredParameter:
+        """Return a full parameter as `in_files` does. Raises `StateError` where it is not there."""
+        found = self.in_files(name)
+        if found is None:
             raise StateError(f"{self.name}.{name} is neither in host memory nor in a checkpoint")
-        return full if isinstance(of, str) else of.of(full)
+        return found
 
-    def _in_checkpoint(self, name: str) -> torch.Tensor | None:
-        """Return a full parameter, mapped, whose dtype holds all values of the file's; None: it is not there so."""
-        entry = self.layer.checkpoint.find(f"{self.name}.{name}") if self.layer.checkpoint else None
+    def in_files(self, name: str) -> StoredParameter | None:
+        """Return a full parameter as the files of the checkpoint have it, if its dtype holds all values of theirs."""
         like = self.layout.parameters[name]
-        if entry is None or tuple(entry.shape) != like.shape:
-            return None
-        return entry if torch.promote_types(entry.dtype, like.dtype) == like.dtype else None
+        return find_stored(self.layer.checkpoint, f"{self.name}.{name}", like.shape, like.dtype)
 
     def part_tensors(self, parts: tuple[int, ...]) -> Views:
         """Return the tensors of some parts, by parameter; see `ModelWeights.part_tensors`."""
@@ -331,7 +327,7 @@ class WeightUnit:
                 targets = precision.tensors_of(name, tensors)
                 pairs += [(targets[part], tensor) for part, tensor in precision.packings[name].parts.items()]
             else:
-                pairs.append((tensors[name], self.stored_piece(name)))
+                pairs.append((tensors[name], self.stored(name)))
         return pairs
 
     # -- the switches, at a safe point
