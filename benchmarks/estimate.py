@@ -46,11 +46,12 @@ from elastic.estimation.profile import (
     fingerprint_layers,
     measure_fingerprints,
 )
-from elastic.planning.estimate.configuration import Configuration, even_stages
+from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
 from elastic.planning.estimate.paper import Latency, MemoryParts, extrapolated_latency
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import RankBytes
+from elastic.planning.sharding.share import even_stages
 
 PROMPT, OUTPUTS = 64, (4, 12)
 """Of the paper's requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +17,7 @@ from elastic.runtime.controller_setup import Asked, choose_policy
 from elastic.runtime.layer_benchmark import measure
 from elastic.runtime.options import (
     WrapOptions,
+    check_loaded,
     check_model,
     check_placement,
     check_shards,
@@ -47,8 +48,9 @@ def wrap(
     variant_cache: str | Path | None = None,
     copy_rate: int | str | None = None,
     kv_layout: str | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
     shards: int = 1,
+    load_shards: Collection[int] | None = None,
 ) -> Model:
     """Make a Hugging Face causal language model elastic, in place; returns the same object.
 
@@ -73,23 +75,27 @@ def wrap(
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
     processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes. Into `shards`
     parts, a power of two, each layer's feed-forward network and KV heads are cut, for ranks that share the layer.
+    `load_shards` is for a model whose decoder layers have no data: of these shards alone, part p of layer l being
+    `l * shards + p`, weights are read from the checkpoint; the others are as if dropped.
 
     Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a small budget); the model is as it was.
     """
-    decoder = _check(model)
+    decoder = _check(model, loads=load_shards is not None)
     packed, opened = parse_variants(variants), choose_places(decoder, places)
+    files = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
     options = WrapOptions(
         decoder=decoder,
         places=opened,
         placement=check_placement(placement),
         layouts={place.device: choose_layout(kv_layout, place.device) for place in opened},
-        files=Checkpoint(checkpoint) if checkpoint is not None else None,
+        files=files,
         variants=packed,
         variant_cache=variant_cache,
         copy_rate=parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
         shards=check_shards(shards),
+        load_shards=check_loaded(load_shards, len(decoder.layers) * shards, files, packed),
         make_policy=choose_policy(policy, slo, order, packed, decoder.layers, partial(measure, decoder, opened)),
     )
     _install(model, options)
@@ -102,8 +108,8 @@ def _install(model: nn.Module, options: WrapOptions) -> None:
     install(model, options)
 
 
-def _check(model: nn.Module) -> Decoder:
-    decoder = check_model(model)
+def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
+    decoder = check_model(model, loads=loads)
     if isinstance(getattr(model, "elastic", None), Runtime):
         raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
     return decoder

@@ -17,13 +17,14 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, read_bytes
-from elastic.planning.estimate.configuration import FULL, Configuration, configurations, even_stages
+from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, Estimate, RankBytes, rank
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.sharding.share import even_stages
 
 WEIGHTS = (FULL, "int8", "int4", "2:4")
 MOST_REQUESTS = 256

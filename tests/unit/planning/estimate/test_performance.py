@@ -8,13 +8,14 @@ import random
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.planning.estimate.configuration import Configuration, configurations, even_stages
+from elastic.planning.estimate.configuration import Configuration, configurations
 from elastic.planning.estimate.paper import Latency
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, RankBytes, rank
 from elastic.planning.estimate.roofline import Roofline, Work, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import BatchTiming, Chunk, ChunkCost
+from elastic.planning.sharding.share import even_stages
 
 SLIDING = ChunkCost(0.0, 2e-9, 1e-6, 2e-5, 1.8e-5)
 FULL = ChunkCost(4e-8, 4e-8, 1e-6, 2e-5, 1.8e-5)
