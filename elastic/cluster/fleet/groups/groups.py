@@ -317,7 +317,7 @@ class Groups:
 
     def _merged(self, names: Sequence[str]) -> Group:
         """Return one group of instances, and of those that they are in groups with."""
-        serving = {instance.name: instance for instance in self._ranks.serving()}
+        serving = self._ranks.present()
         if unknown := [name for name in names if name not in serving]:
             raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
         old = [group for group in self._groups if not set(names).isdisjoint(group.members)]
