@@ -118,13 +118,17 @@ class Deployed:
         return replace(found, why_not=found.why_not or lacking)
 
     def best(self, load: Load | None = None, intent: Intent | None = None) -> Deployment | Refusal:
-        """Return the best that it could be, if what it has of devices were free. Keys and values keep their form."""
+        """Return the best that it could be, if what it has of devices were free. Keys and values keep their form.
+
+        What it is counts as having room, whatever is planned for others.
+        """
         states = self._book.states(self.name, self._kept_bytes)
         plan, only = self.plan, None
         if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
             only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
         kv = plan.configuration.kv
-        return self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only)
+        found = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only)
+        return plan if isinstance(found, Refusal) and self.estimate(load, intent).fits else found
 
     def change(self, intent: Intent, load: Load, why: str, *, dry_run: bool = False) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.

@@ -18,7 +18,7 @@ from elastic.cluster.deployment.deployments import Deployments
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
-from elastic.planning.deployment.placing import Deployment, place
+from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
@@ -188,6 +188,16 @@ def test_what_does_not_fit_says_why(fleet: Deployments, paths: Any, tmp_path: Pa
     assert all(device.free_bytes > 0 for device in fleet.devices())
     with pytest.raises(ConfigError, match="no deployment 'other'; there are: model"):
         fleet.intend("other", "cost")
+
+
+def test_what_is_there_has_room_where_nothing_else_has(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
+    monkeypatch.setattr(Chooser, "choose", lambda *_: Refusal(()))
+    assert fleet.intend("model", "latency").status == "unchanged"
+    with pytest.raises(CapacityError, match="'model' has no place"):
+        fleet.intend("model", Intent(latency_s=1e-9))
 
 
 def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: Any) -> None:
