@@ -110,7 +110,13 @@ def _digests_in_files(unit: WeightUnit) -> dict[str, int]:
 
 
 def move_out(unit: WeightUnit) -> None:
-    """Have a unit's tensors in ordinary memory, strided and where they were before; give its pages back."""
+    """Have a unit's tensors in ordinary memory, strided and where they were before; give its pages back.
+
+    One that is dropped had no data before either: its model was not loaded to the end.
+    """
+    if unit.absent is Absence.DROPPED:
+        give_back(unit)
+        return
     note_current_stream(unit.pool.device)  # it reads the pages that are given back
     for name, slot in unit.slots.items():
         if not slot.intact():  # somebody else's by now

@@ -20,7 +20,7 @@ from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.joining.launchers import launcher_of
-from elastic.cluster.fleet.joining.units import Units
+from elastic.cluster.fleet.joining.units import Units, end_unit
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.moves import Moved, Mover
 from elastic.cluster.fleet.overload.prices import PricedVerbs
@@ -268,6 +268,7 @@ class Fleet(PricedVerbs, RankVerbs):
         if drain and instance.group:
             self.restore(name)
         with self._dispatcher.lock:
+            end_unit(self._dispatcher, instance)
             others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")

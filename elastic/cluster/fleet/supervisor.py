@@ -83,8 +83,7 @@ class Supervisor:
             seat = self._seats.pop(instance.name, None) or _Seat(instance.spec)
             if instance.served:
                 seat.tries = 0
-                if not instance.group:  # it had all of the model by then
-                    seat.spec = replace(seat.spec, share=None)
+            seat.spec = replace(seat.spec, share=instance.spec.share)
             if self._replaces and not self._starter.waits:
                 self._coming += 1
                 thread = clock.make_thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from elastic import clock
@@ -63,3 +64,10 @@ class Units:
         with self._dispatcher.lock:
             found = [self._dispatcher.instances.get(name) for name in names]
         return all(each is not None and not each.client.lost for each in found)
+
+
+def end_unit(dispatcher: Dispatcher, instance: Instance) -> None:
+    """Have the others of an instance's unit be replaced by ranks with all of the model, as it goes. Under the lock."""
+    for each in dispatcher.instances.values():
+        if instance.spec.share is not None and each is not instance and each.spec.unit == instance.spec.unit:
+            each.spec = replace(each.spec, share=None)
