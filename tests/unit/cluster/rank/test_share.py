@@ -103,7 +103,7 @@ def test_what_cannot_be_read_so_is_said(saved: Any, tmp_path: Path) -> None:
 def test_a_place_without_room_for_the_share_is_refused_with_nothing_left(saved: Any) -> None:
     model, files = load_skeleton(saved("llama-gqa"), CPU, option="model")
     with pytest.raises(CapacityError, match="too few free pages for layer:1"):
-        elastic.wrap(model, places=small(96 << 10, "cpu#tight"), checkpoint=files, load_shards=[0, 1])
+        elastic.wrap(model, places=small(88 << 10, "cpu#tight"), checkpoint=files, load_shards=[0, 1])
 
 
 @pytest.mark.slow
@@ -141,4 +141,4 @@ def test_a_rank_never_has_more_memory_than_its_share_and_a_buffer(tmp_path: Path
     assert 104 < share < 106, (
         "of 177 MiB in float32: half of the feed-forward networks, and the attention of all layers"
     )
-    assert peak < share + 40, out
+    assert peak < 120 + 40, "what its place has, keys and values besides, and a few runs of 8 MiB"
