@@ -5,6 +5,8 @@
 `POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
 `POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`;
 `POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2}`, with `"dry_run"` its price.
+`POST /elastic/fleet/replicate {"home": "r0", "layers": [4, 5], "rank": "r1"}`, `.../evict {"home", "layers"}` (without
+layers: all of the instance's replicas).
 A drop, a restore and a reshard take `"exchange"`, `"coordinated"` and `"layers_per_step"`, too; see `Fleet.drop`.
 """
 
@@ -89,6 +91,21 @@ class ReshardBody(_ExchangeBody):
     dry_run: bool = False
 
 
+class ReplicateGroupBody(_FleetBody):
+    """Layers of an instance that another rank is to compute too, for half of its requests."""
+
+    home: Name
+    layers: Annotated[Layers, Field(min_length=1)]
+    rank: Name
+
+
+class EvictGroupBody(_FleetBody):
+    """Layers of an instance that are to have no replica; without `layers`, all."""
+
+    home: Name
+    layers: Annotated[Layers, Field(min_length=1)] | None = None
+
+
 class MergeBody(_FleetBody):
     """Ranks that are to be able to compute each other's layers."""
 
@@ -138,6 +155,14 @@ def routes(serving: ServerState) -> APIRouter:
     async def reshard(body: ReshardBody) -> dict[str, Any]:
         options = body.model_dump(exclude={"instances"})
         return await _done(lambda fleet: {"resharded": plain(fleet.reshard(body.instances, why=WHY, **options))})
+
+    @router.post("/elastic/fleet/replicate")
+    async def replicate(body: ReplicateGroupBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"replicated": plain(fleet.replicate(body.home, body.layers, body.rank))})
+
+    @router.post("/elastic/fleet/evict")
+    async def evict(body: EvictGroupBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"evicted": plain(fleet.evict(body.home, body.layers))})
 
     @router.post("/elastic/fleet/merge")
     async def merge(body: MergeBody) -> dict[str, Any]:
