@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.server.fleets.fleet import as_fleet
+from elastic.server.fleets.fleet import FleetEngine, as_fleet
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
@@ -174,10 +174,13 @@ def routes(serving: ServerState) -> APIRouter:
 
     async def _done(work: Any) -> dict[str, Any]:
         """Ask the fleet on a thread."""
-        fleet = as_fleet(serving.engine)
-        if fleet is None:
-            message = "this server has one model; elastic serve MODEL --ranks N makes a fleet"
-            raise APIError(404, message, code="not_found")
-        return await act(partial(work, fleet))
+        return await act(partial(work, _fleet(serving)))
 
     return router
+
+
+def _fleet(serving: ServerState) -> FleetEngine:
+    fleet = as_fleet(serving.engine)
+    if fleet is None:
+        raise APIError(404, "this server has one model; elastic serve MODEL --ranks N makes a fleet", code="not_found")
+    return fleet
