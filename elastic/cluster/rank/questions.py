@@ -112,7 +112,7 @@ class Questions:
             case Locate(request):
                 return engine.locate(request)
             case Receive(states, kv, source):
-                return engine.receive(states, kv, source)
+                return engine.receive(states, kv, source, coordinated=True)
             case GiveUp(request):
                 return engine.give_up(request)
             case HandOver(request):

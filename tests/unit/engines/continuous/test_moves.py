@@ -119,7 +119,7 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     for tokens in (1, 9, 30):
         heard.wait_for_tokens(request.id, tokens)
         kv = a.engine.locate(request.id)
-        rounds.append(b.engine.receive(begun, kv, a.sources_of(kv)))
+        rounds.append(b.engine.receive(begun, kv, a.sources_of(kv), coordinated=tokens > 1))
     assert all(rounds)
     if all(window is None for _, window in a.engine.kv_format.groups):
         assert rounds[0] > sum(rounds[1:]), "what is there is not copied again"
