@@ -2,8 +2,8 @@
 
     python benchmarks/microbatches.py [--rounds 5] [--keep FILE]
 
-Two ranks, pinned to a core each, are the stages of two instances, with a batch of each in flight. The queue is there
-from the start: prompts of 64 to 4,096 tokens, few of them long (1:64), for one token each. The model is one whose
+Two ranks, pinned to a core each, are the stages of two instances, with a batch of each in flight, or two. The queue is
+there from the start: prompts of 64 to 4,096 tokens, few of them long (1:64), for one token each. The model is one whose
 attention counts (12 layers, hidden 256). Cut by tokens, as Sarathi does, with the best of three budgets, against cut
 by cost (KunServe, section 4.3), whose cost model is fitted first, in this process, as ranks do it (`fit_cost`). Rounds
 play the same queue to all, in random order, with fresh processes. Attention has to take .3 of the time of steps at
@@ -46,7 +46,8 @@ from elastic.engines.executor.paged_cache import RequestSlice
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 LAYERS, LONGEST, MOST = 12, 4096, 1024
-BUDGETS = (128, 256, 512)
+BUDGETS = {1: (128, 256, 512), 2: (128, 256)}
+"""Tokens of a step that are tried, by how many batches of each instance are in flight."""
 LEAST = 128
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -127,10 +128,35 @@ def attention_share(path: Path, quick: bool) -> float:
         elastic.unwrap(model)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How the queue of an instance is cut, and how many batches of it are in flight."""
+
+    budget: StepBudget
+    batches: int = 1
+
+
+def ways_of(cost: ChunkCost) -> dict[str, Way]:
+    """Return all ways by name."""
+    by_cost = CostBudget(cost, LEAST, MOST)
+    found: dict[str, Way] = {}
+    for batches, budgets in BUDGETS.items():
+        suffix = "" if batches == 1 else f", {batches} batches"
+        found |= {f"{count} tokens{suffix}": Way(TokenBudget(count), batches) for count in budgets}
+        found[f"cost{suffix}"] = Way(by_cost, batches)
+    return found
+
+
 @contextmanager
-def stages(path: Path, budget: StepBudget, layers: int) -> Iterator[elastic.Fleet]:
+def stages(path: Path, way: Way, layers: int) -> Iterator[elastic.Fleet]:
     """Serve with two stages, each with half of the layers."""
-    engine_options = {"step_budget": budget, "max_batch_tokens": MOST, "share_prefixes": False, "max_requests": 256}
+    engine_options = {
+        "step_budget": way.budget,
+        "cohorts": way.batches,
+        "max_batch_tokens": MOST,
+        "share_prefixes": False,
+        "max_requests": 256,
+    }
     with fleet(path, [(0,), (1,)], place="cpu#{}=2GiB", engine=engine_options, routing="least_load") as engine:
         first, second = (instance.name for instance in engine.status().instances)
         engine.drop(layers={first: range(layers // 2, layers), second: range(layers // 2)})
@@ -186,6 +212,18 @@ class Figures:
         }
 
 
+def compared(ways: dict[str, Way], figures: dict[str, Figures], batches: int) -> dict[str, Any]:
+    """Hold the cut by cost against the best by tokens, of those with so many batches in flight."""
+    alike = {name: figures[name] for name, way in ways.items() if way.batches == batches}
+    (cost,) = (alike.pop(name) for name in list(alike) if name.startswith("cost"))
+    best = max(alike, key=lambda name: statistics.median(alike[name].tokens_per_s))
+    return {
+        "best_by_tokens": best,
+        "bubbles_over_best": ratio(cost.bubbles, alike[best].bubbles),
+        "tokens_per_s_over_best": ratio(cost.tokens_per_s, alike[best].tokens_per_s),
+    }
+
+
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], keep=KEEP)
     if options.device != "cpu":
@@ -196,8 +234,7 @@ def main() -> None:
         path = save_model(Path(folder), layers)
         share = kept.take("attention share", lambda: attention_share(path, options.quick))
         cost = ChunkCost(**kept.take("cost", lambda: asdict(fitted(path, options.quick))))
-        ways: dict[str, StepBudget] = {f"{count} tokens": TokenBudget(count) for count in BUDGETS}
-        ways["cost"] = CostBudget(cost, LEAST, MOST)
+        ways = ways_of(cost)
         played: dict[str, list[Played]] = {name: [] for name in ways}
 
         def take(name: str, round_: int) -> dict[str, Any]:
@@ -209,14 +246,11 @@ def main() -> None:
                 played[name].append(Played(**kept.take(f"{round_}, {name}", partial(take, name, round_))))
                 print(f"round {round_}, {name}: {played[name][-1]}", flush=True)
     figures = {name: Figures(all_) for name, all_ in played.items()}
-    best = max((name for name in ways if name != "cost"), key=lambda n: statistics.median(figures[n].tokens_per_s))
     results = {
         **{name: one.told() for name, one in figures.items()},
-        "best_by_tokens": best,
         "attention_share": share,
         "void": share < 0.3,
-        "bubbles_over_best": ratio(figures["cost"].bubbles, figures[best].bubbles),
-        "tokens_per_s_over_best": ratio(figures["cost"].tokens_per_s, figures[best].tokens_per_s),
+        **{f"{batches} in flight": compared(ways, figures, batches) for batches in BUDGETS},
     }
     table(["", ""], list(flat(results)))
     finish("microbatches", "cpu", results)

@@ -12,8 +12,7 @@ share of .63. Each round plays one trace to all systems, in random order, with f
 - `drop`: they become that when they are overloaded, and part again (KunServe). Only if they are named,
   `drop-uncoordinated` and `drop-lookahead`: without coordinated copies, and with steps of equal cost besides
 
-All have the same engine and blocks. The bound of a step is the one of three that gave each the least P99 of TTFT in
-`--only tune`, over traces that no row has (`TUNED`). The conditions were fixed before `drop` was measured, and rates
+All have the same engine, blocks and bounds of a step. The conditions were fixed before `drop` was measured, and rates
 are set by `wait` alone, so that they hold on any machine. Before the rounds `wait` serves a fixed number of requests
 at a time, each followed by another: as many as need .575 of the KV cache of both instances, which gives the calm rate
 and how long a request lasts, and twice as many as the cache has room for, which gives the most that it serves. The
@@ -63,13 +62,7 @@ BEFORE, AFTER, LOW = 0.4, 0.6, 2.0
 """The calms before and after a burst, and one without, in times that a request lasts."""
 WINDOWS = 6
 ROWS = ("burst", "low")
-STEP_TOKENS = (128, 256, 512)
-"""Bounds of a step that `tune` tries."""
-TUNING_ROUND, TUNING_SHARE = 100, 0.4
-"""Of the rounds' seeds, and of the times of a trace."""
 SYSTEMS = ("wait", *WAYS, "migrate", "pipeline", "drop")
-TUNED: dict[str, int] = {}
-"""Bounds of a step where that of `ENGINE` is not the best."""
 ABLATION = {
     "drop-uncoordinated": replace(OVERLOAD, coordinated=False),
     "drop-lookahead": replace(OVERLOAD, lookahead=True),
@@ -86,9 +79,9 @@ class Arrival:
 
 
 def drawn(choose: random.Random) -> Request:
-    """Draw a prompt of 24 to 384 tokens and an answer of 32 to 352, most of them short."""
+    """Draw a prompt of 24 to 384 tokens and an answer of 16 to 176, most of them short."""
     tokens = prompt(min(384, int(choose.lognormvariate(4.5, 0.6)) + 24), choose)
-    return Request(tokens, min(352, int(choose.lognormvariate(5.0, 0.4)) + 32), ignore_eos=True)
+    return Request(tokens, min(176, int(choose.lognormvariate(4.3, 0.4)) + 16), ignore_eos=True)
 
 
 def need(request: Request) -> int:
@@ -145,7 +138,7 @@ def measured(path: Path, quick: bool) -> Rates:
     with system("wait", path) as engine:
         capacity = BLOCK_TOKENS * sum(instance.load.total_blocks for instance in engine.status().instances)
         fit = capacity / mean
-        count = 2 if quick else round(1.5 * fit)
+        count = 2 if quick else round(fit)
         live = round(CALM * fit)
         calm_tokens_per_s, ttft_s = closed_loop(engine, live, count)
         most_tokens_per_s, _ = closed_loop(engine, round(FULL * fit), count)
@@ -175,11 +168,10 @@ def closed_loop(engine: elastic.Fleet, live: int, count: int) -> tuple[float, fl
 
 
 @contextmanager
-def system(name: str, path: Path, place: str = PLACE, **options: Any) -> Iterator[elastic.Fleet]:
-    """Serve with two ranks in one of the ways; options are the engine's, instead of those that are its own."""
+def system(name: str, path: Path, place: str = PLACE) -> Iterator[elastic.Fleet]:
+    """Serve with two ranks in one of the ways."""
     policy: Any = {"migrate": "balance", "drop": OVERLOAD, **ABLATION}.get(name)
-    tuned = {"max_batch_tokens": TUNED[name]} if name in TUNED else {}
-    options = {**ENGINE, **tuned, **options, **({"step_budget": Installed(name)} if name in WAYS else {})}
+    options = {**ENGINE, **({"step_budget": Installed(name)} if name in WAYS else {})}
     with ExitStack() as stack:
         if name in WAYS:
             stack.enter_context(given_by_present_need())
@@ -343,21 +335,19 @@ class Row:
     quick: bool
 
     def trace(self, round_: int) -> list[Arrival]:
-        share = 0.3 if self.quick else TUNING_SHARE if self.name == "tune" else 1.0
-        return self.rates.trace(SEED + round_, burst=self.name != "low", share=share)
+        return self.rates.trace(SEED + round_, burst=self.name != "low", share=0.3 if self.quick else 1.0)
 
-    def play(self, name: str, round_: int, **options: int) -> Played:
-        """Play the trace of a round to a system, with other options of the engine than those that it has."""
-        tuned = "".join(f", {key}={value}" for key, value in options.items())
-        found = self.kept.take(f"{self.name}, {round_}, {name}{tuned}", lambda: self._played(name, round_, options))
+    def play(self, name: str, round_: int) -> Played:
+        """Play the trace of a round to a system."""
+        found = self.kept.take(f"{self.name}, {round_}, {name}", lambda: self._played(name, round_))
         played = Played(**{**found, "needs": tuple(found["needs"])})
         p99 = percentiles([played.ttft], 0.99)[0]
-        print(f"{self.name}, round {round_}, {name}{tuned}: P99 {p99:.2f} s", flush=True)
+        print(f"{self.name}, round {round_}, {name}: P99 {p99:.2f} s", flush=True)
         return played
 
-    def _played(self, name: str, round_: int, options: dict[str, int]) -> dict[str, Any]:
+    def _played(self, name: str, round_: int) -> dict[str, Any]:
         arrivals = self.trace(round_)
-        with system(name, self.path, **options) as engine:
+        with system(name, self.path) as engine:
             return asdict(Played.of(engine, play(engine, arrivals), arrivals, self.rates))
 
     def told(self, systems: Sequence[str], rounds: int) -> dict[str, Any]:
@@ -380,17 +370,6 @@ class Row:
                 events.update({f"{name}: {kind}": count for kind, count in one.events.items()})
         return {**told, **compared(figures), "events": dict(events), "requests": sum(map(len, traces))}
 
-    def tuned(self, systems: Sequence[str], rounds: int) -> dict[str, Any]:
-        """Tell for each system the P99 of TTFT by the bounds of its steps; the traces are those of no other row."""
-        found: dict[str, dict[str, list[float]]] = {name: {} for name in systems}
-        for round_ in range(rounds):
-            for name in systems:
-                for tokens in random.sample(STEP_TOKENS, len(STEP_TOKENS)):
-                    played = self.play(name, TUNING_ROUND + round_, max_batch_tokens=tokens)
-                    p99 = percentiles([played.ttft], 0.99)[0]
-                    found[name].setdefault(f"{tokens} tokens", []).append(p99)
-        return {name: {key: summary(values) for key, values in of.items()} for name, of in found.items()}
-
 
 def rates_kept(path: Path, quick: bool, kept: Kept) -> Rates:
     """Measure what `wait` serves, if that is not known yet."""
@@ -400,7 +379,7 @@ def rates_kept(path: Path, quick: bool, kept: Kept) -> Rates:
 def main() -> None:
     more = {
         "systems": {"nargs": "*", "choices": (*SYSTEMS, *ABLATION), "default": list(SYSTEMS), "help": "systems to try"},
-        "only": {"nargs": "*", "choices": ("tune", *ROWS), "default": list(ROWS), "help": "rows to take"},
+        "only": {"nargs": "*", "choices": ROWS, "default": list(ROWS), "help": "rows to take"},
         "keep": KEEP,
     }
     options = arguments(__doc__.splitlines()[0], **more)
@@ -417,7 +396,7 @@ def main() -> None:
         for name in options.only:
             row = Row(name, path, rates, kept, options.quick)
             systems = ["wait", "drop"] if name == "low" else options.systems
-            results[name] = row.tuned(systems, rounds) if name == "tune" else row.told(systems, rounds)
+            results[name] = row.told(systems, rounds)
             table([name, ""], list(flat(results[name])))
     finish("overload", "cpu", results)
 
