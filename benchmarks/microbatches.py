@@ -1,6 +1,6 @@
 """What stages of a pipeline wait for each other, by how a queue of prompts is cut into microbatches.
 
-    python benchmarks/microbatches.py [--rounds 5] [--keep FILE]
+    python benchmarks/microbatches.py [--tokens 128 256 512] [--rounds 5] [--keep FILE]
 
 Two ranks, pinned to a core each, are the stages of two instances, with a batch of each in flight, or two. The queue is
 there from the start: prompts of 64 to 4,096 tokens, few of them long (1:64), for one token each. The model is one whose
@@ -46,8 +46,10 @@ from elastic.engines.executor.paged_cache import RequestSlice
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 
 LAYERS, LONGEST, MOST = 12, 4096, 1024
-BUDGETS = {1: (128, 256, 512), 2: (128, 256)}
-"""Tokens of a step that are tried, by how many batches of each instance are in flight."""
+BUDGETS = (128, 256, 512)
+"""Tokens of a step."""
+BATCHES = (1, 2)
+"""Of each instance, in flight."""
 LEAST = 128
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -136,11 +138,11 @@ class Way:
     batches: int = 1
 
 
-def ways_of(cost: ChunkCost) -> dict[str, Way]:
+def ways_of(cost: ChunkCost, budgets: Sequence[int]) -> dict[str, Way]:
     """Return all ways by name."""
     by_cost = CostBudget(cost, LEAST, MOST)
     found: dict[str, Way] = {}
-    for batches, budgets in BUDGETS.items():
+    for batches in BATCHES:
         suffix = "" if batches == 1 else f", {batches} batches"
         found |= {f"{count} tokens{suffix}": Way(TokenBudget(count), batches) for count in budgets}
         found[f"cost{suffix}"] = Way(by_cost, batches)
@@ -225,7 +227,8 @@ def compared(ways: dict[str, Way], figures: dict[str, Figures], batches: int) ->
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], keep=KEEP)
+    more = {"keep": KEEP, "tokens": {"nargs": "*", "type": int, "default": list(BUDGETS), "help": "budgets to try"}}
+    options = arguments(__doc__.splitlines()[0], **more)
     if options.device != "cpu":
         sys.exit("this benchmark pins ranks to cores: it is for a CPU")
     rounds, layers = (1, 4) if options.quick else (min(options.rounds, 5), LAYERS)
@@ -234,7 +237,7 @@ def main() -> None:
         path = save_model(Path(folder), layers)
         share = kept.take("attention share", lambda: attention_share(path, options.quick))
         cost = ChunkCost(**kept.take("cost", lambda: asdict(fitted(path, options.quick))))
-        ways = ways_of(cost)
+        ways = ways_of(cost, options.tokens)
         played: dict[str, list[Played]] = {name: [] for name in ways}
 
         def take(name: str, round_: int) -> dict[str, Any]:
@@ -250,7 +253,7 @@ def main() -> None:
         **{name: one.told() for name, one in figures.items()},
         "attention_share": share,
         "void": share < 0.3,
-        **{f"{batches} in flight": compared(ways, figures, batches) for batches in BUDGETS},
+        **{f"{batches} in flight": compared(ways, figures, batches) for batches in BATCHES},
     }
     table(["", ""], list(flat(results)))
     finish("microbatches", "cpu", results)
