@@ -18,6 +18,7 @@ from elastic.hooks.forward_state import ForwardState
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.runtime.build import (
+    choose_prepacked,
     layer_pools,
     make_kv_pools,
     make_reserves,
@@ -58,6 +59,7 @@ def assemble(
     cuts = cut_layers(decoder, slots, homes, options.shards)
     layers = make_layers(decoder, slots, homes, options.files, cuts)
     pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_packable)
+    choose_prepacked(layers, options.choose_prepacked)
     reserves = make_reserves(layers, memory)
     # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
     # ones is taken from the cache if one is ever released (docs/controller.md)

@@ -30,6 +30,7 @@ from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
 from elastic.weights.paging import give_back, move_in, move_out
 from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.streaming import WeightStreamer
 
 if TYPE_CHECKING:
@@ -107,6 +108,15 @@ def pack_variants(
         for device in {pool.backend.device for pool in pools} - {layer.device for layer in parameters}:
             with suppress(ConfigError):  # a format without kernels there: its layers stay
                 measure_paths(made, device)
+
+
+def choose_prepacked(
+    layers: list[WeightUnit], choose: Callable[[nn.Module, torch.Tensor], OneDNNLayout | None] | None
+) -> None:
+    """Decide how each full parameter will lie in its pages."""
+    if choose is not None:
+        for slot in (slot for layer in layers for slot in layer.slots.values()):
+            slot.prepacked = choose(slot.homes[0][0], slot.parameter)
 
 
 def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, StagingReserve]:

@@ -21,6 +21,7 @@ from elastic.planning.sharding.bounds import is_degree
 from elastic.quant.variants.eligible import is_packable
 from elastic.runtime.controller_setup import MakePolicy
 from elastic.weights.decoder import Decoder, find_decoder
+from elastic.weights.prepacked.onednn import OneDNNLayout
 
 if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
@@ -50,6 +51,8 @@ class WrapOptions:
     """Whether a module multiplies its input with a parameter of its own, so that this may be packed."""
     lives_in_pages: Callable[[torch.Tensor], bool] = lambda parameter: True
     """Whether a parameter of a decoder layer goes into pages, if it can; the others stay ordinary tensors."""
+    choose_prepacked: Callable[[nn.Module, torch.Tensor], OneDNNLayout | None] | None = None
+    """How a full parameter of a module lies in its pages; None: plain. For layers that stay at one place."""
 
 
 def check_model(model: nn.Module) -> Decoder:

@@ -55,7 +55,7 @@ def move_in(unit: WeightUnit, absent: bool) -> None:
         tensors = block.show(unit.layout)
         with torch.no_grad():
             for name, slot in unit.slots.items():
-                tensors[name].copy_(reachable(slot.parameter, unit.pool.device))
+                tensors[name].copy_(slot.in_pages(reachable(slot.parameter, unit.pool.device)))
         unit.show(resident_contents(unit, unit.full))
     give_back_freed(unit.pool.backend.device)
 
@@ -67,7 +67,7 @@ def move_out(unit: WeightUnit) -> None:
         if not slot.intact():  # somebody else's by now
             continue
         plain = not unit.absent and name not in unit.precision.packings
-        source = slot.parameter.detach() if plain else unit.host_copies[name].tensor
+        source = slot.parameter.detach() if plain else slot.in_order(unit.host_copies[name].tensor)
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty_strided(source.shape, slot.strides, dtype=source.dtype, device=slot.device)
             tensor.copy_(reachable(source, tensor.device))

@@ -31,6 +31,7 @@ from elastic.runtime.handlers import weight_handlers
 from elastic.runtime.options import WrapOptions, parse_rate, parse_variants
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
+from elastic.weights.prepacked.choice import prepacked_layout
 
 IsPackable = Callable[[nn.Module, torch.Tensor], bool]
 _models: dict[str, ElasticModel] = {}
@@ -221,6 +222,7 @@ def _wrap_options(
         make_policy=choose_policy(policy, slo, settings.order, variants, decoder.layers, lambda: Calibration({})),
         is_packable=is_packable,
         lives_in_pages=_lives_in_pages,
+        choose_prepacked=lambda module, weight: prepacked_layout(weight) if is_packable(module, weight) else None,
     )
 
 
