@@ -97,9 +97,9 @@ class ElasticModel:
             pool.listeners.append(self.changed)
             memory.callback(pool.listeners.remove, self.changed)
             self.runtime.event_listeners.append(self.changed)
-            if eager:
-                streaming = StreamingHooks(options.decoder.layers, parts.weights)
-                on_model.callback(streaming.remove)
+            self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
+            if self._streaming is not None:
+                on_model.callback(self._streaming.remove)
             if not own_worker:  # whose steps enter and leave the gate
                 enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
                 on_model.callback(enter.remove)
@@ -144,6 +144,8 @@ class ElasticModel:
         if self.gate.enter(id(self)):
             for streamer in self._parts.weights.streamers.values():
                 streamer.leave_all()
+        if self._streaming is not None:
+            self._streaming.update()
 
     def end_forward(self) -> None:
         """Leave the step."""
