@@ -40,6 +40,9 @@ class MovingRequests:
     """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
     came free has another owner; on the engine's thread, which waits for it. None while layers are elsewhere: then
     nobody can go on from what is here."""
+    on_room: Callable[[], object] | None = None
+    """Set before `start`: told, on the engine's thread, when blocks came free behind what `on_step` was told, and no
+    step follows with which that could be told."""
 
     _blocks: BlockManager
     _memory: BlockMemory
@@ -210,6 +213,7 @@ class MovingRequests:
                 log.clear()
                 return sectors
 
+        self._loop.on_room = self.on_room
         self._loop.scheduler.journal = KVJournal(self.on_step, mapped, self._blocks.release)
 
     def _take_received(

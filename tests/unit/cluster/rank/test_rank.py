@@ -126,6 +126,16 @@ def test_news_are_sent_before_the_engine_goes_on(serve: Callable[..., Served]) -
     del one.rank._connection.send
 
 
+def test_room_behind_the_last_news_is_told_at_once(serve: Callable[..., Served]) -> None:
+    one = serve(beat_s=60.0)
+    one.submit("request", tokens=1)
+    one.engine.step()
+    one.next(News)
+    assert one.engine.on_room is not None
+    one.engine.on_room()
+    assert one.next(Beat).load.free_blocks == 5
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [

@@ -135,6 +135,15 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     assert a.computed + b.computed == len(PROMPT) + 59
 
 
+def test_room_that_comes_free_behind_the_last_step_is_told(engines: Any) -> None:
+    one, heard, request = engines(), Collector(), Request(PROMPT, 3)
+    one.engine.submit(request, heard)
+    heard.wait([request.id])
+    while not one.rooms:
+        time.sleep(0.001)
+    assert one.loads[-1].free_blocks < one.rooms[-1].free_blocks == one.rooms[-1].total_blocks
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_prompt_goes_on_elsewhere_where_it_stopped(name: str, steps: int, engines: Any) -> None:
