@@ -121,6 +121,13 @@ def test_shares_divide_attention_and_what_is_cut_and_pay_for_exchanges() -> None
     assert instance.stage_s(0, chunk) == pytest.approx(10 * shared.batch(chunk) + 20 * exchange(700))
 
 
+def test_stages_that_share_a_memory_are_slower_while_all_compute() -> None:
+    alone, beside = ChunkCost(0, 0, 0, 1.0, 1.0), ChunkCost(0, 0, 0, 1.5, 1.5)
+    piped = InstanceCost((((alone, 2),), ((alone, 2),)), together=(((beside, 2),), ((beside, 2),)))
+    assert piped.round_s(Load(16, 32), 1) == 4.0
+    assert piped.round_s(Load(16, 32), 2) == 6.0
+
+
 def test_a_roofline_is_bound_by_what_takes_longer() -> None:
     work = Work(weight_bytes=1e9, token_flops=2e9, pair_flops=1e3, kv_bytes=1e3)
     roof = Roofline((work,), flops_s=1e12, bytes_s=1e11)
