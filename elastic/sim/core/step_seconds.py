@@ -13,6 +13,8 @@ from elastic.planning.pipeline.chunk_cost import Chunk
 
 ALIKE = 100
 """Of measured steps, so many of the nearest seconds are taken to be alike."""
+TOGETHER = 30
+"""Steps of a rank that are disturbed as those were which followed each other."""
 
 
 class StepCost(Protocol):
@@ -35,31 +37,46 @@ class Noise:
     """Factors of the seconds of steps: lognormal around a mean of 1, or drawn from those that were measured.
 
     A process that waits for its core does so for as long in a short step as in a long one. So factors are those of the
-    steps whose seconds were the most alike.
+    steps whose seconds were the most alike; and what disturbs a step often disturbs the next, so they come in the order
+    in which they were measured, for some steps at a time.
     """
 
     def __init__(self, spread: float | Sequence[MeasuredStep], choose: random.Random) -> None:
         """`spread`: sigma of the logarithm, 0 for none; or measured steps."""
         self._choose = choose
         self._sigma = float(spread) if isinstance(spread, float | int) else 0.0
-        measured = [] if isinstance(spread, float | int) else sorted(spread)
-        groups = [measured[i : i + ALIKE] for i in range(0, len(measured), ALIKE)]
+        measured = () if isinstance(spread, float | int) else spread
+        order = sorted(range(len(measured)), key=lambda number: measured[number].cost_s)
+        groups = [order[i : i + ALIKE] for i in range(0, len(order), ALIKE)]
         if len(groups) > 1 and len(groups[-1]) < ALIKE:
             groups[-2:] = [groups[-2] + groups[-1]]
-        self._begins = [group[0].cost_s for group in groups]
-        self._groups = [_Factors.of([step.factor for step in group]) for group in groups]
+        self._begins = [measured[group[0]].cost_s for group in groups]
+        self._groups = [_Factors.of([measured[number].factor for number in sorted(group)]) for group in groups]
+        self._at = [0] * len(groups)
+        self._left = 0  # steps until others are drawn from
 
     def __call__(self, cost_s: float = 0.0, steps: int = 1) -> float:
         """Draw the mean factor of so many steps together, each of so many seconds by the cost."""
         alike = _Factors((), 1.0, self._sigma)
         if self._groups:
-            alike = self._groups[max(0, bisect_right(self._begins, cost_s) - 1)]
-        if alike.factors and steps == 1:
-            return self._choose.choice(alike.factors)
+            number = max(0, bisect_right(self._begins, cost_s) - 1)
+            alike = self._groups[number]
+            if steps == 1:
+                return self._next(number)
         if not alike.sigma:
             return alike.mean
         sigma = alike.sigma / (alike.mean * math.sqrt(steps))
         return alike.mean * math.exp(self._choose.gauss(-sigma * sigma / 2, sigma))
+
+    def _next(self, number: int) -> float:
+        """Return the factor behind the one before in a group; now and then from another place in all of them."""
+        if not self._left:
+            self._left = TOGETHER
+            self._at = [self._choose.randrange(len(group.factors)) for group in self._groups]
+        self._left -= 1
+        factors = self._groups[number].factors
+        self._at[number] = (self._at[number] + 1) % len(factors)
+        return factors[self._at[number]]
 
 
 class _Factors(NamedTuple):
