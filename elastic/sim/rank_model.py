@@ -11,7 +11,7 @@ from elastic.errors import ConfigError
 from elastic.estimation.estimate import Estimator
 from elastic.estimation.kv_room import kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
-from elastic.planning.estimate.configuration import FULL, Configuration, even_stages
+from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.devices import DeviceKind, several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
@@ -95,7 +95,7 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepC
 def _divided(estimator: Estimator, configuration: Configuration, alone: InstanceCost) -> StepCost | None:
     """Return what ranks that share layers divide; None for a model whose layers cannot be cut."""
     halves = replace(configuration, tp=SHARES * configuration.tp)
-    stages = even_stages(len(estimator.layout.decoder.layers), 1)
+    stages = (range(len(estimator.layout.decoder.layers)),)
     try:
         shared = estimator.instance_cost(halves, stages, estimator.kv_shape(halves))
     except ConfigError:
