@@ -17,10 +17,11 @@ RAY_VENV ?= build/ray-venv
 SIMULATED := LD_LIBRARY_PATH=$(SIMULATED_CUDA) LD_PRELOAD=$(SIMULATED_CUDA)/libcudart.so.13 \
 	PYTHONPATH=$(SIMULATED_CUDA):$(CURDIR):$(CURDIR)/tests \
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SIMCUDA_DEVICES=2
+SIMULATED_PYTEST := $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda -p gpu.simulation.plugin -p no:faulthandler
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long simulate docs test-vllm test-ray bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm test-ray bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -47,12 +48,23 @@ long: $(VENV)/installed ## the checks that take minutes
 	$(BIN)/pytest -q -m long
 
 simulate: $(SIMULATED_CUDA)/built ## the tests marked cuda on a simulated GPU: TESTS=, SCHEDULES=, SIMULATED_VENV=
-	status=0; for schedule in $(SCHEDULES); do \
-		$(SIMULATED) SIMCUDA_SCHED=$$schedule $(SIMULATED_VENV)/bin/python -m pytest -q -n 2 -m cuda \
-			-p gpu.simulation.plugin -p no:faulthandler $(TESTS) || status=1; \
-	done; exit $$status
-	$(SIMULATED) SIMCUDA_SCHED=lazy SIMCUDA_P2P=0 $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda \
-		-p gpu.simulation.plugin -p no:faulthandler tests/gpu/memory/test_two_devices.py  # that cannot reach each other
+	$(SIMULATED) $(SIMULATED_PYTEST) -n 2 --dist worksteal --schedules "$(SCHEDULES)" $(TESTS)
+	$(SIMULATED) SIMCUDA_P2P=0 $(SIMULATED_PYTEST) tests/gpu/memory/test_two_devices.py  # that cannot reach each other
+
+rehearse: $(SIMULATED_CUDA)/built ## the benchmarks of make gpu with small sizes on a simulated GPU, to see that they run
+	mkdir -p build/rehearsal
+	$(SIMULATED) $(SIMULATED_VENV)/bin/python benchmarks/run_all.py --machine simulated --device cuda:0 --suite gpu \
+		--quick --rounds 1 --results build/rehearsal --skip cuda_graph  # which a simulated GPU cannot replay
+
+branches: $(SIMULATED_CUDA)/built ## which branches for CUDA these tests enter, and which not: TESTS=
+	$(SIMULATED_VENV)/bin/pip install -q --disable-pip-version-check coverage
+	rm -rf build/branches
+	export COVERAGE_FILE=$(CURDIR)/build/branches/data COVERAGE_RCFILE=$(CURDIR)/tests/gpu/simulation/coverage.ini; \
+	files=$$(grep -rl --include='*.py' '"cuda"' elastic | paste -sd,); \
+	$(SIMULATED) $(subst -m pytest,-m coverage run --include=$$files -m pytest,$(SIMULATED_PYTEST)) \
+		-n 2 --dist worksteal $(TESTS) && \
+	$(SIMULATED_VENV)/bin/coverage combine -q && $(SIMULATED_VENV)/bin/coverage json -q -o build/branches/seen.json && \
+	$(SIMULATED_VENV)/bin/python tests/gpu/simulation/branches.py build/branches/seen.json
 
 test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, in a virtual environment of its own: 3 GB
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -W default tests/in_vllm

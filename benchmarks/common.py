@@ -10,12 +10,15 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SEED = 0
+KEEP: dict[str, Any] = {"type": Path, "help": "a file for the figures so far: what it has is not taken again"}
+"""An option for what takes longer than a machine is to be had at a time."""
 
 
 def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
@@ -121,6 +124,24 @@ def ratio(above: Sequence[float], below: Sequence[float], resamples: int = 2000)
 def percentiles(runs: Sequence[Sequence[float]], share: float) -> list[float]:
     """Return the value below which a share of each run lies."""
     return [sorted(run)[int(share * (len(run) - 1))] for run in runs]
+
+
+class Kept:
+    """Figures of a benchmark in a file, so that one that was interrupted goes on where it was; without a file, none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def take(self, name: str, take: Callable[[], Any]) -> Any:
+        """Return the figures of a name, as JSON has them; take them if there are none yet."""
+        if name not in self._found:
+            self._found[name] = json.loads(json.dumps(take()))
+            if self._path is not None:
+                whole = self._path.with_suffix(".new")
+                whole.write_text(json.dumps(self._found))
+                whole.replace(self._path)
+        return self._found[name]
 
 
 class Repeater(threading.Thread):

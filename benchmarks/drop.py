@@ -1,6 +1,6 @@
 """Two instances that drop layers which they hold twice: what it gives, what it costs, and when one of them is killed.
 
-    python benchmarks/drop.py [--only NAME …] [--rounds 5]
+    python benchmarks/drop.py [--only NAME …] [--rounds 5] [--keep FILE]
 
 Each round starts fresh processes; works of one row are shuffled within a round. Two ranks, pinned to a core each, serve
 the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures were taken:
@@ -14,7 +14,7 @@ the Llama of 40M parameters of `serving.py`. Targets, fixed before the figures w
   Stall of a request that moves, its longest gap during a drop less its usual one: at most .1 of the whole exchange. P99
   gap of the other's requests during exchanges, over that at rest: at most 1.15; without coordination 1.5 times more.
   Also the form of the paper, where the instance stands still for all of it, and TTFT of requests that come meanwhile:
-  one at each instance, in a drop as at rest. Gaps in which their prompts are computed count nowhere
+  one at each instance, in a drop as at rest. Gaps in which their prompts are computed count for the stall alone
 - `restoration`: two waves and a calm, as those of `overload.py`, restoring and not restoring: P50 of TTFT and TPOT in
   the calm .2 better; P99 of TTFT in the second wave beside it
 - `extreme`: twice as many requests as `wait` serves, until one waits for its first token five times as long as usual:
@@ -32,16 +32,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import SEED, arguments, finish, paired, percentiles, ratio, table
-from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, Arrival, Rates, drawn, drawn_in, measured, play
+from common import KEEP, SEED, Kept, arguments, finish, paired, percentiles, ratio, table
+from overload import BLOCK_TOKENS, ENGINE, LAYERS, OVERLOAD, PLACE, Arrival, Rates, drawn, drawn_in, play, rates_kept
 from serving import Answer, Load, flat, fleet, in_process, prompt, save_model, served, summary, warm_up
 from transformers import AutoModelForCausalLM
 
@@ -65,9 +66,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 NEVER = {"dwell_s": 1e6, "idle_s": 1e6}
 OVERRATE, PATIENCE, MOST_S = 2.0, 5.0, 60.0
-
-
-rates_of = cache(measured)
 
 
 def names(engine: elastic.Fleet) -> tuple[str, str]:
@@ -102,7 +100,7 @@ def books(engine: elastic.Fleet) -> dict[str, int]:
     return total
 
 
-def capacity(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def capacity(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     before, after, left_tokens, less_staging, shares = [], [], [], [], {}
     for _ in range(rounds):
         with fleet(path, CORES, place=PLACE, engine=ENGINE) as engine:
@@ -138,7 +136,7 @@ def flips_noted() -> Iterator[list[float]]:
         yield found
 
 
-def pause(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def pause(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     flips: list[float] = []
     for _ in range(rounds):
         with flips_noted() as found, fleet(path, CORES, engine=ENGINE) as engine:
@@ -193,12 +191,14 @@ def dropped_alone(path: Path, rounds: int) -> dict[str, Any]:
 class Windows:
     """Gaps between tokens of some requests, and which of them overlap one of some stretches of time.
 
-    Those in which a newcomer waits for its first token are left out: its prompt is in the same steps.
+    Those in which a newcomer waits for its first token are left out of all but the longest: its prompt is in the same
+    steps.
     """
 
     def __init__(self, answers: Sequence[Answer], newcomers: Sequence[Answer]) -> None:
         busy = [(answer.sent_s, answer.at_s[0]) for answer in newcomers]
         all_gaps = [list(zip(answer.at_s, answer.at_s[1:], strict=False)) for answer in answers]
+        self._all = all_gaps
         self._gaps = [[gap for gap in gaps if not _overlaps(gap, busy)] for gaps in all_gaps]
 
     def within(self, windows: Sequence[tuple[float, float]]) -> list[float]:
@@ -207,7 +207,7 @@ class Windows:
 
     def longest(self, window: tuple[float, float]) -> list[float]:
         """Return of each request that generates then the longest gap."""
-        found = [[gap[1] - gap[0] for gap in gaps if _overlaps(gap, [window])] for gaps in self._gaps]
+        found = [[gap[1] - gap[0] for gap in gaps if _overlaps(gap, [window])] for gaps in self._all]
         return [max(gaps) for gaps in found if gaps]
 
 
@@ -215,15 +215,19 @@ def _overlaps(gap: tuple[float, float], windows: Sequence[tuple[float, float]]) 
     return any(gap[0] < end and gap[1] > begin for begin, end in windows)
 
 
-def exchange(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def exchange(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     figures: dict[str, dict[str, list[float]]] = {}
-    for _ in range(rounds):
+
+    def take(name: str) -> dict[str, float]:
+        with fleet(path, CORES, engine=ENGINE, routing="round_robin") as engine:
+            warm_up(engine)
+            return exchanged(engine, FORMS[name], quick)
+
+    for round_ in range(rounds):
         for name in random.sample(list(FORMS), len(FORMS)):
             figure = figures.setdefault(name, {})
-            with fleet(path, CORES, engine=ENGINE, routing="round_robin") as engine:
-                warm_up(engine)
-                for key, value in exchanged(engine, FORMS[name], quick).items():
-                    figure.setdefault(key, []).append(value)
+            for key, value in kept.take(f"exchange, {round_}, {name}", partial(take, name)).items():
+                figure.setdefault(key, []).append(value)
     live = figures["live"]
     return {
         **{
@@ -310,48 +314,61 @@ def waves(rates: Rates, seed: int) -> list[Arrival]:
     return found
 
 
-def restoration(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    rates = rates_of(path, quick)
+def restoration(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+    rates = rates_kept(path, quick, kept)
     policies = {"restored": OVERLOAD, "never": elastic.Overload(**{**vars(OVERLOAD), **NEVER})}
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in policies}
-    actions: dict[str, int] = {}
+    events = Counter[str]()
     for round_ in range(rounds):
         arrivals = waves(rates, SEED + round_)
         for name in random.sample(list(policies), len(policies)):
-            with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policies[name]) as engine:
-                warm_up(engine)
-                load = play(engine, arrivals)
-                for event in engine.events():
-                    actions[f"{name}: {event.kind}"] = actions.get(f"{name}: {event.kind}", 0) + 1
-            of: dict[str, list[Answer]] = {}
-            for arrival in arrivals:
-                of.setdefault(arrival.part, []).append(load.answers[arrival.request.id])
-            calm = of["late calm"]
-            told = {
-                "p50_ttft_in_calm_s": statistics.median(answer.ttft_s for answer in calm),
-                "p50_tpot_in_calm_s": statistics.median(statistics.mean(answer.gaps_s) for answer in calm),
-                "p99_ttft_in_second_s": percentiles([[answer.ttft_s for answer in of["second"]]], 0.99)[0],
-            }
+            take = partial(through_waves, path, policies[name], arrivals)
+            told, acted = kept.take(f"restoration, {round_}, {name}", take)
+            events.update({f"{name}: {kind}": count for kind, count in acted.items()})
             for key, value in told.items():
                 figures[name].setdefault(key, []).append(value)
     return {
         **{name: {key: summary(values) for key, values in figure.items()} for name, figure in figures.items()},
         "restored_over_never": {key: ratio(v, figures["never"][key]) for key, v in figures["restored"].items()},
-        "events": actions,
+        "events": dict(events),
     }
 
 
-def extreme(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    rates = rates_of(path, quick)
+def through_waves(
+    path: Path, policy: elastic.Overload, arrivals: Sequence[Arrival]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Play waves to a fleet with a policy; return what requests had of it, and how often it acted."""
+    with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policy) as engine:
+        warm_up(engine)
+        load = play(engine, arrivals)
+        events = Counter(event.kind for event in engine.events())
+    of: dict[str, list[Answer]] = {}
+    for arrival in arrivals:
+        of.setdefault(arrival.part, []).append(load.answers[arrival.request.id])
+    calm = of["late calm"]
+    told = {
+        "p50_ttft_in_calm_s": statistics.median(answer.ttft_s for answer in calm),
+        "p50_tpot_in_calm_s": statistics.median(statistics.mean(answer.gaps_s) for answer in calm),
+        "p99_ttft_in_second_s": percentiles([[answer.ttft_s for answer in of["second"]]], 0.99)[0],
+    }
+    return told, dict(events)
+
+
+def extreme(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
+    rates = rates_kept(path, quick, kept)
     lasted: dict[str, list[float]] = {"wait": [], "drop": []}
     held: dict[str, list[float]] = {"wait": [], "drop": []}
+
+    def take(name: str, round_: int) -> tuple[float, int]:
+        with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=OVERLOAD if name == "drop" else None) as engine:
+            warm_up(engine)
+            return overrun(engine, rates, SEED + round_, 5.0 if quick else MOST_S), tokens_held(engine)
+
     for round_ in range(rounds):
         for name in random.sample(list(lasted), 2):
-            policy = OVERLOAD if name == "drop" else None
-            with fleet(path, CORES, place=PLACE, engine=ENGINE, policy=policy) as engine:
-                warm_up(engine)
-                lasted[name].append(overrun(engine, rates, SEED + round_, 5.0 if quick else MOST_S))
-                held[name].append(tokens_held(engine))
+            seconds, tokens = kept.take(f"extreme, {round_}, {name}", partial(take, name, round_))
+            lasted[name].append(seconds)
+            held[name].append(tokens)
     times = ratio(lasted["drop"], lasted["wait"])
     more = ratio(held["drop"], held["wait"])
     return {
@@ -382,7 +399,7 @@ def overrun(engine: elastic.Fleet, rates: Rates, seed: int, most_s: float) -> fl
     return (late.sent_s if late is not None else time.perf_counter()) - begin
 
 
-def kill(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def kill(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Kill one of two ranks at a random moment; every answer is held against the model's own."""
     count, new = (4, 60) if quick else (16, 120)
     choose = random.Random(SEED)
@@ -427,16 +444,17 @@ ROWS = {row.__name__: row for row in (capacity, pause, exchange, restoration, ex
 
 
 def main() -> None:
-    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}}
+    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}, "keep": KEEP}
     options = arguments(__doc__.splitlines()[0], **more)
     if options.device != "cpu":
         sys.exit("this benchmark pins ranks to cores: it is for a CPU")
     rounds = 1 if options.quick else min(options.rounds, 5)
     results: dict[str, Any] = {}
+    kept = Kept(options.keep)
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder))
         for name in options.only:
-            results[name] = ROWS[name](path, rounds, options.quick)
+            results[name] = ROWS[name](path, rounds, options.quick, kept)
             table([name, ""], list(flat(results[name])))
             print(flush=True)
     finish("drop", "cpu", results)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from common import arguments, finish, table
 from estimate_fleets import Measured, measure
-from estimate_links import measured_link
+from estimate_links import measured_contention, measured_link
 from estimate_memory import MIXES, peaks
 from estimate_shapes import CONTEXT, DEGREES, FORMS, STEP_TOKENS, save, shapes
 
@@ -46,11 +46,12 @@ from elastic.estimation.profile import (
     fingerprint_layers,
     measure_fingerprints,
 )
-from elastic.planning.estimate.configuration import Configuration, even_stages
+from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.devices import CPU_PAGE_BYTES, Device, of_cpu
 from elastic.planning.estimate.paper import Latency, MemoryParts, extrapolated_latency
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import RankBytes
+from elastic.planning.sharding.share import even_stages
 
 PROMPT, OUTPUTS = 64, (4, 12)
 """Of the paper's requests."""
@@ -61,11 +62,13 @@ Row = dict[str, Any]
 class Shape:
     """One model, what its fingerprints tell of it, and the errors of that."""
 
-    def __init__(self, name: str, path: Path, forms: Sequence[str], most_s: float, link: Any) -> None:
+    def __init__(
+        self, name: str, path: Path, forms: Sequence[str], most_s: float, link: Any, contention: float
+    ) -> None:
         self.name, self.path, self.forms, self.most_s = name, path, forms, most_s
         self.layout: ModelLayout = layout_of(str(path), torch.float32)
         found = measure_fingerprints(path, forms, context=CONTEXT, step_tokens=STEP_TOKENS, most_s=most_s)
-        self.profile = replace(found, link=link)
+        self.profile = replace(found, link=link, contention=contention)
 
     @property
     def layers(self) -> int:
@@ -243,7 +246,7 @@ def _whole(row: Row, who: str) -> list[float]:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], only={"nargs": "*", "default": []})
     rounds, most_s, forms = (1, 0.3, FORMS[:2]) if options.quick else (2, 1.0, FORMS)
-    link = measured_link()
+    link, contention = measured_link(), measured_contention()
     latency: list[Row] = []
     memory: list[Row] = []
     costs: list[Row] = []
@@ -252,7 +255,7 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            shape = Shape(name, save(config, Path(folder)), forms, most_s, link)
+            shape = Shape(name, save(config, Path(folder)), forms, most_s, link, contention)
             measured = measure(Path(folder), shape.layers, rounds, forms)
             latency += shape.latency(measured)
             memory += shape.memory(measured)
@@ -260,7 +263,11 @@ def main() -> None:
             fits |= {f"{name}: {kind}, {form}": value for (kind, form), value in shape.profile.r_squared.items()}
     sums = report(latency, memory, costs, fits)
     rows = {"latency": latency, "memory": memory, "cost": costs, "r_squared": fits}
-    finish("estimate", options.device, {**sums, "link": [link.fixed_s, link.each_s], "rows": rows})
+    finish(
+        "estimate",
+        options.device,
+        {**sums, "link": [link.fixed_s, link.each_s], "contention": contention, "rows": rows},
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Seconds of an exchange between two processes that compute in between, over the connections that ranks have."""
+"""What two processes of one machine do to each other: an exchange over the connections that ranks have, and how much
+more slowly one reads memory while the other does."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import statistics
@@ -17,6 +19,8 @@ from elastic.planning.measured_cost import LinearLatency
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18)
 WIDTH = 1024
 """Of hidden states; 8 MiB of weights."""
+READ_BYTES = 256 << 20
+"""More than caches hold."""
 KEY = b"of two processes of one benchmark"
 
 
@@ -37,6 +41,63 @@ def measured_link(repeats: int = 100) -> LinearLatency:
         os.sched_setaffinity(0, cores)
         child.kill()
     return fitted([(size, statistics.median(seconds)) for size, seconds in taken.items()])
+
+
+def measured_contention(rounds: int = 15) -> float:
+    """Return by how much longer products with weights that no cache holds take while another core has such, too.
+
+    Median of pairs: with the other one idle, and busy.
+    """
+    context = multiprocessing.get_context("spawn")
+    busy, ready, over = context.Event(), context.Event(), context.Event()
+    child = context.Process(target=_read, args=(busy, ready, over), daemon=True)
+    child.start()
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {0})
+        ready.wait()
+        return max(0.0, statistics.median(_pair(busy) for _ in range(rounds)) - 1)
+    finally:
+        over.set()
+        busy.set()
+        os.sched_setaffinity(0, cores)
+        child.join(10)
+        child.kill()
+
+
+def _pair(busy: Any) -> float:
+    """Return the seconds of a product beside another process that reads, over those of one by itself."""
+    alone_s = _product_s()
+    busy.set()
+    time.sleep(0.02)
+    beside_s = _product_s()
+    busy.clear()
+    time.sleep(0.02)
+    return beside_s / alone_s
+
+
+def _read(busy: Any, ready: Any, over: Any) -> None:
+    """Compute products on another core while `busy` is set."""
+    os.sched_setaffinity(0, {1})
+    torch.set_num_threads(1)
+    _product_s()
+    ready.set()
+    while not over.is_set():
+        busy.wait()
+        _product_s(1)
+
+
+@functools.cache
+def _large_weights() -> torch.Tensor:
+    return torch.zeros(READ_BYTES // 4 // WIDTH, WIDTH).add_(1.0)
+
+
+def _product_s(times: int = 3) -> float:
+    weights, hidden = _large_weights(), torch.zeros(1, WIDTH)
+    begin = time.perf_counter()
+    for _ in range(times):
+        torch.nn.functional.linear(hidden, weights)
+    return time.perf_counter() - begin
 
 
 def fitted(points: list[tuple[int, float]]) -> LinearLatency:
@@ -82,4 +143,4 @@ def _rank(name: str, other: str, pipe: Any, repeats: int, core: int) -> dict[int
 
 
 if __name__ == "__main__":
-    print(measured_link())
+    print(measured_link(), measured_contention())

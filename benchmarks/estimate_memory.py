@@ -18,7 +18,7 @@ MIXES: tuple[Mix, ...] = (((0, STEP_TOKENS),), ((205, STEP_TOKENS),), ((250, 1),
 
 
 def peaks(path: Path, forms: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return for each form the ledger's bytes without caches, and the most that the process had more, with caches."""
+    """Return for each form the ledger's bytes at rest, and the most that the process had more, with caches."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "elastic.engines.continuous"])
     with context.Pool(1, maxtasksperchild=1) as pool:
@@ -31,7 +31,7 @@ def _peak(path: str, form: str) -> tuple[int, int]:
     with engine_for(model, form, torch.device("cpu"), CONTEXT, STEP_TOKENS) as engine:
         profile_chunks(engine, [((0, 1),)], 1)  # code and kernels of its own
         (place,) = model.elastic.status().places
-        ledger = sum(nbytes for owner, nbytes in place.owners.items() if owner != "kv")
+        ledger = sum(place.owners.values())  # with the caches' first pages: the process at rest has them, too
         before = resident("self", "VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         for mix in MIXES:

@@ -3,15 +3,16 @@
     python benchmarks/fleet.py [--only NAME …] [--rounds 5]
 
 Each round starts fresh processes; works of one row are shuffled within a round. Ranks are pinned to a core each (but
-in `overhead`) and compute with one thread; the process of the fleet is not pinned. The model is a Llama of 40M
-parameters with random weights (12 layers, d = 512, 8 heads of 64): a step of one sequence takes it about 20 ms on one
-core. Targets, fixed before the figures were taken:
+in `overhead` and `first_token`) and compute with one thread; the process of the fleet is not pinned. The model is a
+Llama of 40M parameters with random weights (12 layers, d = 512, 8 heads of 64): a step of one sequence takes it about
+20 ms on one core. Targets, fixed before the figures were taken:
 
 - `two_ranks`: tokens/s of two ranks over one, mixed traffic: at least 1.5
 - `move`: a request of 1,000 tokens: its own gap at most 3 steps; others' P99 gap at most 1.1 of that at rest
 - `kill`: first token again within 3 s, nothing lost, nothing wrong, no token computed again
 - `start`: a rank serves within 1 s (the model inside)
-- `overhead`: one rank against the engine in process: at most 3 % of tokens/s, 2 ms of TTFT
+- `overhead`: one rank against the engine in process: at most 3 % of tokens/s
+- `first_token`: the same of one request alone: at most 2 ms of TTFT
 - `routing`: shared prefixes, two ranks: P95 TTFT better than round robin's and least load's, tokens/s no worse
 """
 
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,18 @@ def two_ranks(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def move(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    """Move a request of 1,000 tokens while eight others run beside it; the same run without a move is its rest."""
+    """Move a request of 1,000 tokens while eight others run beside it; the same run without a move is its rest.
+
+    By round robin four of the others are at each rank, so that in both runs four of them share their steps with it. The
+    prompts of each run are new: none is in a prefix cache.
+    """
     length, new = (200, 40) if quick else (1000, 120)
-    others_new = new + 40
+    others_new, choose = new + 40, random.Random(SEED)
     gaps: dict[str, list[float]] = {"own steps": [], "moved P99": [], "rest P99": [], "rate": [], "copy rate": []}
     for _ in range(rounds):
-        with fleet(path, [(0,), (1,)]) as engine:
+        with fleet(path, [(0,), (1,)], routing="round_robin") as engine:
             warm_up(engine)
             for moving in random.sample([True, False], 2):
-                choose = random.Random(SEED)
                 load = Load(engine)
                 long = Request(prompt(length, choose), new, ignore_eos=True)
                 answer = load.submit(long)
@@ -169,24 +173,35 @@ def start(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def overhead(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    """One rank against the engine in process: 16 and 64 requests at once for tokens/s, one at a time for TTFT.
+    """One rank against the engine in process: 16 and 64 requests at once.
 
     Both compute with one thread, which may run on any core: a rank that is pinned shares its core with the fleet.
     """
     speeds: dict[str, dict[str, list[float]]] = {}
-    ttft: dict[str, list[float]] = {"fleet": [], "engine": []}
     for _ in range(rounds):
         for name in random.sample(["fleet", "engine"], 2):
             with fleet(path, [()], environment=ONE_THREAD) if name == "fleet" else in_process(path) as engine:
                 for count in (4,) if quick else (16, 64):
                     speed = served(engine, mixed(count, 48)).tokens_per_s()
                     speeds.setdefault(f"{count} requests", {"fleet": [], "engine": []})[name].append(speed)
-                singles = [served_alone(engine, number) for number in range(4 if quick else 20)]
-                ttft[name].append(statistics.median(singles))
-    return {
-        "tokens_per_s": {count: ratio(by["fleet"], by["engine"]) for count, by in speeds.items()},
-        "ttft_more_ms": summary([1e3 * (a - b) for a, b in zip(ttft["fleet"], ttft["engine"], strict=True)]),
-    }
+    return {"tokens_per_s": {count: ratio(by["fleet"], by["engine"]) for count, by in speeds.items()}}
+
+
+def first_token(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+    """One rank and the engine in process side by side, of which one serves at a time: single requests by turns."""
+    more, alone = [], []
+    for round_ in range(rounds):
+        with fleet(path, [()], environment=ONE_THREAD) as ranks, in_process(path) as engine:
+            engines: dict[str, Engine] = {"fleet": ranks, "engine": engine}
+            found: dict[str, list[float]] = {name: [] for name in engines}
+            for each in engines.values():
+                warm_up(each)
+            for number in range(4 if quick else 60):
+                for name in random.sample(list(engines), 2):
+                    found[name].append(served_alone(engines[name], 1000 * round_ + number))
+            alone.append(1e3 * statistics.median(found["engine"]))
+            more.append(1e3 * statistics.median(found["fleet"]) - alone[-1])
+    return {"engine_ms": summary(alone), "more_ms": summary(more)}
 
 
 def served_alone(engine: Engine, number: int) -> float:
@@ -197,33 +212,52 @@ def served_alone(engine: Engine, number: int) -> float:
 
 
 def routing(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
-    """Ten conversations with beginnings of 256 tokens in common, in Poisson arrivals, by four ways to route."""
-    ways = ("round_robin", "least_load", "freeness", "prefix")
-    figures: dict[str, dict[str, list[float]]] = {way: {"p95": [], "tokens_per_s": []} for way in ways}
+    """Prompts of which ten beginnings of 256 tokens are shared, by three ways to route.
+
+    First in Poisson arrivals, 4 a second, which two ranks can serve: that gives TTFT, while tokens/s are those that
+    arrive. Then as many of ten other beginnings at once: that gives tokens/s.
+    """
+    ways, count = ("round_robin", "least_load", "prefix"), 8 if quick else 60
+    figures: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     for round_ in range(rounds):
         choose = random.Random(SEED + round_)
-        beginnings = [prompt(256, choose) for _ in range(10)]
-        arrivals = [choose.expovariate(4.0) for _ in range(8 if quick else 60)]
-        asked = [(gap, choose.choice(beginnings) + prompt(choose.randrange(8, 48), choose)) for gap in arrivals]
+        arriving, at_once = (shared_beginnings(count, choose) for _ in range(2))
+        gaps = [choose.expovariate(4.0) for _ in arriving]
         for way in random.sample(ways, len(ways)):
             with fleet(path, [(0,), (1,)], routing=way) as engine:
                 warm_up(engine)
-                load = Load(engine)
-                for gap, tokens in asked:
-                    time.sleep(gap)
-                    load.submit(Request(tokens, 24, ignore_eos=True))
-                load.wait()
-                figures[way]["p95"].append(percentiles([[a.ttft_s for a in load.answers.values()]], 0.95)[0])
-                figures[way]["tokens_per_s"].append(load.tokens_per_s())
+                paced, burst = loaded(engine, arriving, gaps), loaded(engine, at_once, [0.0] * count)
+            found = {
+                "p95_ttft_s": percentiles([[a.ttft_s for a in paced.answers.values()]], 0.95)[0],
+                "tokens_per_s_arriving": paced.tokens_per_s(),
+                "tokens_per_s_at_once": burst.tokens_per_s(),
+            }
+            for name, figure in found.items():
+                figures[way].setdefault(name, []).append(figure)
     best = figures["prefix"]
     return {
-        "p95_ttft_s": {way: statistics.median(by["p95"]) for way, by in figures.items()},
-        "p95_ttft_over": {way: ratio(best["p95"], figures[way]["p95"]) for way in ways[:3]},
-        "tokens_per_s_over": {way: ratio(best["tokens_per_s"], figures[way]["tokens_per_s"]) for way in ways[:3]},
+        "median": {way: {name: statistics.median(all_) for name, all_ in by.items()} for way, by in figures.items()},
+        "prefix_over": {way: {name: ratio(best[name], figures[way][name]) for name in best} for way in ways[:2]},
     }
 
 
-ROWS = {row.__name__: row for row in (two_ranks, move, kill, start, overhead, routing)}
+def shared_beginnings(count: int, choose: random.Random) -> list[tuple[int, ...]]:
+    """Return prompts of 264 to 303 tokens that begin in ten ways."""
+    beginnings = [prompt(256, choose) for _ in range(10)]
+    return [choose.choice(beginnings) + prompt(choose.randrange(8, 48), choose) for _ in range(count)]
+
+
+def loaded(engine: Engine, prompts: Sequence[tuple[int, ...]], gaps: Sequence[float]) -> Load:
+    """Ask for 24 tokens for each prompt, so many seconds behind the one before it."""
+    load = Load(engine)
+    for tokens, gap in zip(prompts, gaps, strict=True):
+        time.sleep(gap)
+        load.submit(Request(tokens, 24, ignore_eos=True))
+    load.wait()
+    return load
+
+
+ROWS = {row.__name__: row for row in (two_ranks, move, kill, start, overhead, first_token, routing)}
 
 
 def main() -> None:

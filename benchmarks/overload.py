@@ -1,6 +1,6 @@
 """A burst that needs more KV cache than two instances have: what requests wait for, by what is done about it.
 
-    python benchmarks/overload.py [--only burst low] [--systems NAME …] [--rounds 5]
+    python benchmarks/overload.py [--only burst low] [--systems NAME …] [--rounds 5] [--keep FILE]
 
 Two ranks, pinned to a core each, serve the Llama of 40M parameters of `serving.py`: 156 MiB of layers in 246 MiB, a
 share of .63. Each round plays one trace to all systems, in random order, with fresh processes:
@@ -36,13 +36,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import SEED, arguments, finish, percentiles, ratio, table
+from common import KEEP, SEED, Kept, arguments, finish, percentiles, ratio, table
 from evicting import WAYS, Installed, given_by_present_need
 from serving import Answer, Load, flat, fleet, prompt, save_model, summary, warm_up
 
@@ -57,9 +58,10 @@ CALM, FULL, ROOM = 0.575, 2.0, 4.0
 """Need over capacity while rates are measured; the last with memory to spare."""
 BURST, BURST_RATE = 2.0, 2.0
 """Requests of a burst, of those that there is room for; and how many come a second, of the most that `wait` serves."""
-BEFORE, AFTER = 0.7, 1.0
-"""The calms, in times that a request lasts."""
+BEFORE, AFTER, LOW = 0.4, 0.6, 2.0
+"""The calms before and after a burst, and one without, in times that a request lasts."""
 WINDOWS = 6
+ROWS = ("burst", "low")
 SYSTEMS = ("wait", *WAYS, "migrate", "pipeline", "drop")
 ABLATION = {
     "drop-uncoordinated": replace(OVERLOAD, coordinated=False),
@@ -77,9 +79,9 @@ class Arrival:
 
 
 def drawn(choose: random.Random) -> Request:
-    """Draw a prompt of 24 to 384 tokens and an answer of 32 to 352, most of them short."""
+    """Draw a prompt of 24 to 384 tokens and an answer of 16 to 176, most of them short."""
     tokens = prompt(min(384, int(choose.lognormvariate(4.5, 0.6)) + 24), choose)
-    return Request(tokens, min(352, int(choose.lognormvariate(5.0, 0.4)) + 32), ignore_eos=True)
+    return Request(tokens, min(176, int(choose.lognormvariate(4.3, 0.4)) + 16), ignore_eos=True)
 
 
 def need(request: Request) -> int:
@@ -112,8 +114,9 @@ class Rates:
             request = drawn(choose)
             left = replace(request, max_tokens=1 + int(choose.random() * request.max_tokens))
             found.append(Arrival(0.0, "begun", left))
-        burst_s = BURST * self.fit / (BURST_RATE * self.most) if burst else 0.0
-        lengths = {"calm": BEFORE * self.lasts_s, "burst": burst_s, "after": AFTER * self.lasts_s}
+        burst_s = BURST * self.fit / (BURST_RATE * self.most)
+        around = {"calm": BEFORE * self.lasts_s, "burst": burst_s, "after": AFTER * self.lasts_s}
+        lengths = around if burst else {"calm": LOW * self.lasts_s}
         for part, whole_s in lengths.items():
             length_s = share * whole_s
             found += drawn_in(choose, part, begin, length_s, self.calm if part != "burst" else BURST_RATE * self.most)
@@ -135,7 +138,7 @@ def measured(path: Path, quick: bool) -> Rates:
     with system("wait", path) as engine:
         capacity = BLOCK_TOKENS * sum(instance.load.total_blocks for instance in engine.status().instances)
         fit = capacity / mean
-        count = 2 if quick else round(1.5 * fit)
+        count = 2 if quick else round(fit)
         live = round(CALM * fit)
         calm_tokens_per_s, ttft_s = closed_loop(engine, live, count)
         most_tokens_per_s, _ = closed_loop(engine, round(FULL * fit), count)
@@ -168,7 +171,7 @@ def closed_loop(engine: elastic.Fleet, live: int, count: int) -> tuple[float, fl
 def system(name: str, path: Path, place: str = PLACE) -> Iterator[elastic.Fleet]:
     """Serve with two ranks in one of the ways."""
     policy: Any = {"migrate": "balance", "drop": OVERLOAD, **ABLATION}.get(name)
-    options = {**ENGINE, "step_budget": Installed(name)} if name in WAYS else ENGINE
+    options = {**ENGINE, **({"step_budget": Installed(name)} if name in WAYS else {})}
     with ExitStack() as stack:
         if name in WAYS:
             stack.enter_context(given_by_present_need())
@@ -191,54 +194,76 @@ def play(engine: elastic.Fleet, arrivals: Sequence[Arrival]) -> Load:
     return load
 
 
-@dataclass
-class Figures:
-    """One system's, a value for each round; seconds."""
+@dataclass(frozen=True)
+class Played:
+    """What came of a trace; seconds."""
 
-    ttft: list[list[float]] = field(default_factory=list)
-    tpot: list[list[float]] = field(default_factory=list)
-    burst_ttft: list[list[float]] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-    queue_share: list[float] = field(default_factory=list)
+    ttft: list[float]
+    tpot: list[float]
+    burst_ttft: list[float]
+    tokens_per_s: float
+    queue_share: float
     """Of all TTFT, what passed before the first step: a request is given to an instance when that has KV for it."""
-    windows: list[list[float]] = field(default_factory=list)
+    windows: list[float]
     """Mean TTFT by when requests came, in parts of the trace that are equally long."""
-    answers: list[list[list[int]]] = field(default_factory=list)
-    stalls: int = 0
-    """Times that a live sequence was left out of a step for want of blocks, or evicted."""
-    needs: list[tuple[float, float]] = field(default_factory=list)
+    answers: list[list[int]]
+    needs: tuple[float, float]
     """What requests that had not ended needed, of the capacity: on average in the first calm, and at the most."""
+    stalls: int
+    """Times that a live sequence was left out of a step for want of blocks, or evicted."""
+    events: dict[str, int]
 
-    def add(self, load: Load, arrivals: Sequence[Arrival], rates: Rates) -> None:
+    @classmethod
+    def of(cls, engine: elastic.Fleet, load: Load, arrivals: Sequence[Arrival], rates: Rates) -> Played:
         every: list[tuple[Arrival, Answer]] = [(a, load.answers[a.request.id]) for a in arrivals]
         pairs = [(arrival, answer) for arrival, answer in every if arrival.part != "begun"]
-        self.ttft.append([answer.ttft_s for _, answer in pairs])
-        self.burst_ttft.append([answer.ttft_s for arrival, answer in pairs if arrival.part == "burst"])
-        self.tpot.append([statistics.mean(answer.gaps_s) for _, answer in pairs])
-        self.tokens_per_s.append(load.tokens_per_s())
         waited = sum(answer.queued_s for _, answer in pairs)
-        self.queue_share.append(waited / sum(answer.ttft_s for _, answer in pairs))
-        self.windows.append(by_window(pairs))
-        self.answers.append([answer.tokens for _, answer in every])
-        self.needs.append(needs(every, rates))
+        return cls(
+            ttft=[answer.ttft_s for _, answer in pairs],
+            tpot=[statistics.mean(answer.gaps_s) for _, answer in pairs],
+            burst_ttft=[answer.ttft_s for arrival, answer in pairs if arrival.part == "burst"],
+            tokens_per_s=load.tokens_per_s(),
+            queue_share=waited / sum(answer.ttft_s for _, answer in pairs),
+            windows=by_window(pairs),
+            answers=[answer.tokens for _, answer in every],
+            needs=needs(every, rates),
+            stalls=sum(engine.look(rank.name).stats.stalls for rank in engine.status().ranks),
+            events=dict(Counter(event.kind for event in engine.events())),
+        )
+
+
+class Figures:
+    """One system's, of all rounds."""
+
+    def __init__(self, rounds: Sequence[Played]) -> None:
+        self.rounds = rounds
+        self.ttft = [played.ttft for played in rounds]
+        self.tpot = [played.tpot for played in rounds]
 
     def told(self) -> dict[str, Any]:
         ttft = {f"p{1e3 * p / 10:g}_ttft_s": summary(percentiles(self.ttft, p)) for p in (0.5, 0.95, 0.99, 0.999)}
+        burst = [played.burst_ttft for played in self.rounds]
+        windows = zip(*(played.windows for played in self.rounds), strict=True)
         return {
             **ttft,
-            **({"p99_ttft_of_burst_s": summary(percentiles(self.burst_ttft, 0.99))} if self.burst_ttft[0] else {}),
+            **({"p99_ttft_of_burst_s": summary(percentiles(burst, 0.99))} if burst[0] else {}),
             "p50_tpot_s": summary(percentiles(self.tpot, 0.5)),
             "p99_tpot_s": summary(percentiles(self.tpot, 0.99)),
-            "tokens_per_s": summary(self.tokens_per_s),
-            "share_of_ttft_for_kv": summary(self.queue_share),
-            "mean_ttft_by_window_s": [statistics.median(window) for window in zip(*self.windows, strict=True)],
-            "stalls": self.stalls,
+            "tokens_per_s": summary([played.tokens_per_s for played in self.rounds]),
+            "share_of_ttft_for_kv": summary([played.queue_share for played in self.rounds]),
+            "mean_ttft_by_window_s": [statistics.median(window) for window in windows],
+            "stalls": sum(played.stalls for played in self.rounds),
         }
 
     def violations(self, limit_s: float) -> float:
         """Return the share of requests whose first token took longer."""
         all_ = [ttft for run in self.ttft for ttft in run]
         return sum(ttft > limit_s for ttft in all_) / len(all_)
+
+    def unlike(self, other: Figures) -> int:
+        """Count the answers that are not those of another system."""
+        pairs = zip(self.rounds, other.rounds, strict=True)
+        return sum(a != b for one, two in pairs for a, b in zip(one.answers, two.answers, strict=True))
 
 
 def by_window(pairs: Sequence[tuple[Arrival, Answer]]) -> list[float]:
@@ -287,9 +312,9 @@ def compared(figures: dict[str, Figures]) -> dict[str, Any]:
 
 def conditions(wait: Figures, rates: Rates, arrivals: Sequence[Sequence[Arrival]]) -> dict[str, Any]:
     """Tell whether the traces were such as they should be, by what became of `wait`."""
-    calm, most = (statistics.median(values) for values in zip(*wait.needs, strict=True))
+    calm, most = (statistics.median(values) for values in zip(*(p.needs for p in wait.rounds), strict=True))
     offered = statistics.median(sum(a.part != "begun" for a in each) / each[-1].at_s for each in arrivals)
-    share = statistics.median(wait.queue_share)
+    share = statistics.median(played.queue_share for played in wait.rounds)
     return {
         "need_in_calm": calm,
         "need_at_most": most,
@@ -299,53 +324,80 @@ def conditions(wait: Figures, rates: Rates, arrivals: Sequence[Sequence[Arrival]
     }
 
 
-def played(
-    path: Path, rates: Rates, systems: Sequence[str], rounds: int, *, burst: bool, quick: bool
-) -> dict[str, Any]:
-    """Play the traces to all systems."""
-    figures = {name: Figures() for name in systems}
-    events: dict[str, int] = {}
-    share = 0.3 if quick else 1.0
-    traces = [rates.trace(SEED + round_, burst=burst, share=share) for round_ in range(rounds)]
-    for round_, arrivals in enumerate(traces):
-        for name in random.sample(systems, len(systems)):
-            with system(name, path) as engine:
-                figures[name].add(play(engine, arrivals), arrivals, rates)
-                for rank in engine.status().ranks:
-                    figures[name].stalls += engine.look(rank.name).stats.stalls
-                for event in engine.events():
-                    events[f"{name}: {event.kind}"] = events.get(f"{name}: {event.kind}", 0) + 1
-            print(f"round {round_}, {name}: P99 {percentiles(figures[name].ttft[-1:], 0.99)[0]:.2f} s", flush=True)
-    told: dict[str, Any] = {name: one.told() for name, one in figures.items()}
-    if "wait" in figures:
-        if burst:
-            told["conditions"] = conditions(figures["wait"], rates, traces)
-        right = [answer for answers in figures["wait"].answers for answer in answers]
-        for name, one in figures.items():
-            found = [answer for answers in one.answers for answer in answers]
-            told[name]["answers_unlike_wait"] = sum(a != b for a, b in zip(found, right, strict=True))
-    return {**told, **compared(figures), "events": events, "requests": sum(map(len, traces))}
+@dataclass(frozen=True)
+class Row:
+    """The traces of a row, played to systems; what was played before is `kept`."""
+
+    name: str
+    path: Path
+    rates: Rates
+    kept: Kept
+    quick: bool
+
+    def trace(self, round_: int) -> list[Arrival]:
+        return self.rates.trace(SEED + round_, burst=self.name != "low", share=0.3 if self.quick else 1.0)
+
+    def play(self, name: str, round_: int) -> Played:
+        """Play the trace of a round to a system."""
+        found = self.kept.take(f"{self.name}, {round_}, {name}", lambda: self._played(name, round_))
+        played = Played(**{**found, "needs": tuple(found["needs"])})
+        p99 = percentiles([played.ttft], 0.99)[0]
+        print(f"{self.name}, round {round_}, {name}: P99 {p99:.2f} s", flush=True)
+        return played
+
+    def _played(self, name: str, round_: int) -> dict[str, Any]:
+        arrivals = self.trace(round_)
+        with system(name, self.path) as engine:
+            return asdict(Played.of(engine, play(engine, arrivals), arrivals, self.rates))
+
+    def told(self, systems: Sequence[str], rounds: int) -> dict[str, Any]:
+        """Play all rounds; return what came of them."""
+        played: dict[str, list[Played]] = {name: [] for name in systems}
+        for round_ in range(rounds):
+            for name in random.sample(systems, len(systems)):
+                played[name].append(self.play(name, round_))
+        figures = {name: Figures(rounds) for name, rounds in played.items()}
+        traces = [self.trace(round_) for round_ in range(rounds)]
+        told: dict[str, Any] = {name: one.told() for name, one in figures.items()}
+        if "wait" in figures:
+            if self.name != "low":
+                told["conditions"] = conditions(figures["wait"], self.rates, traces)
+            for name, one in figures.items():
+                told[name]["answers_unlike_wait"] = one.unlike(figures["wait"])
+        events = Counter[str]()
+        for name, rounds_ in played.items():
+            for one in rounds_:
+                events.update({f"{name}: {kind}": count for kind, count in one.events.items()})
+        return {**told, **compared(figures), "events": dict(events), "requests": sum(map(len, traces))}
+
+
+def rates_kept(path: Path, quick: bool, kept: Kept) -> Rates:
+    """Measure what `wait` serves, if that is not known yet."""
+    return Rates(**kept.take("rates", lambda: vars(measured(path, quick))))
 
 
 def main() -> None:
     more = {
         "systems": {"nargs": "*", "choices": (*SYSTEMS, *ABLATION), "default": list(SYSTEMS), "help": "systems to try"},
-        "only": {"nargs": "*", "choices": ("burst", "low"), "default": ["burst", "low"], "help": "rows to take"},
+        "only": {"nargs": "*", "choices": ROWS, "default": list(ROWS), "help": "rows to take"},
+        "keep": KEEP,
     }
     options = arguments(__doc__.splitlines()[0], **more)
     if options.device != "cpu":
         sys.exit("this benchmark pins ranks to cores: it is for a CPU")
     rounds = 1 if options.quick else min(options.rounds, 5)
     results: dict[str, Any] = {}
+    kept = Kept(options.keep)
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder))
-        rates = measured(path, options.quick)
+        rates = rates_kept(path, options.quick, kept)
         results["rates"] = vars(rates)
         table(["rates", ""], list(flat(results["rates"])))
-        for row in options.only:
-            systems = options.systems if row == "burst" else ["wait", "drop"]
-            results[row] = played(path, rates, systems, rounds, burst=row == "burst", quick=options.quick)
-            table([row, ""], list(flat(results[row])))
+        for name in options.only:
+            row = Row(name, path, rates, kept, options.quick)
+            systems = ["wait", "drop"] if name == "low" else options.systems
+            results[name] = row.told(systems, rounds)
+            table([name, ""], list(flat(results[name])))
     finish("overload", "cpu", results)
 
 

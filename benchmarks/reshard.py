@@ -1,6 +1,6 @@
 """Ranks that share every layer when a request is too long for each: what it gives and what it costs.
 
-    python benchmarks/reshard.py [--only NAME …] [--rounds 5]
+    python benchmarks/reshard.py [--only NAME …] [--rounds 5] [--keep FILE]
 
 On two pinned cores; ranks serve the Llama of 40M parameters of `serving.py` in 246 MiB each, its layers cut in four.
 All rows together are meant to take ten minutes on cores that do nothing else. Targets were fixed before figures were
@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import arguments, finish, table
+from common import KEEP, Kept, arguments, finish, table
 from reshard_fleets import context, hybrid, steps
 from reshard_local import kv, weights
 from reshard_pages import pages
@@ -44,17 +44,18 @@ ROWS = {row.__name__: row for row in (kv, weights, pages, context, steps, schedu
 
 
 def main() -> None:
-    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}}
+    more = {"only": {"nargs": "*", "choices": list(ROWS), "default": list(ROWS), "help": "rows to take"}, "keep": KEEP}
     options = arguments(__doc__.splitlines()[0], **more)
     if options.device != "cpu":
         sys.exit("this benchmark pins ranks to cores: it is for a CPU")
     rounds = 1 if options.quick else min(options.rounds, 5)
     results: dict[str, Any] = {}
+    kept = Kept(options.keep)
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder))
         for name in options.only:
             begin = time.perf_counter()
-            results[name] = ROWS[name](path, rounds, options.quick)
+            results[name] = ROWS[name](path, rounds, options.quick, kept)
             table([f"{name} ({time.perf_counter() - begin:.0f} s)", ""], list(flat(results[name])))
             print(flush=True)
     finish("reshard", "cpu", results)

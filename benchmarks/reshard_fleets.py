@@ -6,13 +6,15 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import SEED, percentiles, ratio
+from common import SEED, Kept, percentiles, ratio
 from serving import Answer, Load, fleet, prompt, summary, warm_up
 
 import elastic
@@ -72,7 +74,7 @@ def longest_served(engine: elastic.Fleet, degree: int) -> int:
     raise RuntimeError(f"a request of {predicted + BLOCK_TOKENS} tokens was taken")
 
 
-def context(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def context(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """The longest request at each degree, of ranks with the same budgets. Degree 4: four ranks on two cores."""
     found: dict[str, Any] = {}
     for degree in (1, 2) if quick else (1, 2, 4):
@@ -96,7 +98,7 @@ def budgets_leave(engine: elastic.Fleet, degree: int) -> float:
     return left / TOKEN_BYTES
 
 
-def steps(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def steps(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Gaps between tokens while layers change their rank, so many at a pause, over those at rest; up and down."""
     forms = dict(list(FORMS.items())[::3]) if quick else FORMS
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in forms}
@@ -188,16 +190,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Played:
-    """What came of a trace, a value for each round."""
+    """What came of a trace."""
 
-    short_ttft: list[list[float]] = field(default_factory=list)
-    short_tpot: list[list[float]] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
+    short_ttft: list[float]
+    short_tpot: list[float]
+    tokens_per_s: float
     """Prompts and answers of requests that ended in time."""
-    longs: list[int] = field(default_factory=list)
-    changes: list[int] = field(default_factory=list)
+    longs: int
+    seconds: float
+    events: dict[str, int]
 
 
 def trace(seed: int, rate: float, length_s: float, longs: int, long_tokens: int) -> list[tuple[float, str, Request]]:
@@ -213,35 +216,62 @@ def trace(seed: int, rate: float, length_s: float, longs: int, long_tokens: int)
     return sorted(found, key=lambda arrival: arrival[0])
 
 
-def hybrid(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Mix:
+    """Short and long requests for ranks of these speeds and sizes."""
+
+    short_per_s: float
+    """That two ranks serve by themselves when there are always enough of them."""
+    longest: dict[str, int]
+    """Tokens of the longest request, by degree."""
+
+    @property
+    def long_tokens(self) -> int:
+        """What fits no rank by itself."""
+        return min((3 * self.longest["tp=1"]) // 2, (9 * self.longest["tp=2"]) // 10)
+
+
+def mix_of(path: Path, quick: bool, kept: Kept) -> Mix:
+    """Measure what two ranks serve, if that is not known yet."""
+
+    def take() -> dict[str, Any]:
+        with ranks(path) as engine:
+            sizes = {f"tp={d}": max(b[d] for b in engine.capacity((1, 2)).values()) * BLOCK_TOKENS for d in (1, 2)}
+            return {"short_per_s": most_rate(engine, 8 if quick else 40), "longest": sizes}
+
+    return Mix(**kept.take("mix", take))
+
+
+def hybrid(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Short and long requests: the long ones fit no rank by itself. TTFT of at most 3 s and TPOT of at most .2 s."""
-    with ranks(path) as engine:
-        sizes = {d: max(b[d] for b in engine.capacity((1, 2)).values()) * BLOCK_TOKENS for d in (1, 2)}
-        rate = 0.5 * most_rate(engine, 8 if quick else 40)
-    long_tokens = min((3 * sizes[1]) // 2, (9 * sizes[2]) // 10)
-    played: dict[str, Played] = {name: Played() for name in SYSTEMS}
+    mix = mix_of(path, quick, kept)
+    rate = 0.5 * mix.short_per_s
+    played: dict[str, list[Played]] = {name: [] for name in SYSTEMS}
     length_s, longs = (4.0, 1) if quick else (12.0, 2)
-    for round_ in range(1 if quick else min(rounds, 2)):
-        arrivals = trace(SEED + round_, rate, length_s, longs, long_tokens)
+
+    def take(name: str, seed: int) -> dict[str, Any]:
+        with ranks(path, **SYSTEMS[name]) as engine:
+            if name == "tp2":
+                reshard(engine, 2)
+            if name == "pipeline":
+                first, second = names(engine)
+                engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
+            return asdict(play(engine, trace(seed, rate, length_s, longs, mix.long_tokens)))
+
+    for round_ in range(1 if quick else min(rounds, 3)):
         for name in random.sample(list(SYSTEMS), len(SYSTEMS)):
-            with ranks(path, **SYSTEMS[name]) as engine:
-                if name == "tp2":
-                    reshard(engine, 2)
-                if name == "pipeline":
-                    first, second = names(engine)
-                    engine.drop(layers={first: range(LAYERS // 2, LAYERS), second: range(LAYERS // 2)})
-                play(engine, arrivals, played[name])
-            print(f"round {round_}, {name}: {played[name].tokens_per_s[-1]:.0f} tokens/s in time", flush=True)
+            one = Played(**kept.take(f"hybrid, {round_}, {name}", partial(take, name, SEED + round_)))
+            played[name].append(one)
+            print(f"round {round_}, {name}: {one.tokens_per_s:.0f} tokens/s in time", flush=True)
+    tokens = {name: [one.tokens_per_s for one in all_] for name, all_ in played.items()}
     return {
         "short_requests_per_s": rate,
-        "long_tokens": long_tokens,
-        "longest_tokens": {f"tp={degree}": tokens for degree, tokens in sizes.items()},
-        "long_ones": longs * len(played["tp1"].longs),
-        **{name: told(one) for name, one in played.items()},
+        "long_tokens": mix.long_tokens,
+        "longest_tokens": mix.longest,
+        "long_ones": longs * len(played["tp1"]),
+        **{name: told(all_) for name, all_ in played.items()},
         "tokens_per_s_over": {
-            name: ratio(played["lengths"].tokens_per_s, one.tokens_per_s)
-            for name, one in played.items()
-            if name != "lengths" and min(one.tokens_per_s) > 0
+            name: ratio(tokens["lengths"], one) for name, one in tokens.items() if name != "lengths" and min(one) > 0
         },
     }
 
@@ -258,29 +288,29 @@ def most_rate(engine: elastic.Fleet, count: int) -> float:
 TTFT_S, TPOT_S = 3.0, 0.2
 
 
-def play(engine: elastic.Fleet, arrivals: Sequence[tuple[float, str, Request]], into: Played) -> None:
-    """Have requests come when they are due; note what came of them when all have ended."""
+def play(engine: elastic.Fleet, arrivals: Sequence[tuple[float, str, Request]]) -> Played:
+    """Have requests come when they are due; return what came of them when all have ended."""
     load, kinds, begin = Load(engine), dict[str, str](), time.perf_counter()
-    refused = 0
     for at_s, kind, request in arrivals:
         time.sleep(max(0.0, begin + at_s - time.perf_counter()))
         try:
             load.submit(request)
             kinds[request.id] = kind
-        except elastic.ElasticError:
+        except elastic.ElasticError:  # no rank can ever hold it
             del load.answers[request.id]
-            refused += 1
     load.wait()
     seconds = time.perf_counter() - begin
     by_id = {request.id: request for _, _, request in arrivals}
     short = [answer for name, answer in load.answers.items() if kinds[name] == "short"]
-    into.short_ttft.append([answer.ttft_s for answer in short])
-    into.short_tpot.append([statistics.mean(answer.gaps_s) for answer in short if answer.gaps_s])
-    into.longs.append(sum(kinds[n] == "long" and a.finish == "length" for n, a in load.answers.items()))
-    into.tokens_per_s.append(
-        sum(len(by_id[n].prompt) + len(a.tokens) for n, a in load.answers.items() if in_time(kinds[n], a)) / seconds
+    in_time_ = [name for name, answer in load.answers.items() if in_time(kinds[name], answer)]
+    return Played(
+        short_ttft=[answer.ttft_s for answer in short],
+        short_tpot=[statistics.mean(answer.gaps_s) for answer in short if answer.gaps_s],
+        tokens_per_s=sum(len(by_id[n].prompt) + len(load.answers[n].tokens) for n in in_time_) / seconds,
+        longs=sum(kinds[n] == "long" and a.finish == "length" for n, a in load.answers.items()),
+        seconds=seconds,
+        events=dict(Counter(event.kind for event in engine.events())),
     )
-    into.changes.append(sum(event.kind in ("resharded", "dropped", "restored") for event in engine.events()))
 
 
 def in_time(kind: str, answer: Answer) -> bool:
@@ -291,12 +321,15 @@ def in_time(kind: str, answer: Answer) -> bool:
     return kind == "long" or (answer.ttft_s <= TTFT_S and tpot_s <= TPOT_S)
 
 
-def told(one: Played) -> dict[str, Any]:
+def told(played: Sequence[Played]) -> dict[str, Any]:
+    ttft, tpot = [one.short_ttft for one in played], [one.short_tpot for one in played]
+    events = sum((Counter(one.events) for one in played), Counter[str]())
     return {
-        "tokens_per_s": summary(one.tokens_per_s),
-        "short_p50_ttft_s": summary(percentiles(one.short_ttft, 0.5)),
-        "short_p99_ttft_s": summary(percentiles(one.short_ttft, 0.99)),
-        "short_p50_tpot_s": summary(percentiles(one.short_tpot, 0.5)),
-        "long_ones_served": sum(one.longs),
-        "changes": sum(one.changes),
+        "tokens_per_s": summary([one.tokens_per_s for one in played]),
+        "short_p50_ttft_s": summary(percentiles(ttft, 0.5)),
+        "short_p99_ttft_s": summary(percentiles(ttft, 0.99)),
+        "short_p50_tpot_s": summary(percentiles(tpot, 0.5)),
+        "long_ones_served": sum(one.longs for one in played),
+        "seconds": summary([one.seconds for one in played]),
+        "events": dict(events),
     }

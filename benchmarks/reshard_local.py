@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import paired, ratio
+from common import Kept, paired, ratio
 from serving import summary
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ class Pages:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def kv(_: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def kv(_: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     blocks = int(USE * (200 if quick else 2000))
     shape = (blocks, TOKENS, 2, HEADS, DIM)
     nbytes = 4 * blocks * TOKENS * 2 * HEADS * DIM
@@ -101,7 +101,7 @@ def timed(works: dict[str, Callable[[], Any]], memories: Sequence[Pages], rounds
     return {name: values[1:] for name, values in times.items()}
 
 
-def weights(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def weights(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     rank, peer = (wrapped(path, number) for number in range(2))
     runtime, layers = rank.elastic, rank.config.num_hidden_layers
     gone = tuple(layer * SHARDS + part for layer in range(layers) for part in range(SHARDS // DEGREE, SHARDS))

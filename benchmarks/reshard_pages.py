@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from common import SEED
+from common import SEED, Kept
 from reshard_fleets import BLOCK_TOKENS, ENGINE, LAYERS, PLACE, SHARDS
 from reshard_local import DEGREE, USE
 from serving import Load, prompt, summary
@@ -33,7 +33,7 @@ ANSWER = 160
 """Tokens: more than there are steps between the changes."""
 
 
-def pages(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def pages(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Transient pages of a rank over those of the base form, by how many layers change at a pause."""
     models = [wrapped(path, number) for number in range(DEGREE)]
     figures: dict[str, list[float]] = {}

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from common import SEED, ratio
-from reshard_fleets import BLOCK_TOKENS, LENGTHS, most_rate, ranks, trace
+from common import SEED, Kept, ratio
+from reshard_fleets import LENGTHS, mix_of, ranks, trace
 from serving import Load, summary
 
 import elastic
@@ -44,22 +45,26 @@ class InPlace:
         return replace(self._scheduler.decide(snapshot), state=LengthState())
 
 
-def order(path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def order(path: Path, rounds: int, quick: bool, kept: Kept) -> dict[str, Any]:
     """Tokens a second, of prompts and answers, until all requests have ended; and how often instances changed."""
-    with ranks(path) as engine:
-        sizes = {d: max(b[d] for b in engine.capacity((1, 2)).values()) * BLOCK_TOKENS for d in (1, 2)}
-        rate = BUSY * most_rate(engine, 8 if quick else 40)
-    long_tokens = min((3 * sizes[1]) // 2, (9 * sizes[2]) // 10)
+    mix = mix_of(path, quick, kept)
     tokens: dict[str, list[float]] = {name: [] for name in NAMES}
     changes = dict.fromkeys(NAMES, 0)
+    length_s, longs = (4.0, 1) if quick else (12.0, 3)
+
+    def take(name: str, seed: int) -> tuple[float, int]:
+        arrivals = trace(seed, BUSY * mix.short_per_s, length_s, longs, mix.long_tokens)
+        with ranks(path, policy=LENGTHS) as engine:
+            if name in OTHERS:
+                use(engine, InPlace(OTHERS[name]()))
+            return served(engine, arrivals), sum(event.kind == "resharded" for event in engine.events())
+
     for round_ in range(1 if quick else min(rounds, 3)):
-        arrivals = trace(SEED + round_, rate, 4.0 if quick else 12.0, 1 if quick else 3, long_tokens)
         for name in random.sample(NAMES, len(NAMES)):
-            with ranks(path, policy=LENGTHS) as engine:
-                if name in OTHERS:
-                    use(engine, InPlace(OTHERS[name]()))
-                tokens[name].append(served(engine, arrivals))
-                changes[name] += sum(event.kind == "resharded" for event in engine.events())
+            tokens_per_s, changed = kept.take(f"order, {round_}, {name}", partial(take, name, SEED + round_))
+            tokens[name].append(tokens_per_s)
+            changes[name] += changed
+            print(f"round {round_}, {name}: {tokens_per_s:.0f} tokens/s, {changed} changes", flush=True)
     return {
         "tokens_per_s": {name: summary(values) for name, values in tokens.items()},
         **{f"over {name}": ratio(tokens["lengths"], tokens[name]) for name in OTHERS},

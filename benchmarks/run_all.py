@@ -3,7 +3,7 @@
     python benchmarks/run_all.py --machine cpu-2core [--only decode pages]
     python benchmarks/run_all.py --machine h100 --device cuda:0 --suite gpu --minutes 10
 
-Writes results/MACHINE.json, one entry for each benchmark; entries of benchmarks that are not run are kept. With
+Writes `--results`/MACHINE.json, one entry for each benchmark; entries of benchmarks that are not run are kept. With
 `--minutes`, no benchmark begins after them and none goes on for longer than what is left; one that fails or is cut off
 leaves what it said last, and the others run all the same.
 """
@@ -93,17 +93,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--suite", choices=SUITES, default="all")
     parser.add_argument("--only", nargs="+", choices=sorted({*BENCHMARKS, *GPU}), help="instead of the suite's")
+    parser.add_argument("--skip", nargs="+", choices=sorted({*BENCHMARKS, *GPU}), default=(), help="of the suite's")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder of MACHINE.json")
     parser.add_argument("--rounds", type=int, help="instead of each benchmark's own number")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that they run")
     parser.add_argument("--minutes", type=float, help="for all of them together")
     options = parser.parse_args()
     more = ["--device", options.device, *(["--quick"] if options.quick else [])]
     more += ["--rounds", str(options.rounds)] if options.rounds else []
-    target = HERE / "results" / f"{options.machine}.json"
+    target = options.results / f"{options.machine}.json"
     results = json.loads(target.read_text()) if target.exists() else {}
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     failed = []
-    for name in options.only or SUITES[options.suite]:
+    for name in (name for name in options.only or SUITES[options.suite] if name not in options.skip):
         left = end - time.monotonic() if end else None
         if left is not None and left < 1:
             failed.append(f"{name}: no time left")

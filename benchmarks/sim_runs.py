@@ -6,7 +6,7 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from elastic.assets import MODEL_DIR
 from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.engines.base import Output, Request
 from elastic.engines.core.restart import RestartingScheduler
-from elastic.planning.pipeline.chunk_cost import BatchTiming
+from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.instance import PlacePages
 from elastic.sim.report import Report
 from elastic.sim.workload import RequestArrival
@@ -69,7 +69,7 @@ class Recorded:
 
 
 def record_steps(folder: str) -> None:
-    """Have each step of this process be written down: its seconds, with what the engine does besides, and chunks."""
+    """Have each step of this process be written down: when it began and ended, with what the engine does besides."""
     name = Path(folder) / f"{time.perf_counter_ns()}.steps"
     lines: list[str] = []
     ended = [0.0]
@@ -89,7 +89,7 @@ def record_steps(folder: str) -> None:
         produced = update(self, step, result)
         ended[0] = time.perf_counter()
         chunks = " ".join(f"{chunk.start}:{len(chunk.tokens)}" for chunk in step.chunks)
-        lines.append(f"{ended[0] - began.pop(step.number)} {chunks}\n")
+        lines.append(f"{began.pop(step.number)} {ended[0]} {chunks}\n")
         if len(lines) >= 32 or not self.sequences:
             with name.open("a") as file:
                 file.writelines(lines)
@@ -99,15 +99,35 @@ def record_steps(folder: str) -> None:
     RestartingScheduler.schedule, RestartingScheduler.update = noted_schedule, noted_update  # type: ignore[method-assign]
 
 
-def recorded(folder: Path) -> list[BatchTiming]:
-    """Read what ranks wrote down."""
+@dataclass(frozen=True)
+class TimedStep:
+    """A step that a rank computed, by the clock of all processes of the machine."""
+
+    rank: str
+    begin_s: float
+    end_s: float
+    chunks: tuple[tuple[int, int], ...]
+    """(earlier tokens, new tokens) of each."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    @property
+    def as_chunks(self) -> list[Chunk]:
+        return [Chunk("", *chunk) for chunk in self.chunks]
+
+
+def recorded(folder: Path, since_s: float) -> list[TimedStep]:
+    """Read what ranks have written down since then, in order."""
+    time.sleep(0.2)  # they write when they have nothing to do
     found = []
-    for file in sorted(folder.glob("*.steps")):
+    for file in folder.glob("*.steps"):
         for line in file.read_text().splitlines():
-            seconds, *chunks = line.split()
+            begin_s, end_s, *chunks = line.split()
             pairs = ((int(start), int(count)) for start, _, count in (chunk.partition(":") for chunk in chunks))
-            found.append(BatchTiming(tuple(pairs), float(seconds)))
-    return found
+            found.append(TimedStep(file.stem, float(begin_s), float(end_s), tuple(pairs)))
+    return sorted((step for step in found if step.begin_s >= since_s), key=lambda step: step.begin_s)
 
 
 # -- runs
@@ -151,12 +171,18 @@ class Load:
 
 
 @contextmanager
-def serving(path: Path, place: str, system: System, **engine: Any) -> Iterator[tuple[elastic.Fleet, PlacePages]]:
-    """Serve with a core for each rank; give the fleet, and the pages of a rank before layers are shared."""
+def serving(
+    path: Path, place: str, system: System, begun: Callable[[elastic.Fleet], object], **engine: Any
+) -> Iterator[tuple[elastic.Fleet, PlacePages]]:
+    """Serve with a core for each rank; give the fleet, and the pages of a rank before layers are shared.
+
+    `begun` is called before they are.
+    """
     options = {"policy": system.policy, "shards": system.tp}
     with fleet(path, CORES[: system.ranks], place=place, engine={**ENGINE, **engine}, **options) as started:
         warm_up(started)
         pages = pages_of(started, system.tp)
+        begun(started)
         if system.tp > 1:
             started.reshard([instance.name for instance in started.status().instances], tp=system.tp)
             warm_up(started)

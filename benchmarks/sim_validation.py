@@ -1,13 +1,14 @@
 """The simulator held against real runs that it was not fitted to, and the same with attention left out of its costs.
 
-    python benchmarks/sim_validation.py [--quick] [--loads conv code bursts] [--systems one two]
+    python benchmarks/sim_validation.py [--quick] [--loads conv code bursts] [--systems one two] [--memory tight]
 
-Ranks are pinned to a core each and serve a Llama in which attention takes as long as all else at 1,000 tokens. One run
-of other requests calibrates: the seconds of every step that the ranks computed, with all that the engine does besides,
-are fitted (`LayerCost`), and what is left is the noise. Then every kind of requests comes to every system, with memory
-for about as many tokens as live on average and with plenty of it, and the same requests, at the same times, to the
-simulator, five times with other noise, of which the median counts. Rates are set by the fitted cost so that prompts
-and answers keep ranks busy for a share of the time that is said below: they hold on any machine.
+Ranks are pinned to a core each and serve a Llama in which attention takes as long as all else at 1,000 tokens. Each
+fleet serves requests of no run first, of which the seconds of every step that the ranks computed are written down;
+these calibrate (`sim_fit.py`). Then every kind of requests comes to every system, with memory for about as many tokens
+as live on average and with plenty of it, and the same requests, at the same times, to the simulator, five times with
+other noise, of which the median counts. Rates are set by a first cost so that prompts and answers keep ranks busy for a
+share of the time that is said below: they hold on any machine. `--record FILE` only serves, and writes down what was
+measured; `--replay FILE ...` only simulates what was written down.
 
 Targets: mean error over the runs at most .05 for tokens/s, P50 of TTFT and TPOT, and KV use, .10 for P95; where two
 systems differ by .05 or more in a figure, the same order. The null check: the simulator without the attention term must
@@ -16,14 +17,19 @@ miss the targets, or these say nothing.
 
 from __future__ import annotations
 
+import argparse
+import pickle
+import random
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common import SEED, arguments, finish, table
+from sim_fit import Fitted, fit, with_shared_layers
 from sim_runs import (
     ENGINE,
     HIDDEN,
@@ -34,6 +40,7 @@ from sim_runs import (
     Load,
     Recorded,
     System,
+    TimedStep,
     played,
     recorded,
     save_attentive_model,
@@ -41,7 +48,7 @@ from sim_runs import (
 )
 
 import elastic
-from elastic.bench.traces.trace import Trace
+from elastic.bench.traces.trace import Trace, TraceRequest
 from elastic.cluster.fleet.planning.policies import chosen
 from elastic.planning.estimate.layer_cost import LayerCost
 from elastic.planning.pipeline.chunk_cost import Chunk
@@ -70,57 +77,116 @@ LENGTHS = {  # median and sigma of the logarithm, of prompts and answers
 FIGURES = ("tokens_per_s", "p50_ttft_s", "p50_tpot_s", "kv_use", "p95_ttft_s", "p95_tpot_s", "p99_ttft_s")
 TARGETS = dict(zip(FIGURES, (0.05, 0.05, 0.05, 0.05, 0.10, 0.10, None), strict=True))
 SEEDS = 5
-MOST_FACTORS = 5000
+LEAD_S = 1.0
+ALONE = tuple(0.7 * number for number in range(9))
+"""Seconds at which requests come that calibrate shared layers: each has ended before the next comes."""
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """What calibration gave."""
+class RealRun:
+    """Requests that a fleet served, and what came of them."""
 
-    cost: LayerCost
-    factors: tuple[float, ...]
-    """Seconds of steps over what the cost says."""
-    message_s: float
-    rest: float = 0.05
-    """The share of a step's seconds that ranks which share layers do not share."""
-    hop_s: float = 3e-4
-    """An exchange of ranks that share layers."""
-
-    @property
-    def error(self) -> float:
-        """The mean relative error of a step."""
-        return statistics.mean(abs(1 / factor - 1) for factor in self.factors)
+    fleet: str
+    load: str
+    memory: str
+    system: str
+    trace: Trace
+    pages: PlacePages
+    figures: dict[str, float]
+    steps: list[TimedStep]
+    """To tell what the pace was meanwhile; nothing is fitted to them."""
+    calibrations: tuple[str, ...]
+    """Those before and after it."""
 
 
-def calibrated(path: Path, folder: Path, seconds: float) -> dict[str, Fitted]:
-    """Serve requests that are of no other run; return costs with attention and without."""
-    folder.mkdir()
-    rates = [(seconds / 4, rate) for rate in (0.5, 1.5, 3.0, 1.0)]
-    load = Load("calibration", rates, (500.0, 0.8), (60.0, 0.6))
-    with serving(path, PLACES["roomy"], SYSTEMS["two"], step_budget=Recorded(folder)) as (engine, _):
-        report = played(engine, load.trace(SEED))
-    samples = recorded(folder)
-    (message_s,) = report.queued_s.read(0.1)
+@dataclass
+class Measured:
+    """What was served, and the steps of calibrations by name: by ranks alone, and with shared layers."""
+
+    alone: dict[str, list[TimedStep]] = field(default_factory=dict)
+    shared: dict[str, list[TimedStep]] = field(default_factory=dict)
+    messages_s: list[float] = field(default_factory=list)
+    """From the fleet to a rank: the tenth part of what requests wait for their first step, in each calibration."""
+    runs: list[RealRun] = field(default_factory=list)
+
+    def add(self, other: Measured) -> None:
+        """Add what was measured another time."""
+        self.alone |= other.alone
+        self.shared |= other.shared
+        self.messages_s += other.messages_s
+        self.runs += other.runs
+
+
+def calibration(seconds: float, ranks: int, seed: int) -> Trace:
+    rates = [(seconds / 4, rate * ranks) for rate in (1.0, 4.0, 1.5, 2.0)]
+    return Load("calibration", rates, (400.0, 0.8), (60.0, 0.6)).trace(seed)
+
+
+def one_by_one() -> Trace:
+    """Return requests of which each has ended before the next comes."""
+    choose = random.Random(SEED)
+    found = (TraceRequest(at_s, choose.randrange(40, 1500), choose.randrange(8, 24)) for at_s in ALONE)
+    return Trace(tuple(found), "one by one", window=(0.0, ALONE[-1]))
+
+
+class Served:
+    """Serves, and writes down."""
+
+    def __init__(self, path: Path, folder: Path, seconds: float) -> None:
+        self.measured = Measured()
+        self._path, self._folder, self._seconds = path, folder, seconds
+        self._cost: LayerCost | None = None
+
+    def serve(self, memory: str, system: str, loads: Sequence[str]) -> None:
+        """Have a fleet serve requests of each kind, and before and after each such as calibrate.
+
+        Where ranks share layers, or may drop some, they calibrate before they do; where they share, too when they do,
+        by one request at a time.
+        """
+        name, chosen_one, measured = f"{system}, {memory}", SYSTEMS[system], self.measured
+        folder = self._folder / name
+        folder.mkdir()
+
+        def calibrate(engine: elastic.Fleet, number: int = 0) -> str:
+            trace, since_s = calibration(0.4 * self._seconds, chosen_one.ranks, SEED + number), time.perf_counter()
+            measured.messages_s += played(engine, trace).queued_s.read(0.1)
+            measured.alone[f"{name} {number}"] = recorded(folder, since_s)
+            return f"{name} {number}"
+
+        with serving(self._path, PLACES[memory], chosen_one, calibrate, step_budget=Recorded(folder)) as (
+            engine,
+            pages,
+        ):
+            shared, before = chosen_one.tp > 1, f"{name} 0"
+            if shared:
+                since_s = time.perf_counter()
+                played(engine, one_by_one())
+                measured.shared[before] = recorded(folder, since_s)
+            self._cost = self._cost or fit(measured.alone).cost
+            for number, load in enumerate(loads, 1):
+                trace, since_s = self._trace(load, memory, chosen_one, pages), time.perf_counter()
+                real = figures(played(engine, trace))
+                steps = recorded(folder, since_s)
+                after = before if shared or chosen_one.policy else calibrate(engine, number)
+                calibrations = tuple(dict.fromkeys((before, after)))
+                measured.runs.append(RealRun(name, load, memory, system, trace, pages, real, steps, calibrations))
+                before = after
+                print(f"{load}, {name}: {len(trace.requests)} requests", flush=True)
+
+    def _trace(self, load: str, memory: str, system: System, pages: PlacePages) -> Trace:
+        assert self._cost is not None
+        seed = SEED + 1 + list(PLACES).index(memory)
+        trace = load_of(load, system.busy, self._seconds, self._cost).trace(seed)
+        blocks = (pages.budget - pages.weights) // LAYERS
+        return trace.with_tokens(1.0, most=min(LONGEST, blocks * int(ENGINE["block_tokens"])) // 2)
+
+
+def fitted_to(measured: Measured) -> dict[str, Fitted]:
+    """Return costs with attention and without."""
     found = {}
     for name, attention in (("simulated", True), ("without attention", False)):
-        cost = LayerCost.fit(samples, block=ENGINE["block_tokens"], attention=attention)
-        factors = tuple(s.seconds / cost.batch([Chunk("", *chunk) for chunk in s.chunks]) for s in samples)
-        found[name] = Fitted(cost, factors[:: 1 + len(factors) // MOST_FACTORS], message_s)
-    return found
-
-
-def with_links(fitted: Mapping[str, Fitted], path: Path, folder: Path, seconds: float) -> dict[str, Fitted]:
-    """Serve once more with shared layers; a straight line over seconds without tells what is not shared, and hops."""
-    folder.mkdir()
-    load = Load("calibration of links", [(seconds, 1.0)], (400.0, 0.8), (60.0, 0.6))
-    with serving(path, PLACES["roomy"], SYSTEMS["tp"], step_budget=Recorded(folder)) as (engine, _):
-        played(engine, load.trace(SEED))
-    samples, found = recorded(folder), {}
-    for name, each in fitted.items():
-        alone = [each.cost.batch([Chunk("", *chunk) for chunk in sample.chunks]) for sample in samples]
-        slope, once = statistics.linear_regression(alone, [sample.seconds for sample in samples])
-        rest, hop_s = min(0.95, max(0.0, 2 * slope - 1)), max(0.0, once / (2 * LAYERS))
-        found[name] = replace(each, rest=rest, hop_s=hop_s)
+        each = fit(measured.alone, attention=attention)
+        found[name] = with_shared_layers(each, measured.shared) if measured.shared else each
     return found
 
 
@@ -138,12 +204,20 @@ def load_of(name: str, busy: float, seconds: float, cost: LayerCost) -> Load:
     return Load(name, [calm, burst, calm, burst], *LENGTHS[name])
 
 
-def simulated(trace: Trace, fitted: Fitted, pages: PlacePages, system: System) -> dict[str, float]:
-    """Return the median figures of some runs of the simulator."""
-    options = EngineOptions(**ENGINE)
-    model = RankModel(options, pages, fitted.cost, noise=fitted.factors, message_s=fitted.message_s)
+def simulated(real: RealRun, fitted: Fitted, message_s: float) -> list[dict[str, float]]:
+    """Return the figures of some runs of the simulator, each with other noise."""
+    trace, system, fitted = later(real.trace), SYSTEMS[real.system], fitted.at_pace_of(real.calibrations)
+    model = RankModel(
+        EngineOptions(**ENGINE),
+        real.pages,
+        fitted.cost,
+        fitted.steps,
+        message_s,
+        contention=fitted.contention,
+        cut=fitted.cut,
+    )
     links = Links(bytes_s=LINK_BYTES_S, hop_s=fitted.hop_s)
-    layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, fitted.rest, links)
+    layered = LayeredModel(model, system.tp, system.tp, PAGE_BYTES, 4 * HIDDEN, links=links)
     plain = system.policy is None and system.tp == 1
     mechanisms = None if plain else Mechanisms(chosen(system.policy), layered, tp=system.tp)
     runs = []
@@ -160,9 +234,25 @@ def simulated(trace: Trace, fitted: Fitted, pages: PlacePages, system: System) -
         )
         run = Run(scenario)
         run.play()
-        run.report.samples = [sample for sample in run.report.samples if sample.at_s <= trace.duration_s]
+        run.report.samples = [sample for sample in run.report.samples if LEAD_S < sample.at_s <= trace.duration_s]
         runs.append(figures(run.report))
+    return runs
+
+
+def median(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs) for name in FIGURES}
+
+
+def spread(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return by how much one run is off their median, in the mean: a real run is no surer than that."""
+    middle = median(runs)
+    return {name: statistics.mean(abs(run[name] / middle[name] - 1) for run in runs) for name in FIGURES}
+
+
+def later(trace: Trace) -> Trace:
+    """Return a trace that begins when ranks share their layers, as real ones do before requests come."""
+    requests = tuple(replace(request, arrival_s=LEAD_S + request.arrival_s) for request in trace.requests)
+    return replace(trace, requests=requests, window=(0.0, LEAD_S + trace.duration_s))
 
 
 def figures(report: Report) -> dict[str, float]:
@@ -203,38 +293,56 @@ def turned(runs: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     return found
 
 
+def compared(measured: Measured, fitted: Mapping[str, Fitted]) -> list[dict[str, Any]]:
+    """Simulate all runs that were served."""
+    runs, message_s = [], statistics.median(measured.messages_s)
+    for real in measured.runs:
+        run: dict[str, Any] = {"load": real.load, "memory": real.memory, "system": real.system, "real": real.figures}
+        found = {name: simulated(real, each, message_s) for name, each in fitted.items()}
+        run |= {name: median(each) for name, each in found.items()} | {"spread": spread(found["simulated"])}
+        pace = fitted["simulated"].pace_over(real.calibrations, real.steps) if SYSTEMS[real.system].tp == 1 else 1.0
+        runs.append({**run, "requests": len(real.trace.requests), "pace": pace})
+        told = [f"{f} {run['real'][f]:.3g}/{run['simulated'][f]:.3g}" for f in FIGURES]
+        print(f"{real.load}, {real.fleet}, real/simulated: {', '.join(told)}; pace {pace:.2f}", flush=True)
+    return runs
+
+
+def served(options: argparse.Namespace) -> Measured:
+    """Serve all that was asked for; what was measured is written down after each fleet."""
+    loads = options.loads[:2] if options.quick else options.loads
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_attentive_model(Path(folder) / "model")
+        found = Served(path, Path(folder), QUICK_S if options.quick else SECONDS)
+        for memory in options.memory:
+            for system in options.systems:
+                found.serve(memory, system, loads)
+                if options.record:
+                    options.record.write_bytes(pickle.dumps(found.measured))
+    return found.measured
+
+
 def main() -> None:
     more = {
         "loads": {"nargs": "*", "choices": list(LENGTHS), "default": list(LENGTHS), "help": "kinds of requests"},
         "systems": {"nargs": "*", "choices": list(SYSTEMS), "default": list(SYSTEMS), "help": "systems to try"},
+        "memory": {"nargs": "*", "choices": list(PLACES), "default": list(PLACES), "help": "room of ranks"},
+        "record": {"type": Path, "help": "serve, write down what was measured, and end"},
+        "replay": {"type": Path, "nargs": "*", "default": [], "help": "simulate what was written down"},
     }
     options = arguments(__doc__.splitlines()[0], **more)
-    seconds = QUICK_S if options.quick else SECONDS
-    loads = options.loads[:2] if options.quick else options.loads
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_attentive_model(Path(folder) / "model")
-        fitted = calibrated(path, Path(folder) / "steps", 2 * seconds)
-        if not {"drop", "tp"}.isdisjoint(options.systems):
-            fitted = with_links(fitted, path, Path(folder) / "shared", seconds)
-        for number, memory in enumerate(PLACES):
-            for system in options.systems:
-                for load in loads:
-                    chosen_one, cost = SYSTEMS[system], fitted["simulated"].cost
-                    trace = load_of(load, chosen_one.busy, seconds, cost).trace(SEED + 1 + number)
-                    with serving(path, PLACES[memory], chosen_one) as (engine, pages):
-                        blocks = (pages.budget - pages.weights) // LAYERS
-                        trace = trace.with_tokens(1.0, most=min(LONGEST, blocks * int(ENGINE["block_tokens"])) // 2)
-                        run: dict[str, Any] = {"load": load, "memory": memory, "system": system}
-                        run["real"] = figures(played(engine, trace))
-                    for name, each in fitted.items():
-                        run[name] = simulated(trace, each, pages, chosen_one)
-                    runs.append({**run, "requests": len(trace.requests), "blocks": blocks})
-                    told = [f"{f} {run['real'][f]:.3g}/{run['simulated'][f]:.3g}" for f in FIGURES]
-                    print(f"{load}, {memory}, {system}, real/simulated: {', '.join(told)}", flush=True)
+    measured = Measured()
+    for file in options.replay:
+        measured.add(pickle.loads(file.read_bytes()))
+    if not options.replay:
+        measured = served(options)
+    if options.record:
+        return
+    fitted = fitted_to(measured)
+    runs = compared(measured, fitted)
     results = {name: judged(runs, name) for name in fitted}
+    results["simulated"]["spread"] = {f: statistics.mean(run["spread"][f] for run in runs) for f in FIGURES}
     for name, each in fitted.items():
-        results[name]["step_error"] = each.error
+        results[name] |= {"step_error": each.error, "contention": each.contention, "paces": each.paces}
     rows = [
         [figure, *(f"{results[n]['mean_error'][figure]:.3f}" for n in fitted), TARGETS[figure]] for figure in FIGURES
     ]

@@ -1,13 +1,17 @@
-"""vLLM with elastic beside vLLM alone, each run a process of its own, in turn.
+"""vLLM with elastic beside vLLM alone, each a process of its own.
 
-    python benchmarks/vllm_engine.py [--model PATH] [--threads 1] [--rounds 5]           tokens per second
+    python benchmarks/vllm_engine.py [--model PATH] [--threads 1] [--rounds 3]           tokens per second
+    python benchmarks/vllm_engine.py --actions                                           gaps between tokens, pauses
     python benchmarks/vllm_engine.py --trace burst --budget 16MiB [--rounds 5]           time to first token in a burst
+    python benchmarks/vllm_engine.py --trace FILE --token-scale 0.25 --rate 2            the densest part of a trace
 
 Run it with the venv of `make test-vllm`. Threads are not bound: on a busy machine vLLM's binding costs more than what
-is compared. Tokens per second: 16 requests of 32 + 64 tokens, the median of three runs in a process. A burst: requests
-arrive by the clock, as a trace or bursts of Poisson arrivals say; all kinds share one budget. Targets: .97 of plain
-with nothing swapped, 1.15 with all layers int4; P95 of the time to first token 2.2 x better (balanced) and 4 x
-(performance) than full. (The file is not called vllm.py: it would hide vLLM itself.)
+is compared. Tokens per second: the processes of a round take turns, one computing at a time; a turn is 16 requests of
+32 + 64 tokens. Actions: a turn is such a run at rest, then one beside layers that are released and restored without
+end. A burst: requests arrive by the clock, as a trace or bursts of Poisson arrivals say; all kinds share one budget.
+Targets: .97 of plain with nothing swapped, 1.15 with all layers int4; P99 of the gaps 1.1 x of rest, pauses of 1 ms;
+P95 of the time to first token 2.2 x better (balanced) and 4 x (performance) than full. (The file is not called vllm.py:
+it would hide vLLM itself.)
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import finish, percentiles, ratio, show, table
+from common import Repeater, finish, percentiles, ratio, show, table
 
 import elastic
 import elastic.vllm
@@ -34,26 +39,32 @@ from elastic.bench.traces.trace import Trace
 
 MODEL = Path(elastic.__file__).parent / "assets" / "stdlib-2.6m"
 THROUGHPUT = ("plain", "elastic", "elastic, all int4")
+ACTIONS = ("elastic",)
 BURST = ("full", "static int4", "balanced", "performance")
 REQUESTS, PROMPT, OUTPUT = 16, 32, 64
 LONGEST = 256
+ANSWER = "answer: "
 
 
 def main() -> None:
     options = _options()
     if options.child:
-        print(json.dumps(_child(options)), flush=True)
+        _child(options)
         return
-    kinds = BURST if options.trace else THROUGHPUT
+    kinds = BURST if options.trace else ACTIONS if options.actions else THROUGHPUT
     results: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for _ in range(options.rounds):
-        for kind in random.sample(kinds, len(kinds)):
-            results[kind].append(_run_child(kind))
+        together = [kinds] if not options.trace else [[kind] for kind in random.sample(kinds, len(kinds))]
+        for kinds_together in together:
+            _run_round(kinds_together, results, 1 if options.trace else options.turns)
+    if options.actions:
+        finish("vllm_actions", "cpu", _action_figures(results[ACTIONS[0]]))
+        return
     rows, summary = [], {}
     for kind in kinds:
         figures = _figures(results[kind], results[kinds[0]], burst=bool(options.trace))
         summary[kind] = figures
-        rows.append([kind, *(show(f) if isinstance(f, dict) else f"{f:.3g}" for f in figures.values())])
+        rows.append([kind, *(show(f) if isinstance(f, dict) else f"{f:.4g}" for f in figures.values())])
     table(["", *summary[kinds[0]]], rows)
     finish("vllm_engine", "cpu", {"threads": options.threads, "model": Path(options.model).name, **summary})
 
@@ -63,14 +74,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--budget", default="1GiB", help="of weights and KV cache")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="of fresh processes")
+    parser.add_argument("--turns", type=int, default=9, help="of each process in a round")
+    parser.add_argument("--actions", action="store_true", help="gaps between tokens beside actions")
     parser.add_argument("--trace", help="a trace's file, or 'burst' for arrivals that are drawn")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the trace")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the trace's, by its clock")
+    parser.add_argument("--token-scale", type=float, default=1.0, help="of prompts and outputs of the trace")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _run_child(kind: str) -> Any:
+def _run_round(kinds: Sequence[str], results: dict[str, list[Any]], turns: int) -> None:
+    """Start a process of each kind, then have them take turns, in an order that is drawn each time."""
     threads = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else "1"
     environment = {
         **os.environ,
@@ -80,13 +96,38 @@ def _run_child(kind: str) -> Any:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    command = [sys.executable, *sys.argv, "--child", kind]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    children = {
+        kind: subprocess.Popen(
+            [sys.executable, *sys.argv, "--child", kind],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for kind in kinds
+    }
+    for child in children.values():
+        _answer(child)  # that it is ready
+    for _ in range(turns):
+        for kind in random.sample(list(kinds), len(kinds)):
+            print(file=children[kind].stdin, flush=True)
+            results[kind].append(_answer(children[kind]))
+            print(f"{kind}: {str(results[kind][-1])[:60]}", file=sys.stderr, flush=True)
+    for child in children.values():
+        child.communicate()
 
 
-def _child(options: argparse.Namespace) -> Any:
-    """Run one engine in this process; return tokens per second, or the times to first tokens."""
+def _answer(child: subprocess.Popen[str]) -> Any:
+    """Return the next line of JSON that a process prints; what vLLM prints besides is passed over."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(ANSWER):
+            return json.loads(line.removeprefix(ANSWER))
+    raise RuntimeError(f"a child ended early, with {child.wait()}")
+
+
+def _child(options: argparse.Namespace) -> None:
+    """Run one engine in this process; for each line of input take a turn."""
     from vllm import LLM
 
     common = {"dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST, "max_num_seqs": REQUESTS}
@@ -99,24 +140,65 @@ def _child(options: argparse.Namespace) -> Any:
     if options.child.endswith("int4"):
         runtime = elastic.vllm.runtime(llm)
         runtime.swap(range(len(runtime.form())), "int4")
-    if options.trace:
-        return _burst(llm, _trace(options))
-    return statistics.median(_tokens_per_second(llm) for _ in range(3))
+    if not options.trace:
+        _throughput(llm)
+    print(ANSWER + "0", flush=True)
+    for _ in sys.stdin:
+        turn = _burst(llm, _trace(options)) if options.trace else _gaps(llm) if options.actions else _throughput(llm)
+        print(ANSWER + json.dumps(turn), flush=True)
 
 
 def _trace(options: argparse.Namespace) -> Trace:
     if options.trace != "burst":
-        return read_trace(options.trace).cut(0, options.seconds)
+        trace = read_trace(options.trace)
+        trace = trace.cut(*trace.densest(options.seconds * options.rate)).with_rate(options.rate, "stretch")
+        return trace.with_tokens(options.token_scale, most=LONGEST)
     return generate(OnOff(12.0, 0.5, 4.0, 8.0), Fixed(PROMPT, OUTPUT), options.seconds, seed=1)
 
 
-def _tokens_per_second(llm: Any) -> float:
+def _throughput(llm: Any) -> dict[str, float]:
+    """Decode 16 requests; return tokens per second of the clock, and of the CPU time of this process."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 400 + 1 for j in range(PROMPT)]} for i in range(REQUESTS)]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True), use_tqdm=False)
-    return sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start)
+    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+    start, cpu = time.perf_counter(), time.process_time()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {"wall": tokens / (time.perf_counter() - start), "cpu": tokens / (time.process_time() - cpu)}
+
+
+def _gaps(llm: Any) -> dict[str, Any]:
+    """Return the gaps between tokens at rest and beside releases and restores, and the pauses of these, in ms."""
+    runtime = elastic.vllm.runtime(llm)
+    at_rest = _steps_ms(llm)
+    start_s = time.time()
+
+    def act(number: int) -> None:
+        runtime.release([3, 7])
+        runtime.restore()
+
+    with Repeater(act) as repeater:
+        beside = _steps_ms(llm)
+    events = [event for event in runtime.events() if event.when_s >= start_s]
+    return {"rest": at_rest, "beside": beside, "pauses": [event.pause_ms for event in events], "pairs": repeater.done}
+
+
+def _steps_ms(llm: Any) -> list[float]:
+    """Decode 16 requests; return the milliseconds of each step, which are the gaps between their tokens."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for number in range(REQUESTS):
+        tokens = [(7 * number + 3 * j) % 400 + 1 for j in range(PROMPT)]
+        sampling = SamplingParams(max_tokens=3 * OUTPUT, temperature=0, ignore_eos=True)
+        engine.add_request(f"g{number}", {"prompt_token_ids": tokens}, sampling)
+    steps = []
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        engine.step()
+        steps.append((time.perf_counter() - start) * 1e3)
+    return steps[2:]
 
 
 def _burst(llm: Any, trace: Trace) -> dict[str, Any]:
@@ -132,10 +214,8 @@ def _burst(llm: Any, trace: Trace) -> dict[str, Any]:
         while coming and coming[0][0] <= now:
             at_s, name, prompt, length = coming.pop(0)
             arrived[name] = start + at_s
-            prompt = list(prompt)[: LONGEST // 2]
-            length = max(1, min(length, LONGEST - len(prompt)))
             sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+            engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
         if not engine.has_unfinished_requests():
             time.sleep(0.001)
             continue
@@ -148,7 +228,13 @@ def _burst(llm: Any, trace: Trace) -> dict[str, Any]:
 def _figures(runs: list[Any], base: list[Any], *, burst: bool) -> dict[str, Any]:
     """Return what the table shows of one kind; ratios are paired by round with the first kind."""
     if not burst:
-        return {"tokens/s": statistics.median(runs), "of plain": ratio(runs, base)}
+        wall, cpu = ([run[clock] for run in runs] for clock in ("wall", "cpu"))
+        plain_wall, plain_cpu = ([run[clock] for run in base] for clock in ("wall", "cpu"))
+        return {
+            "tokens/s": statistics.median(wall),
+            "of plain": ratio(wall, plain_wall),
+            "tokens/CPU s of plain": ratio(cpu, plain_cpu),
+        }
     own = percentiles([run["ttft_s"] for run in runs], 0.95)
     full = percentiles([run["ttft_s"] for run in base], 0.95)
     return {
@@ -156,6 +242,18 @@ def _figures(runs: list[Any], base: list[Any], *, burst: bool) -> dict[str, Any]
         "P50 TTFT s": statistics.median(percentiles([run["ttft_s"] for run in runs], 0.5)),
         "better than full": ratio(full, own),
     }
+
+
+def _action_figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the gaps beside actions as shares of those at rest, and the pauses, in ms."""
+    pauses = sorted(pause for turn in turns for pause in turn["pauses"])
+    figures: dict[str, Any] = {}
+    for share in (0.5, 0.99):
+        rest, beside = (percentiles([turn[when] for turn in turns], share) for when in ("rest", "beside"))
+        figures[f"gap P{share * 100:.0f} of rest"] = ratio(beside, rest)
+        figures[f"gap P{share * 100:.0f} at rest ms"] = statistics.median(rest)
+        figures[f"pause P{share * 100:.0f} ms"] = percentiles([pauses], share)[0]
+    return {**figures, "pause most ms": pauses[-1], "actions": len(pauses)}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +17,7 @@ from elastic.runtime.controller_setup import Asked, choose_policy
 from elastic.runtime.layer_benchmark import measure
 from elastic.runtime.options import (
     WrapOptions,
+    check_loaded,
     check_model,
     check_placement,
     check_shards,
@@ -47,8 +48,9 @@ def wrap(
     variant_cache: str | Path | None = None,
     copy_rate: int | str | None = None,
     kv_layout: str | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
     shards: int = 1,
+    load_shards: Collection[int] | None = None,
 ) -> Model:
     """Make a Hugging Face causal language model elastic, in place; returns the same object.
 
@@ -68,42 +70,43 @@ def wrap(
 
     `kv_layout` is "head_major", "batch_major" or "token_major"; None: the best for the device. `checkpoint`: the
     safetensors that the model was loaded from, a file or a directory; released weights are read from there by mmap.
-
     `variants` are what layers can be swapped to: "int8", "int4", "2:4", …, or a `Variant`, packed now and kept in host
     memory beside the full weights. `variant_cache` is a directory that keeps them for the next start and for other
     processes. `copy_rate`, such as "2GB", bounds the bytes a second that move while a model computes. Into `shards`
-    parts, a power of two, each layer's feed-forward network and KV heads are cut, for ranks that share the layer.
+    parts, a power of two, each layer's feed-forward network and KV heads are cut, for ranks that share the layer. Of a
+    model whose layers have no data `load_shards` alone are read (part p of layer l is `l * shards + p`).
 
     Raises `ConfigError`, `StateError` (a wrapped model), `CapacityError` (a small budget); the model is as it was.
     """
-    decoder = _check(model)
+    decoder = _check(model, loads=load_shards is not None)
     packed, opened = parse_variants(variants), choose_places(decoder, places)
     options = WrapOptions(
         decoder=decoder,
         places=opened,
         placement=check_placement(placement),
         layouts={place.device: choose_layout(kv_layout, place.device) for place in opened},
-        files=Checkpoint(checkpoint) if checkpoint is not None else None,
+        files=Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint,
         variants=packed,
         variant_cache=variant_cache,
         copy_rate=parse_rate(copy_rate),
         slo=slo,
         start_controller=controller,
         shards=check_shards(shards),
+        load_shards=check_loaded(load_shards, len(decoder.layers) * shards, checkpoint, packed),
         make_policy=choose_policy(policy, slo, order, packed, decoder.layers, partial(measure, decoder, opened)),
     )
-    _install(model, options)
-    return model
+    return _install(model, options)
 
 
-def _install(model: nn.Module, options: WrapOptions) -> None:
+def _install(model: Model, options: WrapOptions) -> Model:
     from elastic.runtime.installation import install  # imports transformers, which `import elastic` does not
 
     install(model, options)
+    return model
 
 
-def _check(model: nn.Module) -> Decoder:
-    decoder = check_model(model)
+def _check(model: nn.Module, *, loads: bool = False) -> Decoder:
+    decoder = check_model(model, loads=loads)
     if isinstance(getattr(model, "elastic", None), Runtime):
         raise StateError(f"{type(model).__name__} is already wrapped; unwrap it first")
     return decoder

@@ -22,7 +22,9 @@ poison.install()
 
 import elastic  # noqa: E402
 from elastic.memory import places  # noqa: E402
+from support.isolation.leftovers import close_leftovers  # noqa: E402
 
+FAILED = pytest.StashKey[bool]()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -60,13 +62,25 @@ def only_new_objects_are_collected() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Note at a test whether it failed, before its fixtures end."""
+    report = yield
+    item.stash[FAILED] = report.failed or item.stash.get(FAILED, False)
+    return report
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test closes what it opened."""
+    """Every test closes what it opened; what one leaves is closed here, so that only itself fails for it.
+
+    One that has failed already cannot be blamed for what it did not come to close.
+    """
     yield
     if places._open or not request.config.getoption("--quick"):
         gc.collect()
-    assert not places._open, f"places still open: {list(places._open)}"
+    left = close_leftovers()
+    assert not left or request.node.stash.get(FAILED, False), f"places still open: {left}"
 
 
 def small_places(device: torch.device) -> list[elastic.Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -18,6 +18,7 @@ from elastic.memory.weight_layout import pages_under
 from elastic.types import Fetch, LayerPages, Swap, WeightsSource
 from elastic.weights.layer import WeightUnit, combined
 from elastic.weights.model import ModelWeights
+from elastic.weights.paging import read_in
 from elastic.weights.proxy.dropped_source import missing_error
 from elastic.weights.shards.layer_cut import Piece
 
@@ -54,7 +55,7 @@ def refill(weights: ModelWeights, unit: WeightUnit, action: object, buffer: Weig
             return
         except StateError as error:
             _note_fault(unit, error)
-    weights.streamer(unit).copier.copy(unit.sources(buffer.show(unit.layout)), rate).finish()
+    _read_stored(weights, unit, [(tensor, name) for name, tensor in buffer.show(unit.layout).items()], rate)
     _require_unchanged(unit, _digests_in(buffer, unit))
 
 
@@ -74,7 +75,7 @@ def refill_parts(
             return moved
         except StateError as error:
             _note_fault(unit, error)
-    weights.streamer(unit).copier.copy(_sources_of_parts(unit, shards), rate).finish()
+    _read_stored(weights, unit, _coming(unit, shards), rate)
     _require_unchanged(unit, _digests_of_parts(unit, shards))
     return moved
 
@@ -111,9 +112,19 @@ def _digests_of_parts(unit: WeightUnit, shards: frozenset[int]) -> dict[str, int
     }
 
 
-def _sources_of_parts(unit: WeightUnit, shards: frozenset[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (target, host tensor) pairs, of equal shapes and dtypes, that fill what comes with parts."""
-    return [(target, unit.stored_piece(of)) for target, of in _coming(unit, shards)]
+def _read_stored(
+    weights: ModelWeights, unit: WeightUnit, coming: Iterable[tuple[torch.Tensor, Piece | str]], rate: RateLimiter
+) -> None:
+    """Fill what comes to a unit's block, from host memory, or else from the files of the checkpoint, run by run."""
+    kept = []
+    for target, of in coming:
+        name, piece = (of, None) if isinstance(of, str) else (of.name, of)
+        if name in unit.host_copies:
+            full = unit.host_copies[name].tensor
+            kept.append((target, full if piece is None else piece.of(full)))
+        else:
+            read_in(unit, name, target, piece, rate)
+    weights.streamer(unit).copier.copy(kept, rate).finish()
 
 
 def _coming(unit: WeightUnit, shards: frozenset[int]) -> Iterator[tuple[torch.Tensor, Piece | str]]:

@@ -273,7 +273,8 @@ class SwapHandler(ActionHandler):
         finally:
             copy.finish()
         if changed or outdated(precision, unit.host_copies):
-            precision = unit.precisions.renewed(precision, unit.host_copies)
+            kept, slots = unit.host_copies, unit.slots
+            precision = unit.precisions.renewed(precision, kept, lambda name: slots[name].in_order(kept[name].tensor))
             copier.copy(unit.sources(buffer.show(precision.layout), precision), self._copy_rate).finish()
         return precision
 

@@ -28,10 +28,14 @@ def add_options(command: ArgumentParser) -> None:
     drop = what.add_parser("drop", help="have ranks compute each other's layers, and drop those that they hold twice")
     restore = what.add_parser("restore", help="have dropped layers return")
     reshard = what.add_parser("reshard", help="have ranks share every layer of their instances, or share none any more")
+    replicate = what.add_parser(
+        "replicate", help="have a rank compute layers of an instance too, for half its requests"
+    )
+    evict = what.add_parser("evict", help="have layers of an instance be computed by one rank again")
     merge = what.add_parser("merge", help="connect ranks, so that they can compute each other's layers")
     split = what.add_parser("split", help="restore a group of ranks, and close its connections")
     deploying = add_deploying(what)
-    acting = (move, add, remove, drop, restore, reshard, merge, split, *deploying)
+    acting = (move, add, remove, drop, restore, reshard, replicate, evict, merge, split, *deploying)
     for each in (status, *acting):
         each.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     for each in acting:
@@ -46,6 +50,11 @@ def add_options(command: ArgumentParser) -> None:
     _add_reshard(reshard)
     for each in (drop, restore, reshard):
         add_exchange(each)
+    for each in (replicate, evict):
+        each.add_argument("home", metavar="HOME", help="the rank whose instance it is")
+    replicate.add_argument("rank", metavar="RANK", help="the one that is to compute them too")
+    replicate.add_argument("--layers", required=True, metavar="LAYERS", help="such as 4-7,9")
+    evict.add_argument("--layers", metavar="LAYERS", help="such as 4-7,9 (all that have a replica)")
     merge.add_argument("ranks", nargs="+", metavar="RANK", help="their names")
     split.add_argument("rank", metavar="RANK", help="a rank of the group")
     complete_deploying(*deploying)
@@ -173,6 +182,31 @@ def _reshard(url: str, token: str, options: Namespace) -> int:
     return _code(done)
 
 
+def _replicate(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.layer_grid import ranges
+    from elastic.cli.views.status_client import post
+
+    body = {"home": options.home, "layers": _layers(options.layers), "rank": options.rank}
+    done = post(url, "/elastic/fleet/replicate", body, token, ACT_S).get("replicated") or {}
+    there = ranges(done.get("layers") or ()) or "none"
+    print(
+        f"{done.get('status')}: layers of {options.home} that {options.rank} computes too: {there}; "
+        f"{done.get('fetched_bytes', 0):,} bytes of weights came there; {_exchanged(done)}"
+    )
+    return _code(done)
+
+
+def _evict(url: str, token: str, options: Namespace) -> int:
+    from elastic.cli.views.layer_grid import ranges
+    from elastic.cli.views.status_client import post
+
+    body = {"home": options.home, "layers": None if options.layers is None else _layers(options.layers)}
+    done = post(url, "/elastic/fleet/evict", body, token, ACT_S).get("evicted") or {}
+    gone = ranges(done.get("layers") or ()) or "none"
+    print(f"{done.get('status')}: layers of {options.home} that have no replica any more: {gone}; {_exchanged(done)}")
+    return _code(done)
+
+
 def _planned(done: Mapping[str, Any]) -> int:
     """Say what would be done; return the exit code."""
     from elastic.cli.views.layer_grid import ranges
@@ -231,14 +265,22 @@ def _layers_by_rank(given: Sequence[str]) -> dict[str, list[int]]:
     layers: dict[str, list[int]] = {}
     for text in given:
         rank, _, runs = text.partition("=")
-        found = [_RUN.fullmatch(run.strip()) for run in runs.split(",")]
-        if not rank or rank in layers or not all(found):
+        if not rank or rank in layers:
             raise ConfigError(f"--layers {text!r}: write each rank once, with its layers, such as r0=6-11,14")
-        bounds = [(int(run[1]), int(run[2] or run[1])) for run in found if run]
-        if any(not first <= last < MOST_LAYERS for first, last in bounds):
-            raise ConfigError(f"--layers {text!r}: write ranges as first-last, with layers below {MOST_LAYERS:,}")
-        layers[rank] = [layer for first, last in bounds for layer in range(first, last + 1)]
+        layers[rank] = _layers(runs, text)
     return layers
+
+
+def _layers(runs: str, text: str | None = None) -> list[int]:
+    """Read `6-11,14`, of an option that is `text`. Raises `ConfigError`."""
+    text = runs if text is None else text
+    found = [_RUN.fullmatch(run.strip()) for run in runs.split(",")]
+    if not all(found):
+        raise ConfigError(f"--layers {text!r}: write layers such as 6-11,14")
+    bounds = [(int(run[1]), int(run[2] or run[1])) for run in found if run]
+    if any(not first <= last < MOST_LAYERS for first, last in bounds):
+        raise ConfigError(f"--layers {text!r}: write ranges as first-last, with layers below {MOST_LAYERS:,}")
+    return [layer for first, last in bounds for layer in range(first, last + 1)]
 
 
 _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
@@ -249,6 +291,8 @@ _ACTS = {
     "drop": _drop,
     "restore": _restore,
     "reshard": _reshard,
+    "replicate": _replicate,
+    "evict": _evict,
     "merge": _merge,
     "split": _split,
     **DEPLOYING,

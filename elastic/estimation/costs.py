@@ -33,6 +33,9 @@ class Costs(Protocol):
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes from one device to another."""
 
+    def beside(self, cost: BatchCost, others: int) -> BatchCost:
+        """Return a cost while so many other devices compute."""
+
 
 class SheetCosts:
     """Seconds at the rates of a data sheet: no less than these."""
@@ -58,6 +61,10 @@ class SheetCosts:
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""
         return _link(self.device)
+
+    def beside(self, cost: BatchCost, others: int) -> BatchCost:
+        """Return it as it is: each device has memory of its own."""
+        return cost
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,10 @@ class MeasuredCosts:
     def link(self) -> LinearLatency:
         """Return the seconds for so many bytes."""
         return _link(self.device) if self.profile.link is None else self.profile.link
+
+    def beside(self, cost: BatchCost, others: int) -> BatchCost:
+        """Return a cost while so many others read the same memory."""
+        return cost.beside(self.profile.contention * others) if isinstance(cost, LayerCost) else cost
 
 
 def _link(device: DeviceKind) -> LinearLatency:

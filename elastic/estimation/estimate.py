@@ -17,13 +17,14 @@ from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.estimation.profile import CostProfile
 from elastic.estimation.weight_pages import WeightPages, kernel_target, variant_config
 from elastic.estimation.work import activation_bytes, copied_share, read_bytes
-from elastic.planning.estimate.configuration import FULL, Configuration, configurations, even_stages
+from elastic.planning.estimate.configuration import FULL, Configuration, configurations
 from elastic.planning.estimate.devices import Device, DeviceKind
 from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, Estimate, RankBytes, rank
 from elastic.planning.estimate.roofline import BatchCost
 from elastic.planning.measured_cost import LinearLatency
+from elastic.planning.sharding.share import even_stages
 
 WEIGHTS = (FULL, "int8", "int4", "2:4")
 MOST_REQUESTS = 256
@@ -224,22 +225,30 @@ class Estimator:
         """Return the seconds of an instance's batches; None where they were not measured."""
         tp, weights = configuration.tp, configuration.weights
         try:
-            of_kind = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
+            layers = {k.name: self.costs.layer(k, weights, kv, tp) for k in self.layout.kinds}
             rest = self.costs.rest(weights)
         except ConfigError:
             if self.profile is None:
                 raise
             return None
-        parts = [_counted([of_kind[self.layout.kind_of[layer].name] for layer in layers]) for layers in stages]
         link = self.costs.link()
         return InstanceCost(
-            (*parts[:-1], (*parts[-1], (rest, 1))),
-            tuple(EXCHANGES * len(layers) if tp > 1 else 0 for layers in stages),
+            self._parts(stages, layers, rest, tp - 1),
+            tuple(EXCHANGES * len(stage) if tp > 1 else 0 for stage in stages),
             _exchange(link, tp),
             link,
             self.layout.config.hidden_size * self.layout.dtype.itemsize,
             self.step_tokens,
+            self._parts(stages, layers, rest, tp * len(stages) - 1) if len(stages) > 1 else (),
         )
+
+    def _parts(
+        self, stages: Sequence[range], layers: Mapping[str, BatchCost], rest: BatchCost, others: int
+    ) -> tuple[tuple[tuple[BatchCost, int], ...], ...]:
+        """Return the costs of each stage, while so many other ranks compute; of the last, of what is around, too."""
+        beside = {kind: self.costs.beside(cost, others) for kind, cost in layers.items()}
+        parts = [_counted([beside[self.layout.kind_of[layer].name] for layer in stage]) for stage in stages]
+        return (*parts[:-1], (*parts[-1], (self.costs.beside(rest, others), 1)))
 
 
 def unserved(configuration: Configuration) -> str:

@@ -53,6 +53,8 @@ class CostProfile:
     """Weights -> what kernels keep from batch to batch."""
     r_squared: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(kind of layer, weights) -> the share of the variance of what was measured that its cost explains."""
+    contention: float = 0.0
+    """By how much more slowly a rank reads for each other one that reads from the same memory meanwhile."""
 
 
 def measure_fingerprints(

@@ -55,6 +55,17 @@ class CheckpointFile:
         with torch.inference_mode(False):
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._start + first).view(shape)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an entry."""
+        return tuple(self._entries[name]["shape"])
+
+    def forget(self, name: str) -> None:
+        """Have the bytes of a tensor, read so far, in memory of this process no more: they are read anew if needed."""
+        first, last = self._entries[name]["data_offsets"]
+        start = (self._start + first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, start, self._start + last - start)
+
 
 class Checkpoint:
     """The tensors of one safetensors file, or of all those in a directory."""
@@ -66,6 +77,8 @@ class Checkpoint:
             raise ConfigError(f"checkpoint={str(path)!r} is no safetensors file and no directory with such files")
         self._files = {name: file for file in map(_open, files) for name in file.names}
         self.names = list(self._files)
+        self.blocks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        """Of parameters that are not there by their names: the entries that have them, and where each begins."""
 
     def find(self, name: str) -> torch.Tensor | None:
         """Map the tensor [shape in the file] of a parameter: by its name, or the longest end of it that there is.

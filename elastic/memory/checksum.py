@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _DIGEST_WORDS = 128
+_GROUP_BYTES = 8 * _DIGEST_WORDS
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -13,9 +14,39 @@ def digest(tensor: torch.Tensor) -> int:
     Equal tensors have equal ones. Groups of 128 words of 64 bits are summed, and the sums weighted by their position.
     It tells changed weights from unchanged ones; it is no defence against an adversary.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // (8 * _DIGEST_WORDS) * 8 * _DIGEST_WORDS
-    sums = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS).sum(dim=1)
-    rest = flat[whole:].to(torch.int64)
-    weighted = [(words * (torch.arange(len(words), device=words.device) * 2 + 1)).sum() for words in (sums, rest)]
-    return int(weighted[0] * 31 + weighted[1] + 17 * flat.numel())
+    running = RunningDigest()
+    running.update(tensor)
+    return running.value
+
+
+class RunningDigest:
+    """The checksum of bytes that come one run after another: that of all of them side by side."""
+
+    def __init__(self) -> None:
+        self._groups = self._weighted = self._count = 0
+        self._rest: torch.Tensor | None = None
+
+    def update(self, tensor: torch.Tensor) -> None:
+        """Add the bytes of a tensor, any shape and dtype, on the device of those before."""
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._count += flat.numel()
+        if self._rest is not None and self._rest.numel():
+            flat = torch.cat((self._rest, flat))
+        whole = flat.numel() // _GROUP_BYTES * _GROUP_BYTES
+        sums = flat[:whole].view(torch.int64).view(-1, _DIGEST_WORDS).sum(dim=1)
+        self._weighted += _weighted(sums, self._groups)
+        self._groups += len(sums)
+        self._rest = flat[whole:].clone()  # the tensor may be written, and its memory given back
+
+    @property
+    def value(self) -> int:
+        """The checksum of all bytes so far, as a number of 64 bits with its sign."""
+        rest = 0 if self._rest is None else _weighted(self._rest.to(torch.int64), 0)
+        wrapped = (self._weighted * 31 + rest + 17 * self._count) % (1 << 64)
+        return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
+
+
+def _weighted(words: torch.Tensor, before: int) -> int:
+    """Weight words, [words] of 64 bits, by their position behind so many others, and add them up."""
+    weights = (torch.arange(len(words), device=words.device) + before) * 2 + 1
+    return int((words * weights).sum())

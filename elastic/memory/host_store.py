@@ -26,11 +26,12 @@ _PURPOSE = (
 
 @dataclass(frozen=True, eq=False)
 class HostTensor:
-    """One parameter in host memory, in the checkpoint's form. Never written: a change makes another one."""
+    """One parameter in host memory. Never written: a change makes another one."""
 
     tensor: torch.Tensor
-    """In the checkpoint's shape and dtype."""
+    """In the checkpoint's shape and dtype; its elements lie in the order that they have in pages."""
     digest: int
+    """Of the parameter in the checkpoint's order."""
     from_file: bool
 
 

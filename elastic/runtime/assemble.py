@@ -18,6 +18,7 @@ from elastic.hooks.forward_state import ForwardState
 from elastic.kvcache.manager import KVMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.runtime.build import (
+    choose_prepacked,
     layer_pools,
     make_kv_pools,
     make_reserves,
@@ -31,6 +32,7 @@ from elastic.runtime.options import WrapOptions
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
 from elastic.weights.eligible import layer_slots
+from elastic.weights.layer import Absence
 from elastic.weights.paging import make_layers
 
 MakeKV = Callable[[Sequence[KVPool], Sequence[KVPool], ExitStack], KVMemory]
@@ -58,17 +60,22 @@ def assemble(
     cuts = cut_layers(decoder, slots, homes, options.shards)
     layers = make_layers(decoder, slots, homes, options.files, cuts)
     pack_variants(model, layers, pools, options.variants, options.variant_cache, options.is_packable)
+    choose_prepacked(layers, options.choose_prepacked)
     reserves = make_reserves(layers, memory)
     # by hand, a release must do when caches hold all the rest; a policy swaps layers: memory for streaming released
     # ones is taken from the cache if one is ever released (docs/controller.md)
     least_stages = 1 if options.make_policy is None else 0
-    weights = move_weights(layers, pools, least_stages, memory, on_model)
+    weights = move_weights(layers, pools, least_stages, memory, on_model, options.load_shards)
     kv_pools = make_kv_pools(pools, memory)
     of_place = {kv_pool.pool.name: kv_pool for kv_pool in kv_pools}
     kv = make_kv(kv_pools, [of_place[layer.pool.name] for layer in layers], memory)
     memory.callback(kv.let_go)
     gate, forward = ForwardGate(), ForwardState()
-    parts = ModelParts(pools, weights, kv, PageBroker(kv, reserves, gate.exclusive), gate, forward)
+    broker = PageBroker(kv, reserves, gate.exclusive)
+    for unit in layers:
+        if unit.absent is Absence.DROPPED:  # caches can have its pages, as those of what was dropped later
+            broker.shares[unit.pool.name].record_resident(unit.pages - unit.held_pages)
+    parts = ModelParts(pools, weights, kv, broker, gate, forward)
     parts.handlers.update(make_handlers(parts, memory))
     return parts
 

@@ -28,8 +28,9 @@ from elastic.weights.eligible import held_outside
 from elastic.weights.initial_residency import choose_absent, spread
 from elastic.weights.layer import WeightUnit
 from elastic.weights.model import ModelWeights
-from elastic.weights.paging import give_back, move_in, move_out
+from elastic.weights.paging import give_back, load_in, move_in, move_out
 from elastic.weights.parameter_slot import ParameterSlot
+from elastic.weights.prepacked.onednn import OneDNNLayout
 from elastic.weights.streaming import WeightStreamer
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def layer_pools(
     """Return the pool of the place at which each layer begins."""
     if placement == "auto":
         return spread([sum(slot.parameter.nbytes for slot in layer.values()) for layer in slots], pools)
-    first = {pool.backend.device: pool for pool in reversed(pools)}
+    first = {pool.backend.device: pool for pool in reversed(pools)} | {torch.device("meta"): pools[0]}
     return [first[device_of(layer)] for layer in decoder.layers]
 
 
@@ -109,6 +110,15 @@ def pack_variants(
                 measure_paths(made, device)
 
 
+def choose_prepacked(
+    layers: list[WeightUnit], choose: Callable[[nn.Module, torch.Tensor], OneDNNLayout | None] | None
+) -> None:
+    """Decide how each full parameter will lie in its pages."""
+    if choose is not None:
+        for slot in (slot for layer in layers for slot in layer.slots.values()):
+            slot.prepacked = choose(slot.homes[0][0], slot.parameter)
+
+
 def make_reserves(layers: list[WeightUnit], stack: ExitStack) -> dict[str, StagingReserve]:
     """Keep back, at each place, pages for the largest packed layer, so that it can be swapped when all is full."""
     most: dict[str, int] = {}
@@ -131,14 +141,15 @@ def move_weights(
     least_stages: int,
     memory_stack: ExitStack,
     model_stack: ExitStack,
+    load_shards: frozenset[int] | None = None,
 ) -> ModelWeights:
-    """Move the layers' weights into pages, one layer after another."""
+    """Move the layers' weights into pages, one layer after another; or read these shards of them from files."""
     streamers = {pool.name: _streamer(pool, layers, memory_stack) for pool in pools}
     weights = ModelWeights(layers, streamers)
     absent: list[WeightUnit] = []
     for pool in pools:
         own = [layer for layer in layers if layer.pool is pool and layer.slots]
-        if own:
+        if own and load_shards is None:
             streamer = streamers[pool.name]
             streamer.least = least_stages
             stages, elsewhere = choose_absent(own, pool.free_pages, streamer.stage_pages, least_stages=least_stages)
@@ -147,7 +158,10 @@ def move_weights(
     for layer in layers:
         memory_stack.callback(_for_units, give_back, weights, layer.index)
         model_stack.callback(_for_units, move_out, weights, layer.index)
-        move_in(layer, absent=layer in absent)
+        if load_shards is None:
+            move_in(layer, absent=layer in absent)
+        else:
+            load_in(layer, frozenset(shard - layer.index * weights.shards for shard in load_shards) & layer.every)
         if layer.variants:
             layer.keep()
     weights.initially_resident = tuple(layer.index for layer in layers if not layer.absent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from elastic.planning.sharding.bounds import is_degree
 from elastic.quant.variants.eligible import is_packable
 from elastic.runtime.controller_setup import MakePolicy
 from elastic.weights.decoder import Decoder, find_decoder
+from elastic.weights.prepacked.onednn import OneDNNLayout
 
 if TYPE_CHECKING:
     from elastic.quant.variants.variant import Variant
@@ -46,24 +47,33 @@ class WrapOptions:
     make_policy: MakePolicy | None
     shards: int = 1
     """Parts of each decoder layer that can be here or not by themselves."""
+    load_shards: frozenset[int] | None = None
+    """The parts whose weights are read from `files`, of layers without data; None: the model has all of them."""
     is_packable: Callable[[nn.Module, torch.Tensor], bool] = is_packable
     """Whether a module multiplies its input with a parameter of its own, so that this may be packed."""
     lives_in_pages: Callable[[torch.Tensor], bool] = lambda parameter: True
     """Whether a parameter of a decoder layer goes into pages, if it can; the others stay ordinary tensors."""
+    choose_prepacked: Callable[[nn.Module, torch.Tensor], OneDNNLayout | None] | None = None
+    """How a full parameter of a module lies in its pages; None: plain. For layers that stay at one place."""
 
 
-def check_model(model: nn.Module) -> Decoder:
-    """Return the decoder of a model that can be wrapped. Raises `ConfigError` for any other."""
+def check_model(model: nn.Module, *, loads: bool = False) -> Decoder:
+    """Return the decoder of a model that can be wrapped. Raises `ConfigError` for any other.
+
+    With `loads` the parameters of its decoder layers have no data yet.
+    """
     decoder = find_decoder(model)
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ConfigError(f"{type(model).__name__} is compiled; wrap the plain model (compiled ones are not supported)")
-    absent = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    inside = tuple(f"{name}." for name in decoder.layer_names) if loads else ()
+    absent = [n for n, p in model.named_parameters() if p.device.type == "meta" and not n.startswith(inside)]
     if absent:
         raise ConfigError(
             f"{len(absent)} parameters have no data (such as {absent[0]}): accelerate offloaded them; load the model "
             "with a device_map that keeps every layer on a device"
         )
-    others = {p.device for p in model.parameters() if p.device.type not in ("cpu", "cuda")}
+    known = ("cpu", "cuda", "meta") if loads else ("cpu", "cuda")
+    others = {p.device for p in model.parameters() if p.device.type not in known}
     if others:
         raise ConfigError(f"parameters lie on {sorted(map(str, others))}; Elastic has pages on 'cpu' and 'cuda' only")
     return decoder
@@ -71,7 +81,7 @@ def check_model(model: nn.Module) -> Decoder:
 
 def choose_places(decoder: Decoder, places: Sequence[str | Place] | None) -> list[Place]:
     """Return the places to open. The first one named for a device is where that device's KV cache goes."""
-    needed = list(dict.fromkeys(device_of(layer) for layer in decoder.layers))
+    needed = [device for device in dict.fromkeys(map(device_of, decoder.layers)) if device.type != "meta"]
     if places is None:
         return [Place(str(device), device) for device in needed]
     chosen = [Place.parse(place) for place in ([places] if isinstance(places, str | Place) else places)]
@@ -97,6 +107,19 @@ def check_shards(shards: int) -> int:
     whole = isinstance(shards, int) and not isinstance(shards, bool)
     require(whole and is_degree(shards), "shards", shards, "a power of two")
     return shards
+
+
+def check_loaded(
+    shards: Collection[int] | None, count: int, checkpoint: object, variants: Sequence[Variant]
+) -> frozenset[int] | None:
+    """Return the shards whose weights are to be read from files. Raises `ConfigError` for others than there are."""
+    if shards is None:
+        return None
+    require(checkpoint is not None, "checkpoint", None, "the files of the model, where load_shards says what is read")
+    wrong = [shard for shard in shards if not 0 <= shard < count]
+    require(not wrong, "load_shards", wrong, f"of 0 to {count - 1}")
+    require(not variants, "variants", [v.name for v in variants], "empty where load_shards leaves weights out")
+    return frozenset(shards)
 
 
 def parse_variants(variants: Sequence[str | Variant]) -> list[Variant]:

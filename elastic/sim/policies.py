@@ -98,13 +98,14 @@ def make_fleet(
     *,
     routing: Routing,
     max_queue: int | None,
+    at_once: bool,
     seed: int,
     name: str,
 ) -> SimulatedFleet:
     """Return a fleet that does what was said, from the first event on."""
     if mechanisms is None:
-        options: dict[str, Any] = {"routing": routing, "max_queue": max_queue, "seed": seed, "name": name}
-        return SimulatedFleet(threads.events, rank, instances, **options)
+        options: dict[str, Any] = {"routing": routing, "max_queue": max_queue, "at_once": at_once}
+        return SimulatedFleet(threads.events, rank, instances, **options, seed=seed, name=name)
     made = ElasticFleet(
         threads,
         mechanisms.model,
@@ -116,6 +117,7 @@ def make_fleet(
         start_s=mechanisms.start_s,
         routing=routing,
         max_queue=max_queue,
+        at_once=at_once,
         seed=seed,
         name=name,
     )

@@ -13,15 +13,18 @@ from elastic.estimation.kv_room import kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.devices import DeviceKind, several, sheet
-from elastic.planning.estimate.performance import Load
+from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.sim.core.evicting import SCHEDULERS
 from elastic.sim.core.fleet import RankModel
 from elastic.sim.core.instance import EngineOptions, PlacePages
 from elastic.sim.core.step_seconds import StepCost
-from elastic.sim.roofline import SheetSteps
+from elastic.sim.roofline import DividedSteps, SheetSteps
 from elastic.sim.tables import Table
 
 COEFFICIENTS = ("prefix", "own", "token", "chunk", "shared")
+SHARES = 2
+"""Of a layer, with which it is told what ranks divide and what each of them computes."""
 MOST_TOKENS = 2048
 """Of a request, for which the memory of batches is estimated, where nothing is said."""
 
@@ -34,19 +37,22 @@ def read_rank_model(table: Table, folder: Path) -> tuple[RankModel, str]:
         engine.whole("max_requests", 64),
         engine.whole("max_batch_tokens", 512),
         engine.flag("share_prefixes"),
+        engine.text("eviction", "none", among=tuple(SCHEDULERS)),
+        engine.number("swap_token_s", 0.0),
     )
     engine.done()
     simulation = table.table("simulation")
     stretch_s = simulation.number("stretch_s", 0.5)
     simulation.done()
     steps = table.table("steps")
-    noise = steps.number("noise", 0.0)
+    noise, contention = steps.number("noise", 0.0), steps.number("contention", 0.0)
+    cut: StepCost | None = None
     if "model" in table:
-        cost, pages, basis = _by_sheet(table.table("model"), options, folder)
+        cost, cut, pages, basis = _by_sheet(table.table("model"), options, folder)
     else:
         cost, pages, basis = _fitted(steps), _memory(table.table("memory"), options), "fitted"
     steps.done()
-    return RankModel(options, pages, cost, noise, stretch_s=stretch_s), basis
+    return RankModel(options, pages, cost, noise, stretch_s=stretch_s, contention=contention, cut=cut), basis
 
 
 def _fitted(steps: Table) -> ChunkCost:
@@ -67,7 +73,8 @@ def _memory(memory: Table, options: EngineOptions) -> PlacePages:
     return PlacePages(layers * (layer + blocks), layers * layer, layers, 1, layers, layer)
 
 
-def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepCost, PlacePages, str]:
+def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepCost, StepCost | None, PlacePages, str]:
+    """Return the seconds of a step, those of them that ranks which share layers divide, pages, and the basis."""
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
     compute, memory = (table.number(name, 1.0, least=1e-3) for name in ("compute_share", "memory_share"))
@@ -82,7 +89,18 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepC
     assert candidate.cost is not None
     pages = _pages(estimator, layout, configuration)
     basis = f"data sheet of {kind.name}, {compute:g} of its operations and {memory:g} of its memory's rate"
-    return SheetSteps.of(candidate.cost), pages, basis
+    return SheetSteps.of(candidate.cost), _divided(estimator, configuration, candidate.cost), pages, basis
+
+
+def _divided(estimator: Estimator, configuration: Configuration, alone: InstanceCost) -> StepCost | None:
+    """Return what ranks that share layers divide; None for a model whose layers cannot be cut."""
+    halves = replace(configuration, tp=SHARES * configuration.tp)
+    stages = (range(len(estimator.layout.decoder.layers)),)
+    try:
+        shared = estimator.instance_cost(halves, stages, estimator.kv_shape(halves))
+    except ConfigError:
+        return None
+    return None if shared is None else DividedSteps.of(alone, shared, SHARES)
 
 
 def _with_shares(kind: DeviceKind, compute: float, memory: float, link_gb_s: float) -> DeviceKind:

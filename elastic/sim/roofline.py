@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.errors import ConfigError
 from elastic.planning.estimate.performance import NO_LINK, InstanceCost
@@ -54,3 +54,25 @@ class SheetSteps:
             met = work.weight_bytes if work.least_met == 1 else (1 - (1 - work.least_met) ** tokens) * work.weight_bytes
             seconds += times * max(flops / self.flops_s, (met + seen * work.kv_bytes) / self.bytes_s)
         return seconds
+
+
+@dataclass(frozen=True)
+class DividedSteps:
+    """What ranks divide that share layers: by what a step takes less of the time of each."""
+
+    alone: SheetSteps
+    shared: SheetSteps
+    """At one of `ranks`."""
+    ranks: int
+
+    @classmethod
+    def of(cls, alone: InstanceCost, shared: InstanceCost, ranks: int) -> DividedSteps:
+        """Return it by the costs of an instance of one rank, and of so many. Raises `ConfigError` as `SheetSteps.of`
+        does."""
+        found = SheetSteps.of(shared)
+        return cls(SheetSteps.of(alone), replace(found, exchanges=0), ranks)
+
+    def batch(self, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of a batch."""
+        less = self.alone.batch(chunks) - self.shared.batch(chunks)
+        return max(0.0, less) * self.ranks / (self.ranks - 1)

@@ -50,6 +50,7 @@ class Run:
                 options.instances,
                 routing=options.routing,
                 max_queue=options.max_queue,
+                at_once=options.queues == "instances",
                 seed=scenario.seed,
                 name=f"{number}." if options.fleets > 1 else "r",
             )

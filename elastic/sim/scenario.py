@@ -31,6 +31,8 @@ class FleetOptions:
     """Fleets side by side, each with a dispatcher of its own; requests come to one of them by chance."""
     routing: Routing = "prefix"
     max_queue: int | None = None
+    queues: str = "fleet"
+    """Where requests wait: at the fleet, until an instance has room, or at "instances", where they go as they come."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def parse_scenario(values: dict[str, Any], folder: Path = Path(), *, seed: int |
         read_mechanisms(table.table("mechanisms"), model),
     )
     table.done()
+    if model.engine.eviction != "none" and scenario.mechanisms is not None:
+        raise ConfigError(f"engine.eviction = {model.engine.eviction!r} is for fleets without [mechanisms]; drop one")
     return scenario
 
 
@@ -128,6 +132,7 @@ def _fleet(table: Table) -> FleetOptions:
         table.whole("fleets", 1),
         cast(Routing, table.text("routing", "prefix", among=get_args(Routing))),
         table.optional("max_queue"),
+        table.text("queues", "fleet", among=("fleet", "instances")),
     )
     table.done()
     return options

@@ -24,6 +24,7 @@ from elastic.planning.sharding.shard_pages import ShardPages
 from elastic.types import DROPPED, HOST, LayerPages
 from elastic.weights.parameter_slot import Content, ParameterSlot, UnpagedTensors, is_under
 from elastic.weights.precision import LayerPrecision, LayerVariant, UnitPrecisions
+from elastic.weights.prepacked.source import ResidentSource
 from elastic.weights.proxy.dropped_source import missing_error
 from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
@@ -31,6 +32,7 @@ from elastic.weights.proxy.transfer_cache import TransferCache
 from elastic.weights.proxy.weight_home import StagedTensors
 from elastic.weights.shards.layer_cut import LayerCut, Piece, whole_pages
 from elastic.weights.shards.part_views import PartViews, Views
+from elastic.weights.shards.stored import StoredParameter, find_stored
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ class WeightUnit:
         Raises `StateError` for a unit that has them in no block of its own.
         """
         block = self.blocks.get(self.full.key)
-        if not self.shards_here or self.precision is not self.full or block is None or self.part:
+        plain = not self.part and not any(slot.prepacked for slot in self.slots.values())
+        if not self.shards_here or self.precision is not self.full or block is None or not plain:
             raise StateError(f"{self.name} has no full weights of its own at {self.pool.name} now; restore it first")
         if missing := sorted((self.every if shards is None else shards) - self.shards_here):
             raise missing_error(self.name, self.index, missing, len(self.every))
@@ -214,33 +217,30 @@ class WeightUnit:
     @property
     def recoverable(self) -> bool:
         """Whether host memory or the checkpoint has all of its full parameters."""
-        return all(name in self.host_copies or self._in_checkpoint(name) is not None for name in self.slots)
+        return all(name in self.host_copies or self.in_files(name) is not None for name in self.slots)
 
-    def stored(self, name: str) -> torch.Tensor | None:
-        """Return a full parameter, any shape, as host memory or the checkpoint has it; None: neither does.
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a full parameter, any shape, as it lies in pages, from host memory or the checkpoint.
+
+        Raises `StateError` where neither has it.
 
         Whether the bytes of the checkpoint are those of the parameter is for the caller to find out.
         """
         if name in self.host_copies:
             return self.host_copies[name].tensor
-        entry = self._in_checkpoint(name)
-        return None if entry is None else entry.to(self.layout.parameters[name].dtype)
+        return self.slots[name].in_pages(self.require_in_files(name).whole())
 
-    def stored_piece(self, of: Piece | str) -> torch.Tensor:
-        """Return a full parameter by its name, or a piece of one, as `stored`. Raises `StateError` if it is nowhere."""
-        name = of if isinstance(of, str) else of.name
-        full = self.stored(name)
-        if full is None:
+    def require_in_files(self, name: str) -> StoredParameter:
+        """Return a full parameter as `in_files` does. Raises `StateError` where it is not there."""
+        found = self.in_files(name)
+        if found is None:
             raise StateError(f"{self.name}.{name} is neither in host memory nor in a checkpoint")
-        return full if isinstance(of, str) else of.of(full)
+        return found
 
-    def _in_checkpoint(self, name: str) -> torch.Tensor | None:
-        """Return a full parameter, mapped, whose dtype holds all values of the file's; None: it is not there so."""
-        entry = self.layer.checkpoint.find(f"{self.name}.{name}") if self.layer.checkpoint else None
+    def in_files(self, name: str) -> StoredParameter | None:
+        """Return a full parameter as the files of the checkpoint have it, if its dtype holds all values of theirs."""
         like = self.layout.parameters[name]
-        if entry is None or tuple(entry.shape) != like.shape:
-            return None
-        return entry if torch.promote_types(entry.dtype, like.dtype) == like.dtype else None
+        return find_stored(self.layer.checkpoint, f"{self.name}.{name}", like.shape, like.dtype)
 
     def part_tensors(self, parts: tuple[int, ...]) -> Views:
         """Return the tensors of some parts, by parameter; see `ModelWeights.part_tensors`."""
@@ -292,13 +292,13 @@ class WeightUnit:
         """Have the full bytes of a resident unit in the host store; returns how many had to be copied."""
         copied = 0
         synchronize(self.pool.backend.device)  # what others wrote, on streams of theirs, before `version` was asked
-        for name in self.slots:
+        for name, slot in self.slots.items():
             parameter = self._at_place(name)
             if parameter is None:
                 continue  # packed: written through us only
-            kept, fingerprint = self.host_copies.get(name), digest(parameter)
+            kept, fingerprint = self.host_copies.get(name), slot.digest(parameter)
             if kept is None or kept.digest != fingerprint:
-                checkpoint = self.layer.checkpoint
+                checkpoint = None if slot.prepacked else self.layer.checkpoint
                 file = checkpoint.find(f"{self.name}.{name}") if checkpoint else None
                 self.host_copies[name] = host.keep(parameter, fingerprint, file=file, lock=self._lock_pages)
                 copied += parameter.nbytes
@@ -313,9 +313,9 @@ class WeightUnit:
         """
         if not self.absent:
             raise StateError(f"{self.name} came back meanwhile; write again")
-        fresh = self.host_copies[name].tensor.clone()
-        fresh.copy_(value)
-        self.host_copies[name] = host.keep(fresh, digest(fresh), lock=self._lock_pages)
+        fresh = torch.empty_like(self.host_copies[name].tensor).copy_(value)
+        stored = self.slots[name].in_pages(fresh)
+        self.host_copies[name] = host.keep(stored, digest(fresh), lock=self._lock_pages)
         self.writes += 1
 
     def sources(
@@ -331,7 +331,7 @@ class WeightUnit:
                 targets = precision.tensors_of(name, tensors)
                 pairs += [(targets[part], tensor) for part, tensor in precision.packings[name].parts.items()]
             else:
-                pairs.append((tensors[name], self.stored_piece(name)))
+                pairs.append((tensors[name], self.stored(name)))
         return pairs
 
     # -- the switches, at a safe point
@@ -373,14 +373,16 @@ class WeightUnit:
     def _digest(self, name: str) -> int:
         """Return the digest of a full parameter that is resident, or in the host store."""
         parameter = self._at_place(name)
-        return self.host_copies[name].digest if parameter is None else digest(parameter)
+        return self.host_copies[name].digest if parameter is None else self.slots[name].digest(parameter)
 
     def _at_place(self, name: str) -> torch.Tensor | None:
-        """Return a full parameter, any shape, that is resident; None: it is packed or absent."""
+        """Return a full parameter, any shape, as it lies in pages; None: it is packed, absent, or kept by the host."""
         parameter: torch.Tensor = self.slots[name].parameter
         if isinstance(parameter, WeightProxy) and isinstance(parameter.source, RemoteSource):
             parameter = parameter.source.at_place
-        return None if isinstance(parameter, WeightProxy) else parameter
+        if isinstance(parameter, WeightProxy) and isinstance(parameter.source, ResidentSource):
+            return None if name in self.host_copies else parameter.source.packed
+        return None if isinstance(parameter, WeightProxy) else self.slots[name].in_pages(parameter)
 
     def drop_host_copies(self) -> None:
         """Hold no bytes in the host store any more, nor packed ones."""

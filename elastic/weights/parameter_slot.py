@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.memory.checksum import digest
+from elastic.weights.prepacked.onednn import OneDNNLayout
+from elastic.weights.prepacked.source import AbsentSource, ResidentSource
+from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.tensor import WeightProxy
+from elastic.weights.proxy.weight_home import WeightHome
 
 Content = nn.Parameter | WeightProxy
 """What can sit in a slot."""
@@ -29,6 +34,8 @@ class ParameterSlot:
         """As the user's model had them."""
         self.address: int | None = parameter.data_ptr()
         """Of the bytes that Elastic put in the slot; None for a `WeightProxy`, which has none."""
+        self.prepacked: OneDNNLayout | None = None
+        """The order of the full matrix in pages and in the host store; None: the plain one."""
         self._outside: weakref.ref[nn.Parameter] | None = None
         """The user's parameter object, while another one has to be in its place."""
 
@@ -36,6 +43,30 @@ class ParameterSlot:
         """Make a parameter over `data`: any shape, and the same shape and dtype."""
         with torch.inference_mode(False):
             return nn.Parameter(data, requires_grad=self.parameter.requires_grad)
+
+    def resident(self, unit: WeightHome, name: str, stored: torch.Tensor) -> Content:
+        """Make the content while `stored`, of the parameter's shape, are its full bytes, in pages of a unit."""
+        if self.prepacked is None:
+            return self.plain(stored)
+        return WeightProxy(self.parameter, ResidentSource(unit, name, self.prepacked, stored))
+
+    def in_host_memory(self, unit: WeightHome, name: str, variant: str = "") -> HostSource:
+        """Make the source while the host store has the full bytes; `variant`: the one that is in pages."""
+        if self.prepacked is None:
+            return HostSource(unit, name, variant)
+        return AbsentSource(unit, name, self.prepacked, variant)
+
+    def in_pages(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the full parameter, any shape, with its elements in the order that they have in pages."""
+        return full if self.prepacked is None else self.prepacked.pack(full)
+
+    def in_order(self, stored: torch.Tensor) -> torch.Tensor:
+        """Undo `in_pages`, for a tensor of the same shape."""
+        return stored if self.prepacked is None else self.prepacked.unpack(stored)
+
+    def digest(self, stored: torch.Tensor) -> int:
+        """Return the digest of the full parameter, any shape, whose elements lie as in pages."""
+        return digest(self.in_order(stored))
 
     def put(self, content: Content) -> None:
         """Have a parameter or a proxy in the slot; what was there until now is let go of."""

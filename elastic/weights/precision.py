@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -141,15 +141,17 @@ class UnitPrecisions:
             chosen |= {name: variant for name in names if name in offered.packings}
         return self.having(chosen)
 
-    def renewed(self, precision: LayerPrecision, kept: Mapping[str, HostTensor]) -> LayerPrecision:
+    def renewed(
+        self, precision: LayerPrecision, kept: Mapping[str, HostTensor], full: Callable[[str], torch.Tensor]
+    ) -> LayerPrecision:
         """Return a precision with every outdated packing made anew from the full parameters, any shape, that are kept.
 
-        Raises `StateError` where that cannot be had.
+        `full` returns one of them in the checkpoint's order. Raises `StateError` where that cannot be had.
         """
         for name, variant in precision.variants.items():
             packings, source = self._variant(variant).packings, kept[name]
             if packings[name].source_digest != source.digest:
-                packings[name] = packings[name].renewed(source.tensor, source.digest)
+                packings[name] = packings[name].renewed(full(name), source.digest)
         if outdated(precision, kept):
             self.made = {self.full.key: self.full}
         return self.having(precision.variants)

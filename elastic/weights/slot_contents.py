@@ -8,7 +8,6 @@ from elastic.weights.layer import Absence, WeightUnit
 from elastic.weights.parameter_slot import Content
 from elastic.weights.precision import LayerPrecision
 from elastic.weights.proxy.dropped_source import DroppedSource
-from elastic.weights.proxy.host_source import HostSource
 from elastic.weights.proxy.remote_source import RemoteSource
 from elastic.weights.proxy.tensor import WeightProxy
 
@@ -19,10 +18,10 @@ def resident_contents(unit: WeightUnit, precision: LayerPrecision) -> dict[str, 
     contents: dict[str, Content] = {}
     for name, slot in unit.slots.items():
         if name in precision.packings:
-            full = HostSource(unit, name, precision.variants[name])
+            full = slot.in_host_memory(unit, name, precision.variants[name])
             contents[name] = precision.packings[name].content(slot.parameter, precision.tensors_of(name, tensors), full)
         else:
-            contents[name] = slot.plain(tensors[name])
+            contents[name] = slot.resident(unit, name, tensors[name])
     if unit.compute_device == unit.pool.backend.device:
         return contents
     return {n: WeightProxy(slot.parameter, RemoteSource(unit, contents[n])) for n, slot in unit.slots.items()}
@@ -36,7 +35,7 @@ def absent_contents(
     Of a dropped one that still has some parts, what these have in common stays as it is.
     """
     if absence is Absence.HOST:
-        return {name: WeightProxy(slot.parameter, HostSource(unit, name)) for name, slot in unit.slots.items()}
+        return {name: WeightProxy(slot.parameter, slot.in_host_memory(unit, name)) for name, slot in unit.slots.items()}
     nothing = DroppedSource(unit.name, unit.index, sorted(unit.every - shards), len(unit.every))
     kept: dict[str, torch.Tensor] = {}
     if shards and unit.cut is not None:

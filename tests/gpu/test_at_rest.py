@@ -10,6 +10,7 @@ import torch
 
 import elastic
 from support.architectures import build, prompt
+from support.child_process import wait_for_the_janitor
 
 pytestmark = pytest.mark.cuda
 PLACE = elastic.Place("cuda:0", torch.device("cuda:0"), 1 << 30)
@@ -32,6 +33,7 @@ def test_a_decode_step_at_rest_maps_no_page_and_stops_no_device(
     mask = torch.cat((inputs["attention_mask"], torch.ones_like(token)), dim=1)
     longer = torch.cat((mask, torch.ones_like(token)), dim=1)
     model(input_ids=token, attention_mask=mask, past_key_values=given.past_key_values)
+    wait_for_the_janitor()  # which creates pages ahead of time
     before = counts(simulator, simulator.PAGE_CALLS + STOPPING)
     model(input_ids=token, attention_mask=longer, past_key_values=given.past_key_values)
     assert counts(simulator, simulator.PAGE_CALLS + STOPPING) == before
@@ -42,6 +44,7 @@ def test_streamed_layers_stop_no_device(wrapped: Any, simulator: ModuleType) -> 
     inputs = prompt(2, device="cuda:0")
     model.elastic.release([0, 1, 2])
     expected = model(**inputs, use_cache=False).logits.cpu()
+    wait_for_the_janitor()  # which creates pages ahead of time
     before = counts(simulator, simulator.PAGE_CALLS + STOPPING)
     logits = model(**inputs, use_cache=False).logits
     assert counts(simulator, simulator.PAGE_CALLS + STOPPING) == before

@@ -35,7 +35,7 @@ FLOORS = (  # from the ground; rooms of one floor do not know each other; "" is 
 INSIDE = {  # the sub-rooms of a room, from the ground; "" is what lies in the room itself
     "memory": (("backends", "pinned"), ("",)),
     "planning": (("",), ("pipeline", "sharding"), ("arrangement", "estimate"), ("deployment",)),
-    "weights": (("proxy", "shards"), ("",)),
+    "weights": (("proxy", "shards"), ("prepacked",), ("",)),
     "hooks": (("",), ("replicas",)),
     "kvcache": (("storage",), ("layers",), ("",)),
     "quant": (("formats",), ("kernels", "checkpoints"), ("pruning",), ("variants",), ("sensitivity",)),

@@ -13,6 +13,7 @@ from elastic.cli.inputs.exchange_options import EXCHANGE, add_exchange, exchange
 from elastic.config import Lengths, Overload, Place
 from elastic.engines.base import GrammarCompiler
 from elastic.errors import ConfigError
+from elastic.planning.sharding.share import shares
 
 if TYPE_CHECKING:
     from elastic.cluster.fleet.fleet import Fleet
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 LAUNCHERS = ("local", "in-process", "join", "ray")
 BULK = ("sockets", "nixl")
 ROUTINGS = ("prefix", "freeness", "least_load", "round_robin")
-_OF_POLICIES = {"overload": "drop", "lengths": "lengths", "tp": "lengths", **dict.fromkeys(EXCHANGE, "drop")}
+_OF_POLICIES = {"overload": "drop", "lengths": "lengths", **dict.fromkeys(EXCHANGE, "drop")}
 """Options of one policy."""
-_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "bulk", *_OF_POLICIES)
+_ALONE = ("launch", "listen", "key_file", "balance", "routing", "cores", "bulk", "tp", "pp", *_OF_POLICIES)
 """Options that mean nothing without `--ranks`."""
 FLEET_POLICIES = {
     "drop": "instances that drop layers when KV runs out",
@@ -48,7 +49,13 @@ def add_fleet(command: ArgumentParser) -> None:
         "--cores", action="append", metavar="N,N", help="CPU cores of a rank, such as 0,1; once for each rank"
     )
     group.add_argument(
-        "--tp", metavar="1..N", help="with --policy lengths: ranks that share their layers at the most, as 1..4 (1..4)"
+        "--tp",
+        metavar="N",
+        help="ranks that share each layer from the beginning, with no more than their part of the weights (1); with "
+        "--policy lengths: how many share them at the most, as 1..4 (1..4)",
+    )
+    group.add_argument(
+        "--pp", metavar="N", help="stages of the model from the beginning, or the layers of each, as 6,10 (1)"
     )
     group.add_argument("--bulk", choices=BULK, help="how ranks read each other's memory where no file is (sockets)")
     for name, policy in (("overload", "drop"), ("lengths", "lengths")):
@@ -62,7 +69,13 @@ def add_fleet(command: ArgumentParser) -> None:
 
 
 def check_fleet(options: Namespace) -> None:
-    """Raise `ConfigError` for options of a fleet that cannot work together."""
+    """Raise `ConfigError` for options of a fleet that cannot work together.
+
+    Without `--ranks` there are as many as have the model together.
+    """
+    tp, pp = together(options)
+    if options.ranks is None and (together_ranks := len(shares(tp, pp))) > 1:
+        options.ranks = together_ranks
     if options.ranks is None:
         given = next((name for name in _ALONE if _is_given(options, name)), None)
         if given is not None:
@@ -82,11 +95,25 @@ def check_fleet(options: Namespace) -> None:
     for name, policy in _OF_POLICIES.items():
         if _is_given(options, name) and policy not in fleet_policies(options):
             raise ConfigError(f"--{name.replace('_', '-')} is for {FLEET_POLICIES[policy]}: --policy {policy}")
+    if ".." in (options.tp or "") and "lengths" not in fleet_policies(options):
+        raise ConfigError(f"--tp is for {FLEET_POLICIES['lengths']}: --policy lengths")
     _policies(options)
     _by_rank(options.place or [], options.ranks)
     _cores(options)
     for place in options.place or []:
         Place.parse(place)
+
+
+def together(options: Namespace) -> tuple[int, int | tuple[int, ...]]:
+    """Return how many ranks share each layer, and the stages, from the beginning. Raises `ConfigError`."""
+    tp, pp = options.tp or "1", options.pp or "1"
+    if not tp.replace("..", "").isdigit():
+        raise ConfigError(f"--tp {tp!r} is no number of ranks, as 2, and no range of them, as 1..4")
+    counts = pp.split(",")
+    if not all(count.isdigit() for count in counts):
+        raise ConfigError(f"--pp {pp!r} is no number of stages, as 2, and not the layers of each, as 6,10")
+    layers = tuple(map(int, counts))
+    return (1 if ".." in tp else int(tp)), (layers if len(layers) > 1 else layers[0])
 
 
 def fleet_policies(options: Namespace) -> tuple[str, ...]:
@@ -106,7 +133,7 @@ def make_fleet(
     """Make the fleet, not started yet."""
     from elastic.cluster.fleet.fleet import Fleet
 
-    engine = {"kv_cache_dtype": options.kv_cache_dtype}
+    engine, (tp, pp) = {"kv_cache_dtype": options.kv_cache_dtype}, together(options)
     if grammars is not None:
         engine["grammars"] = "llguidance"  # each rank compiles them for itself
     return Fleet(
@@ -116,6 +143,8 @@ def make_fleet(
         launch=launcher,
         engine=engine,
         shards=options.shards,
+        tp=tp,
+        pp=pp,
         wrap={name: value for name, value in wrap.items() if name not in ("places", "shards")},
         policy=_policies(options),
         routing=options.routing or "prefix",

@@ -83,10 +83,11 @@ def grid(
             _words_of_part(has[i : i + 1]) if any(SHARED in paths[name][i] for name in these) else ""
             for i, these in enumerate(by_layer)
         ]
+        copied = [_replicated([paths[name][i] for name in these]) for i, these in enumerate(by_layer)]
         cells = Text()
         for layer, instances in enumerate(by_layer):
             cells.append(*_cell(instances, leaders.get(rank), layer in away))
-        table.add_row(Text(rank), cells, Text(_words(by_layer, shared, away)))
+        table.add_row(Text(rank), cells, Text(_words(by_layer, list(map(str.__add__, copied, shared)), away)))
     legend = Text.assemble(
         ("1 2", OWN), " instances computed, its own too   ", ("1 2", OTHERS), " others only   ",
         IDLE, " none   ", DROPPED, " dropped",
@@ -107,6 +108,11 @@ def _ranks(path: Sequence[str], layer: int) -> list[str]:
     return path[layer].replace(REPLICA, SHARED).split(SHARED) if layer < len(path) else []
 
 
+def _replicated(ranks: Sequence[str]) -> str:
+    """Return words for a layer that has copies in some of these paths, which a rank is in; empty: it has not."""
+    return "copies of " if any(REPLICA in path for path in ranks) else ""
+
+
 def _parts(rank: RankDocument) -> list[str]:
     """Return what a rank has of each layer, as `0,1/4`; empty for a whole one."""
     layers = rank.status.residencies.values() if rank.status else ()
@@ -118,7 +124,10 @@ def _words_of_part(part: Sequence[str]) -> str:
 
 
 def _words(by_layer: Sequence[Sequence[str]], shared: Sequence[str], dropped: Collection[int]) -> str:
-    """Return what a rank computes as text, such as `0-5 of i0, i1` or `parts 0,1/4 of 0-5 of i0`."""
+    """Return what a rank computes as text: `0-5 of i0, i1`, `parts 0,1/4 of 0-5 of i0` or `copies of 4-7 of i0`.
+
+    `shared` has the words of each layer that come before it.
+    """
     layers: dict[tuple[tuple[str, ...], str], list[int]] = {}
     for layer, instances in enumerate(by_layer):
         layers.setdefault((tuple(instances), shared[layer]), []).append(layer)

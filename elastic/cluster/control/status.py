@@ -32,6 +32,8 @@ EventKind = Literal[
     "eviction failed",
     "resharded",
     "reshard failed",
+    "formed",
+    "forming failed",
     "parted",
     "recovered",
 ]

@@ -38,7 +38,8 @@ class FleetOption:
 
     option: ModelOption
     begin_bytes: int
-    """Of a rank with all layers in full weights: so does one begin that shares layers, or has a part of them, later."""
+    """Of a rank with all layers in full weights: so does one begin that shares layers, or has a part of them, later.
+    0: ranks begin with no more than they are to have."""
     shards: int = 1
     """In so many parts layers are cut."""
 
@@ -141,10 +142,17 @@ class Chooser:
         pages = self.estimator(Load(1, 1)).pages
         return max(pages.staging(name, 0) for name in self.weights) * pages.page_bytes
 
-    def options(self, load: Load, intent: Intent, kv: str | None = None) -> list[FleetOption]:
-        """Return all configurations, the best for the intent first; `kv`: only those with this form."""
-        estimator = self.estimator(load)
-        begin = self.rank_bytes(estimator, Configuration(), range(len(self.layout.decoder.layers)), 0, 1).used
+    def begin_bytes(self, load: Load) -> int:
+        """Return what a rank needs that begins with all layers in full weights."""
+        layers = range(len(self.layout.decoder.layers))
+        return self.rank_bytes(self.estimator(load), Configuration(), layers, 0, 1).used
+
+    def options(self, load: Load, intent: Intent, kv: str | None = None, *, begins: bool = False) -> list[FleetOption]:
+        """Return all configurations, the best for the intent first; `kv`: only those with this form.
+
+        With `begins` no rank is there yet: each can begin with what it is to have.
+        """
+        estimator, begin = self.estimator(load), 0 if begins else self.begin_bytes(load)
         found = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
         return [FleetOption(each, begin, self.shards) for each in found]
 
@@ -155,12 +163,15 @@ class Chooser:
         states: Sequence[DeviceState],
         kv: str | None = None,
         stays: Collection[str] = (),
+        only: Configuration | None = None,
     ) -> Deployment | Refusal:
         """Return the best configuration that the devices have room for, and where it goes.
 
-        On devices that it `stays` on it goes where these suffice: nothing is gained by going elsewhere with it.
+        On devices that it `stays` on it goes where these suffice: nothing is gained by going elsewhere with it. Without
+        any no rank is there yet. `only` is one that it cannot leave.
         """
-        found = self.options(load, intent, kv)
+        found = self.options(load, intent, kv, begins=not stays or only is not None)
+        found = [each for each in found if only in (None, each.configuration)]
         placed = place(found, states, self.policy, THETA)
         if isinstance(placed, Refusal):
             return placed
@@ -186,8 +197,6 @@ class Chooser:
 
 def unreachable(configuration: Configuration) -> str:
     """Say why a fleet cannot have a configuration by its actions; "": it can."""
-    if configuration.tp > 1 and configuration.pp > 1:
-        return "ranks of a deployment share layers, or have stages, not both in this version"
     if configuration.ranks > 1 and configuration.weights != FULL:
         return "layers in a variant stay at a rank of their own in this version"
     return ""

@@ -63,6 +63,8 @@ class Deployed:
         self._begin_s: float | None = None  # that ranks took to begin
         self.meter = LoadMeter(load)
         self.plan = self._fitting(load, intent)
+        self._fixed = not self._whole_fits()
+        self._by_shares = self.plan.configuration.ranks > 1 and (self._fixed or set(self.forms) == {FULL})
         self.fleet = self._make_fleet(dict(fleet_options))
         self.hysteresis = Hysteresis(settings, time.monotonic())
 
@@ -90,7 +92,8 @@ class Deployed:
             try:
                 names = sorted((rank.name for rank in self.fleet.status().ranks), key=lambda name: int(name[1:]))
                 self._ranks = dict(zip(self.plan.devices, names, strict=True))
-                for step in steps_between(whole(self.plan), self.plan):
+                begun = replace(self.plan, stages=self._begun()) if self._by_shares else whole(self.plan)
+                for step in steps_between(begun, self.plan):
                     self._do(step, self.plan)
             except BaseException:
                 self.stop(drain=False)
@@ -115,10 +118,17 @@ class Deployed:
         return replace(found, why_not=found.why_not or lacking)
 
     def best(self, load: Load | None = None, intent: Intent | None = None) -> Deployment | Refusal:
-        """Return the best that it could be, if what it has of devices were free. Keys and values keep their form."""
+        """Return the best that it could be, if what it has of devices were free. Keys and values keep their form.
+
+        What it is counts as having room, whatever is planned for others.
+        """
         states = self._book.states(self.name, self._kept_bytes)
-        kv = self.plan.configuration.kv
-        return self.chooser.choose(load or self.load, intent or self.intent, states, kv, self.plan.devices)
+        plan, only = self.plan, None
+        if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
+            only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
+        kv = plan.configuration.kv
+        found = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only)
+        return plan if isinstance(found, Refusal) and self.estimate(load, intent).fits else found
 
     def change(self, intent: Intent, load: Load, why: str, *, dry_run: bool = False) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
@@ -127,7 +137,7 @@ class Deployed:
         that is stopped on the way is `partial`, and stays so until it is changed again.
         """
         with self._lock:
-            if self._replaced():
+            if self._replaced() and not self._as_planned():
                 self.plan = whole(self.plan)
             best = self.best(load, intent)
             if isinstance(best, Refusal):
@@ -149,7 +159,7 @@ class Deployed:
         """Look whether it should change by itself, and do that; None: it stays as it is."""
         with self._lock:
             self.meter.tell(now_s, self.fleet.counters.read())
-            if self._replaced():
+            if self._replaced() and not self._as_planned():
                 wanted, self.plan = self.plan, whole(self.plan)
                 return self._carry_out(wanted, steps_between(self.plan, wanted), "a rank was lost, and replaced")
             present, best = self.estimate(), self.best()
@@ -177,6 +187,15 @@ class Deployed:
 
     # -- inside
 
+    def _whole_fits(self) -> bool:
+        """Return whether each device of the plan has room for a rank that begins with all layers in full weights."""
+        free, needed = self._book.free(self.name), self.chooser.begin_bytes(self.load) + self._kept_bytes
+        return all(free[device] >= needed for device in self.plan.devices)
+
+    def _begun(self) -> tuple[Stage, ...]:
+        """Return the stages of the plan before the ranks have their limits."""
+        return tuple(replace(stage, nbytes=0) for stage in self.plan.stages)
+
     def _fitting(self, load: Load, intent: Intent) -> Deployment:
         found = self.chooser.choose(load, intent, self._book.states(self.name, self._kept_bytes))
         if isinstance(found, Refusal):
@@ -184,13 +203,18 @@ class Deployed:
         return found
 
     def _make_fleet(self, options: dict[str, Any]) -> Fleet:
-        engine = {"kv_cache_dtype": "auto" if self.plan.configuration.kv == FULL else self.plan.configuration.kv}
+        chosen = self.plan.configuration
+        engine = {"kv_cache_dtype": "auto" if chosen.kv == FULL else chosen.kv}
+        variants = () if self._by_shares else tuple(form for form in self.forms if form != FULL)
+        stages = tuple(len(stage.layers) for stage in self.plan.stages)
         self._reserve_all(self.plan.devices)
         return Fleet(
             self.path,
             ranks=[[self._place(device)] for device in self.plan.devices],
             shards=self.chooser.shards,
-            wrap={"variants": tuple(form for form in self.forms if form != FULL), **options.pop("wrap", {})},
+            tp=chosen.tp if self._by_shares else 1,
+            pp=stages if self._by_shares and len(stages) > 1 else 1,
+            wrap={"variants": variants, **options.pop("wrap", {})},
             engine={**engine, **options.pop("engine", {})},
             **options,
         )
@@ -204,6 +228,10 @@ class Deployed:
                 new = (name for name, places in there.items() if places == (self._places[device],))
                 self._ranks[device] = next(new, rank)
         return self._ranks != before
+
+    def _as_planned(self) -> bool:
+        """Return whether ranks that took the place of lost ones are what these were: they began with their shares."""
+        return self._by_shares and self.observed() == self.plan.configuration
 
     def _place(self, device: str) -> str:
         """Return a place on a device of its own, with all that is free there."""

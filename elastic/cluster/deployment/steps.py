@@ -41,11 +41,13 @@ def steps_between(now: Deployment, wanted: Deployment) -> tuple[TransitionStep, 
 
 def grouping(wanted: Deployment) -> list[TransitionStep]:
     """Return how ranks that compute whole models come to share layers, or to have a stage each."""
-    if wanted.configuration.tp > 1:
-        return [TransitionStep("share", wanted.devices)]
-    if wanted.configuration.pp > 1:
-        return [TransitionStep("drop", wanted.devices, tuple(stage.layers for stage in wanted.stages))]
-    return []
+    steps, chosen = [], wanted.configuration
+    if chosen.tp > 1:
+        steps += [TransitionStep("share", stage.devices) for stage in wanted.stages]
+    if chosen.pp > 1:
+        kept = tuple(stage.layers for stage in wanted.stages for _ in stage.devices)
+        steps.append(TransitionStep("drop", wanted.devices, kept))
+    return steps
 
 
 def whole(wanted: Deployment) -> Deployment:

@@ -97,8 +97,8 @@ def observed(fleet: DeploymentVerbs, ranks: Sequence[str]) -> Configuration:
     """
     groups = [group for group in fleet.groups() if set(group.members) & set(ranks)]
     tp = max((group.tp for group in groups), default=1)
-    staged = [group for group in groups if group.tp == 1 and any(group.dropped.values())]
-    pp = max((len(group.members) for group in staged), default=1)
+    staged = [group for group in groups if any(group.dropped.values())]
+    pp = max((len(group.members) // group.tp for group in staged), default=1)
     view = fleet.look(ranks[0])
     forms = [homes[0].variant for homes in view.status.residencies.values()]
     weights = next((form for form in reversed(forms) if form in view.variants), FULL)

@@ -12,24 +12,15 @@ from contextlib import suppress
 from typing import Any, Self, get_args
 
 from elastic import clock
-from elastic.cluster.control.messages import (
-    Apply,
-    Check,
-    CommitActions,
-    Drain,
-    Look,
-    PrepareActions,
-    Question,
-    RollbackActions,
-    RuntimeView,
-)
+from elastic.cluster.control.messages import Check, Drain, Question
 from elastic.cluster.control.stage_questions import Bulk
 from elastic.cluster.control.status import FleetEvent, FleetStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups.ranks import result
 from elastic.cluster.fleet.groups.resharding import ReshardingGroups
 from elastic.cluster.fleet.instance import Instance
-from elastic.cluster.fleet.launchers import launcher_of
+from elastic.cluster.fleet.joining.launchers import launcher_of
+from elastic.cluster.fleet.joining.units import Units, end_unit
 from elastic.cluster.fleet.membership import Membership
 from elastic.cluster.fleet.moves import Moved, Mover
 from elastic.cluster.fleet.overload.prices import PricedVerbs
@@ -37,6 +28,7 @@ from elastic.cluster.fleet.planning.policies import FleetPolicy, chosen
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.policy_threads import PolicyThreads
 from elastic.cluster.fleet.rank_starter import END_S, RankStarter
+from elastic.cluster.fleet.rank_verbs import RankVerbs
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.cluster.fleet.supervisor import Supervisor
@@ -47,18 +39,21 @@ from elastic.engines.base import GrammarCompiler, Listener, Request
 from elastic.engines.sampling import require_valid
 from elastic.engines.stopping import with_ends
 from elastic.errors import ConfigError, ElasticError, NotFound, StateError
-from elastic.types import Action
+from elastic.planning.sharding.share import shares
 
 logger = logging.getLogger(__name__)
 _fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
 
 
-class Fleet(PricedVerbs):
+class Fleet(PricedVerbs, RankVerbs):
     """Several ranks that serve one model; an `Engine`. Nothing starts before `start`, or `with`.
 
     `model` is a directory that ranks load. `ranks` is how many there are, each with `places` (see `elastic.wrap`), or
     for each its own list of places; `cores` the CPU cores of each. `shards` is in how many parts each layer is cut,
-    that ranks can share (None: 4 with the policy "lengths", else 1). `launch` starts them: "local" processes of this
+    that ranks can share (None: 4 with the policy "lengths", else `tp`). With `tp` or `pp` above 1 so many ranks have
+    the model together from the beginning: `tp` share each layer, in `pp` stages of as many layers (or of the layers
+    given for each); none ever holds more than its share of the weights, and `ranks` (None: as many as that takes) are
+    a multiple of it. `launch` starts them: "local" processes of this
     host, "in-process" threads, "ray" actors, or a `Launcher`, such as a `JoinLauncher` for ranks that come by
     themselves. `wrap` and `engine` are further options of `elastic.wrap` and `ContinuousEngine` in each.
 
@@ -79,10 +74,12 @@ class Fleet(PricedVerbs):
         self,
         model: Any,
         *,
-        ranks: int | Sequence[Sequence[str]] = 1,
+        ranks: int | Sequence[Sequence[str]] | None = None,
         places: Sequence[str] = (),
         cores: Sequence[Sequence[int]] = (),
         shards: int | None = None,
+        tp: int = 1,
+        pp: int | Sequence[int] = 1,
         launch: str | Launcher = "local",
         wrap: Mapping[str, Any] | None = None,
         engine: Mapping[str, Any] | None = None,
@@ -101,17 +98,18 @@ class Fleet(PricedVerbs):
         require(hang_timeout_s > 0, "hang_timeout_s", hang_timeout_s, "above 0")
         require(routing in get_args(Routing), "routing", routing, f"one of {', '.join(get_args(Routing))}")
         require(bulk in ("sockets", "nixl"), "bulk", bulk, "'sockets' or 'nixl'")
-        policies = chosen(policy)
+        policies, self._shares = chosen(policy), shares(tp, pp)
+        ranks = len(self._shares) if ranks is None else ranks
         self.counters = RequestMetrics()
         self._grammars = grammars
         self._launcher = launcher_of(launch, ranks if isinstance(ranks, int) else len(ranks))
         self._log = EventLog()
         self._dispatcher = Dispatcher(routing, max_queue, self.counters, self._log)
         self._members = Membership(self._dispatcher, self._log)
-        wrap = policies.wrap_options(wrap or {}, shards)
+        wrap = policies.wrap_options(wrap or {}, shards, self._shares)
         options = {"wrap": wrap, "engine": dict(engine or {}), "environment": dict(environment or {})}
         self._starter = RankStarter(self._launcher, self._members, model, {**options, "lookahead": policies.lookahead})
-        self._specs = self._starter.specs(ranks, places, cores)
+        self._specs = self._starter.specs(ranks, places, cores, self._shares)
         self._supervisor = Supervisor(
             self._dispatcher,
             self._log,
@@ -123,6 +121,7 @@ class Fleet(PricedVerbs):
         self._members.on_lost = self._supervisor.lost
         self._groups = ReshardingGroups(self._dispatcher, self._log, bulk)
         self._members.on_gone = self._groups.lost
+        self._starter.on_joined = Units(self._dispatcher, self._groups).joined
         self._mover = Mover(self._dispatcher, self._log)
         add = None if self._starter.waits else self.scale_out
         self._policies = PolicyThreads(policies, self._dispatcher, self._log, self._mover, self, self._groups, add)
@@ -221,7 +220,8 @@ class Fleet(PricedVerbs):
                 dispatcher.changed.wait_for(lambda: not dispatcher.records or self._supervisor.hopeless, timeout_s)
             self._policies.stop()
             with suppress(ElasticError):  # then ranks end as they are
-                self._groups.restore(None, END_S, "the fleet ends")
+                if len(self._shares) == 1:
+                    self._groups.restore(None, END_S, "the fleet ends")
         self._policies.stop()
         self._groups.close()
         self._end_ranks()
@@ -255,7 +255,8 @@ class Fleet(PricedVerbs):
         """Start so many more ranks, like the first; return their names. Raises the first error, if not all came."""
         self._require_serving()
         require(ranks >= 1, "ranks", ranks, "at least 1")
-        return self._starter.start_all([self._starter.spec(self._specs[0].places) for _ in range(ranks)])
+        specs = [self._starter.spec(self._specs[0].places) for _ in range(ranks)]
+        return self._starter.start_all(self._starter.in_units(specs, self._shares))
 
     def remove(self, name: str, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """End a rank. With `drain` its requests move or end before, for `timeout_s` at the most; then, or else they go
@@ -267,6 +268,7 @@ class Fleet(PricedVerbs):
         if drain and instance.group:
             self.restore(name)
         with self._dispatcher.lock:
+            end_unit(self._dispatcher, instance)
             others = [i for i in self._dispatcher.instances.values() if i is not instance and i.state == "serving"]
             if instance.records and not others and not drain:
                 raise StateError(f"rank {name!r} is the last one, and has requests; remove it with drain, or add one")
@@ -298,31 +300,6 @@ class Fleet(PricedVerbs):
         with self._dispatcher.lock:
             record = self._dispatcher.records.get(request)
             return record.instance if record is not None else None
-
-    # -- what is asked of one rank's runtime
-
-    def look(self, rank: str) -> RuntimeView:
-        """Return the status, events and request statistics of a rank's runtime."""
-        view: RuntimeView = self._ask(rank, Look())
-        return view
-
-    def apply(
-        self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet"
-    ) -> Any:
-        """Do actions at a rank, all or none; return their results, with `dry_run` the steps of a plan."""
-        return self._ask(rank, Apply(_several(actions), why, dry_run))
-
-    def prepare(self, rank: str, actions: Action | Sequence[Action], id: str, timeout_s: float = 60.0) -> Any:
-        """Prepare actions at a rank; see `Runtime.prepare`."""
-        return self._ask(rank, PrepareActions(_several(actions), id, timeout_s))
-
-    def commit(self, rank: str, id: str) -> Any:
-        """Commit prepared actions at a rank; see `Runtime.commit`."""
-        return self._ask(rank, CommitActions(id))
-
-    def rollback(self, rank: str, id: str) -> Any:
-        """Undo prepared actions at a rank; see `Runtime.rollback`."""
-        return self._ask(rank, RollbackActions(id))
 
     # -- how it is
 
@@ -384,10 +361,6 @@ class Fleet(PricedVerbs):
         if self._state == "serving":
             raise StateError("no rank is left, and none comes; add one")
         raise StateError(f"the fleet is {self._state}; start it, or make a new one")
-
-
-def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:
-    return tuple(actions) if isinstance(actions, Sequence) else (actions,)
 
 
 def _stop_all() -> None:

@@ -208,6 +208,11 @@ class Instance:
         """Return whether it may wait for a limit at which it fits."""
         return request_blocks(self.kv_format, request) <= max(self.load.total_blocks, self.reachable_blocks)
 
+    @property
+    def should_step(self) -> bool:
+        """Whether it has a request that could be computed: one that waits for a limit to rise cannot."""
+        return bool(self.load.running) or any(self.fits_alone(record.request) for record in self.records.values())
+
     def status(self) -> InstanceStatus:
         """Return what `Fleet.status` says of it."""
         requests = len(self.records)

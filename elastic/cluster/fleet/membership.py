@@ -10,7 +10,7 @@ from elastic.cluster.control.messages import ModelFacts
 from elastic.cluster.control.status import RankStatus
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
-from elastic.cluster.fleet.model_check import require_same_model
+from elastic.cluster.fleet.joining.model_check import require_same_model
 from elastic.cluster.fleet.moves import kv_of
 from elastic.cluster.fleet.records.delivery import Delivery
 from elastic.cluster.fleet.records.event_log import EventLog
@@ -66,6 +66,7 @@ class Membership:
             forms = [dispatcher.form(form) for form in hello.forms]
             same = hello.host == host_name()
             instance = Instance(hello.name, client, spec, launcher, forms, same, memory, directory)
+            instance.state = "serving" if spec.share is None else "starting"
             dispatcher.instances[instance.name] = instance
             client.listen(partial(dispatcher.heard, instance), partial(self.lost, instance))
             dispatcher.dispatch()

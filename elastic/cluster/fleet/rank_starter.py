@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from elastic.cluster.rank.client import RankClient
 from elastic.cluster.rank.spec import RankSpec
 from elastic.config import require
 from elastic.errors import ConfigError, ElasticError, StateError
+from elastic.planning.sharding.share import Share
 
 logger = logging.getLogger(__name__)
 END_S = 10.0
@@ -29,8 +30,10 @@ class RankStarter:
     def __init__(self, launcher: Launcher, members: Membership, model: Any, options: Mapping[str, Any]) -> None:
         self.launcher = launcher
         self._members, self._model, self._options = members, model, options
-        self._numbers = itertools.count()
+        self._numbers, self._units = itertools.count(), itertools.count()
         self._ended = False
+        self.on_joined: Callable[[Instance], None] = lambda _: None
+        """Called with each rank that has joined, by who started it; what it raises, that raises."""
 
     @property
     def waits(self) -> bool:
@@ -38,15 +41,35 @@ class RankStarter:
         return hasattr(self.launcher, "on_joined")
 
     def specs(
-        self, ranks: int | Sequence[Sequence[str]], places: Sequence[str], cores: Sequence[Sequence[int]]
+        self,
+        ranks: int | Sequence[Sequence[str]],
+        places: Sequence[str],
+        cores: Sequence[Sequence[int]],
+        each: Sequence[Share] = (Share(),),
     ) -> list[RankSpec]:
-        """Return what the first ranks are to be."""
+        """Return what the first ranks are to be; `each` is what those have that have a model together."""
         count = ranks if isinstance(ranks, int) else len(ranks)
         require(count >= 1, "ranks", ranks, "at least 1, or for each rank its places")
         if cores and len(cores) != count:
             raise ConfigError(f"cores: given for {len(cores)} ranks, there are {count}")
-        each = [places] * count if isinstance(ranks, int) else ranks
-        return [self.spec(each[i], cores[i] if cores else ()) for i in range(count)]
+        at = [places] * count if isinstance(ranks, int) else ranks
+        return self.in_units([self.spec(at[i], cores[i] if cores else ()) for i in range(count)], each)
+
+    def in_units(self, specs: Sequence[RankSpec], each: Sequence[Share]) -> list[RankSpec]:
+        """Return what ranks are to be of which as many as there are shares have a model together, in their order."""
+        if len(each) == 1:
+            return list(specs)
+        if self.waits:
+            raise ConfigError(
+                "tp=, pp=: ranks that join by themselves have all of the model; have the fleet start them"
+            )
+        if len(specs) % len(each):
+            raise ConfigError(f"ranks: {len(each)} have the model together; {len(specs)} are no multiple of that")
+        units = [next(self._units) for _ in range(0, len(specs), len(each))]
+        return [
+            replace(spec, share=each[number % len(each)], unit=units[number // len(each)])
+            for number, spec in enumerate(specs)
+        ]
 
     def spec(self, places: Sequence[str], cores: Sequence[int] = ()) -> RankSpec:
         """Return what one more rank is to be."""
@@ -85,7 +108,14 @@ class RankStarter:
             raise StateError("the fleet has stopped")
         if not client.hello.name:
             client.hello = replace(client.hello, name=spec.name)
-        return self._members.join(client, spec, self.launcher.name)
+        instance = self._members.join(client, spec, self.launcher.name)
+        try:
+            self.on_joined(instance)
+        except ElasticError as error:
+            instance.leaving = True
+            client.kill(f"it cannot serve: {error}")
+            raise
+        return instance
 
     def take(self, client: RankClient) -> None:
         """Have a rank join that came by itself."""

@@ -83,6 +83,7 @@ class Supervisor:
             seat = self._seats.pop(instance.name, None) or _Seat(instance.spec)
             if instance.served:
                 seat.tries = 0
+            seat.spec = replace(seat.spec, share=instance.spec.share)
             if self._replaces and not self._starter.waits:
                 self._coming += 1
                 thread = clock.make_thread(
@@ -145,7 +146,7 @@ class Supervisor:
                     instance.heard_s = instance.progress_s = now
                 elif now - instance.heard_s > self._beat_timeout_s:
                     found.append((instance, f"nothing was heard of it for {self._beat_timeout_s} s"))
-                elif instance.records and now - instance.progress_s > self._hang_timeout_s:
+                elif instance.should_step and now - instance.progress_s > self._hang_timeout_s:
                     found.append((instance, f"its engine began no step for {self._hang_timeout_s} s, with work to do"))
                 elif instance.cut_off_s is not None and now - instance.cut_off_s > CUT_OFF_S:
                     other = self._dispatcher.instances.get(instance.load.lost_rank)

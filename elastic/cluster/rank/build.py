@@ -10,9 +10,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from elastic.cluster.control.connection import Connection
-from elastic.cluster.rank.facts import model_facts
+from elastic.cluster.control.messages import ModelFacts
+from elastic.cluster.rank.facts import model_facts, stored_facts
 from elastic.cluster.rank.rank import Rank
+from elastic.cluster.rank.skeleton import load_skeleton
 from elastic.cluster.rank.spec import RankSpec
 from elastic.config import Place, require
 from elastic.engines.base import GrammarCompiler
@@ -25,6 +29,7 @@ from elastic.memory.places import require_memory
 from elastic.model_files import load_weights, read_tokenizer
 from elastic.planning.pipeline.chunk_cost import ModelCost
 from elastic.runtime.runtime import Runtime
+from elastic.weights.decoder import find_decoder
 from elastic.wrap import unwrap, wrap
 
 logger = logging.getLogger(__name__)
@@ -45,20 +50,55 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
     if unknown := sorted(spec.engine.keys() - _ENGINE_OPTIONS.keys()):
         raise ConfigError(f"engine: no option {unknown[0]!r}; there are {', '.join(sorted(_ENGINE_OPTIONS))}")
     with ExitStack() as stack:
-        model = _load(spec, places)
-        facts = model_facts(model, [str(variant) for variant in spec.wrap.get("variants", ())])
-        if not isinstance(getattr(model, "elastic", None), Runtime):
-            wrap(model, places=places or None, **{**_checkpoint(spec), **spec.wrap})
-            stack.callback(_unwrap, model, spec.name)
-            model.elastic.keep_no_stages()  # layers that others compute are dropped, not released
+        model, facts = _load_wrapped(spec, places, stack) if spec.share is None else _load_share(spec, places, stack)
         _note_weights(model.elastic)
         options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):
             options["grammars"] = _grammars(options["grammars"], spec, model)
         engine = ContinuousEngine(model, **options)
         stack.callback(engine.stop, drain=False)
-        cost = _measured_cost(engine, spec, options) if spec.lookahead else None
+        cost = _measured_cost(engine, spec, options) if spec.lookahead and spec.share is None else None
         yield Rank(engine, connection, spec.name, facts, max_requests=options["max_requests"], cost=cost)
+
+
+def _load_wrapped(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[Any, ModelFacts]:
+    """Return a wrapped model with all of its weights, and what it is; at the end it is as it came."""
+    model = _load(spec, places)
+    facts = model_facts(model, [str(variant) for variant in spec.wrap.get("variants", ())])
+    if not isinstance(getattr(model, "elastic", None), Runtime):
+        wrap(model, places=places or None, **{**_checkpoint(spec), **spec.wrap})
+        stack.callback(_unwrap, model, spec.name)
+        model.elastic.keep_no_stages()  # layers that others compute are dropped, not released
+    return model, facts
+
+
+def _load_share(spec: RankSpec, places: list[Place], stack: ExitStack) -> tuple[Any, ModelFacts]:
+    """Return a wrapped model with the rank's share of the weights, read straight into its pages, and what it is.
+
+    There is never more of the model in memory than that share and a buffer of bounded size.
+    """
+    assert spec.share is not None, "it has all of the weights"
+    if not isinstance(spec.model, str | Path):
+        raise ConfigError("tp=, pp=: ranks read their shares of a model's directory; give its path, not the model")
+    with _loading:
+        model, files = load_skeleton(str(spec.model), _device(places), option="model")
+    facts, options = stored_facts(model, files), {"checkpoint": files, **spec.wrap}
+    layers = len(find_decoder(model).layers)
+    wrap(model, places=places or None, load_shards=spec.share.shards_of(layers, options.get("shards", 1)), **options)
+    stack.callback(_abandon, model)
+    model.elastic.keep_no_stages()
+    return model, facts
+
+
+def _abandon(model: Any) -> None:
+    """Give the memory of a model back that nobody has had without its wrapping."""
+    from elastic.runtime.installation import installations
+
+    installations.pop(model).abandon()
+
+
+def _device(places: list[Place]) -> torch.device:
+    return places[0].device if places else Place.parse("cpu").device
 
 
 def _note_weights(runtime: Runtime) -> None:
@@ -103,7 +143,7 @@ def _load(spec: RankSpec, places: list[Place]) -> Any:
     """Return the model of a rank: as it was given, or from its directory, at the device of its first place."""
     if not isinstance(spec.model, str | Path):
         return spec.model
-    device = places[0].device if places else Place.parse("cpu").device
+    device = _device(places)
     with _loading:
         return load_weights(str(spec.model), device, option="model").to(device)
 

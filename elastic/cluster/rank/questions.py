@@ -44,6 +44,7 @@ LANES: dict[str, Any] = {
     "actions": OF_THE_RUNTIME,
     "peers": PeerQuestion,
     "copies": CopyLayers,
+    "receives": Receive,
     "stages": StageQuestion,
 }
 EVENTS = 200
@@ -54,8 +55,8 @@ class Questions:
     """Answers questions on some threads: what may take long, as actions, does not stop what a move of a request needs.
 
     Each thread answers in the order in which it was asked: one for actions, one for layers that other ranks compute,
-    one for copies of their keys and values, one that has whoever waits for another rank stop waiting, and one for all
-    else.
+    one for copies of their keys and values, one for those of requests that come here, one that has whoever waits for
+    another rank stop waiting, and one for all else.
     """
 
     def __init__(self, engine: ContinuousEngine, connection: Connection, drain: Callable[[], None]) -> None:
@@ -112,7 +113,7 @@ class Questions:
             case Locate(request):
                 return engine.locate(request)
             case Receive(states, kv, source):
-                return engine.receive(states, kv, source)
+                return engine.receive(states, kv, source, coordinated=True)
             case GiveUp(request):
                 return engine.give_up(request)
             case HandOver(request):

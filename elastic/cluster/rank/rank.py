@@ -35,8 +35,9 @@ class Rank:
     """Serves a fleet with an engine that was not started yet, from `run` until the fleet or the engine ends.
 
     After each step of the engine one `News` goes out, on the engine's thread and before a block that came free with the
-    step can have another owner: what the fleet knows of the KV cache is never of a later owner. A fleet that does not
-    read stops the engine.
+    step can have another owner: what the fleet knows of the KV cache is never of a later owner. So its load has that
+    block in use still; where no step follows, a `Beat` says at once that it is free. A fleet that does not read stops
+    the engine.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Rank:
     def run(self) -> None:
         """Say Hello, then serve until `Bye` or the end of the connection; the engine has stopped then."""
         beats = threading.Thread(target=self._beat, name=f"elastic-{self.name}-beat", daemon=True)
-        self.engine.on_step = self._tell
+        self.engine.on_step, self.engine.on_room = self._tell, self._tell_room
         self.engine.start()
         self._questions.start()
         self._connection.send(self._hello())
@@ -175,12 +176,16 @@ class Rank:
         if outputs or forms or report is not None:
             self._say(News(outputs, starts, self.engine.load(), report, forms))
 
+    def _tell_room(self) -> None:
+        """Say what came free behind the last news: no later ones are about to. On the engine's thread."""
+        self._say(Beat(self.engine.load()))
+
     def _new_forms(self) -> tuple[tuple[str, ...], ...]:
         known, weights = self._forms, self.engine.weights
         self._forms = len(weights)
         return weights[known:]
 
-    def _say(self, message: News | Refused | Bye) -> None:
+    def _say(self, message: News | Beat | Refused | Bye) -> None:
         with suppress(StateError):  # the fleet has gone: `run` is about to see that
             self._connection.send(message)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.planning.sharding.share import Share
+
 
 @dataclass(frozen=True)
 class RankSpec:
@@ -26,5 +28,9 @@ class RankSpec:
     """Threads that it computes with at the most, where it has no cores of its own; None: as many as torch chooses."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process, set before the model is loaded."""
+    share: Share | None = None
+    """What it has of a model that several ranks begin to serve together; None: all of it."""
+    unit: int = 0
+    """Which ranks these are: those with the same number."""
     lookahead: bool = False
     """Whether it measures what its model's steps cost before it serves, for steps that cost the same in a pipeline."""

@@ -7,14 +7,21 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from elastic.engines.pipeline.forward import Attended, StageForward
+from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError
 from elastic.kvcache.attention import attends
+from elastic.runtime.runtime import runtime
 
 
 class _CacheProbe:
-    """Stands for the cache in one forward pass of one token: notes what the layers give it."""
+    """Stands for the cache in one forward pass of one token: notes what the layers give it.
 
-    def __init__(self) -> None:
+    With `ends` each layer ends there.
+    """
+
+    def __init__(self, *, ends: bool) -> None:
+        self._ends = ends
         self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         """Layer -> heads and dim of its keys, and of its values."""
 
@@ -29,6 +36,8 @@ class _CacheProbe:
     ) -> torch.Tensor:
         """Attend to nothing but the token itself. Shapes as those of `RequestSlice.attend`."""
         self.shapes[layer] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
+        if self._ends:
+            raise Attended
         gqa = key.shape[1] != query.shape[1]
         return scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=gqa).transpose(1, 2)
 
@@ -45,17 +54,38 @@ def kv_shape(model: Any) -> tuple[int, int]:
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
             "with 'sdpa', and calls it through transformers' attention interface"
         )
-    probe, zero = _CacheProbe(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+    here = _layers_here(model)
+    probe = _CacheProbe(ends=bool(runtime(model).dropped))
     try:
-        model(input_ids=zero, position_ids=zero, attention_mask=mask, cache=probe, use_cache=False)
+        _call(model, probe, here)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"continuous batching cannot call this model: {error}; use generate instead") from error
     shapes = {shape for both in probe.shapes.values() for shape in both}
-    if len(probe.shapes) != config.num_hidden_layers or len(shapes) != 1:
+    if len(probe.shapes) != len(here) or len(shapes) != 1:
         raise ConfigError(
-            f"continuous batching needs keys and values of one (heads, dim) in all {config.num_hidden_layers} layers; "
+            f"continuous batching needs keys and values of one (heads, dim) in all {len(here)} layers; "
             f"{len(probe.shapes)} layers have {', '.join(map(str, sorted(shapes)))}"
         )
     heads, dim = shapes.pop()
     return heads, dim
+
+
+def _layers_here(model: Any) -> list[int]:
+    """Return the layers of which there is something in this process; all, unless some are dropped, or parts of them."""
+    whole, parts = not runtime(model).dropped, runtime(model).shards_here
+    return [layer for layer in range(len(parts)) if whole or parts[layer]]
+
+
+def _call(model: Any, probe: _CacheProbe, here: list[int]) -> None:
+    """Call a model with one token, and as far as its layers are there."""
+    zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
+    inputs = {"input_ids": zero, "position_ids": zero, "attention_mask": mask, "cache": probe, "use_cache": False}
+    if not runtime(model).dropped:
+        model(**inputs)
+        return
+    forward = StageForward(model, Turn())
+    try:
+        forward.run_to_attention(here, inputs)
+    finally:
+        forward.close()

@@ -19,6 +19,7 @@ from elastic.engines.core.kv_state import KVFormat, KVReport, KVSource, SectorPa
 from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.sequence import Sequence as LiveSequence
 from elastic.engines.core.step import SequenceState
+from elastic.engines.executor.kv_exchange import KVExchange
 from elastic.engines.executor.kv_room import KVHeadroom, kv_room
 from elastic.errors import CapacityError, ConfigError, ElasticError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
@@ -40,6 +41,9 @@ class MovingRequests:
     """Set before `start`: told what has changed after each step, once its outputs were told and before any block that
     came free has another owner; on the engine's thread, which waits for it. None while layers are elsewhere: then
     nobody can go on from what is here."""
+    on_room: Callable[[], object] | None = None
+    """Set before `start`: told, on the engine's thread, when blocks came free behind what `on_step` was told, and no
+    step follows with which that could be told."""
 
     _blocks: BlockManager
     _memory: BlockMemory
@@ -47,6 +51,7 @@ class MovingRequests:
     _requests: ActiveRequests
     _received: ReceivedRequests
     _thread: threading.Thread | None
+    _kv_exchange: KVExchange
     _held: dict[str, list[LiveSequence]]  # requests that were handed over: for the loop's thread
     _load = EngineLoad()
 
@@ -109,10 +114,13 @@ class MovingRequests:
 
     # -- where a request goes to
 
-    def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource) -> int:
+    def receive(
+        self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource, *, coordinated: bool = False
+    ) -> int:
         """Copy the KV of a request that may come, beside the steps; return bytes. Later calls copy what has changed.
 
-        `source` has the sectors of the blocks. Until `adopt` or `give_up` the blocks are in use here, and what the
+        `source` has the sectors of the blocks. `coordinated`: in chunks, behind what computes here; while the request
+        goes on where it was, nobody waits for them. Until `adopt` or `give_up` the blocks are in use here, and what the
         request may still need is promised. Raises `Overloaded` and `CapacityError` where there is no room for it,
         `ConfigError` for another form of blocks, `StateError` where the memory cannot be read: nothing is kept then.
         """
@@ -122,7 +130,7 @@ class MovingRequests:
         if self._thread is None:
             raise StateError("the engine is not serving; start it first")
         try:
-            return self._received.receive(states, kv, source)
+            return self._received.receive(states, kv, source, self._kv_exchange.pace if coordinated else None)
         except ElasticError:
             self._loop.wake()  # blocks may have come free
             raise
@@ -210,6 +218,7 @@ class MovingRequests:
                 log.clear()
                 return sectors
 
+        self._loop.on_room = self.on_room
         self._loop.scheduler.journal = KVJournal(self.on_step, mapped, self._blocks.release)
 
     def _take_received(

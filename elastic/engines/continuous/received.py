@@ -15,6 +15,7 @@ from elastic.engines.executor.kv_copy import BlockCopier, changed_blocks
 from elastic.errors import ConfigError, Overloaded, StateError
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.memory.backends.shared_file import open_shared
+from elastic.memory.rate_limit import YieldingPace
 
 
 @dataclass
@@ -83,8 +84,17 @@ class ReceivedRequests:
         if self._refusal:
             raise StateError(f"no request can be moved with its keys and values: {self._refusal}")
 
-    def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV], source: KVSource) -> int:
-        """Copy what is not here yet; return bytes. Whatever it raises, nothing of the request is kept."""
+    def receive(
+        self,
+        states: Sequence[SequenceState],
+        kv: Sequence[SequenceKV],
+        source: KVSource,
+        pace: YieldingPace | None = None,
+    ) -> int:
+        """Copy what is not here yet; return bytes. Whatever it raises, nothing of the request is kept.
+
+        With a `pace` it goes in chunks, behind what computes.
+        """
         if source.format != self._format:
             raise ConfigError(f"keys and values of the form {source.format} cannot be taken; here it is {self._format}")
         request = states[0].request.id
@@ -99,7 +109,7 @@ class ReceivedRequests:
                 if not self._goes_on(reservation, states, by_name):
                     self._free_blocks(reservation)
                 with open_shared(source.file) as file:
-                    copier = BlockCopier(self._memory, source, file, lambda: reservation.wanted)
+                    copier = BlockCopier(self._memory, source, file, lambda: reservation.wanted, pace)
                     return sum(
                         self._receive(reservation, state, by_name[state.id], copier)
                         for state in states

@@ -51,6 +51,8 @@ class StepLoop:
         """Whether no step is begun, since somebody wishes so. For the loop's thread."""
         self.on_step: Callable[[], object] | None = None
         """While there is no journal: told after each step, and when sequences ended otherwise, if somebody listens."""
+        self.on_room: Callable[[], object] | None = None
+        """With a journal: told when blocks came free behind what was told of their sequences, and no step follows."""
         self._to_tell = False
         self._executor = executor
         self._listener = listener
@@ -186,14 +188,23 @@ class StepLoop:
 
     def _tell(self, *, always: bool) -> None:
         if self.scheduler.journal is not None:
-            self.scheduler.journal.tell(always=always)
-        elif self.on_step is not None and (always or self._to_tell):
-            try:
-                self.on_step()
-            except Exception:  # whoever hears it may be gone: its engine goes on
-                logger.exception("the listener of an engine's steps failed")
+            freed = self.scheduler.journal.tell(always=always)
+            if freed and not self.scheduler.has_work:
+                _call(self.on_room)
+        elif always or self._to_tell:
+            _call(self.on_step)
         self._to_tell = False
 
     def _run_commands(self) -> None:
         while self._commands:
             self._commands.popleft()()
+
+
+def _call(listener: Callable[[], object] | None) -> None:
+    """Tell a listener, if there is one."""
+    if listener is None:
+        return
+    try:
+        listener()
+    except Exception:  # whoever hears it may be gone: its engine goes on
+        logger.exception("the listener of an engine's steps failed")

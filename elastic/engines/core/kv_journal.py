@@ -51,10 +51,13 @@ class KVJournal:
         self._ended.extend(sequences)
         self.tell(always=True)
 
-    def tell(self, *, always: bool) -> None:
-        """Tell what has changed, if anything has, or `always`; then have what ended be free."""
+    def tell(self, *, always: bool) -> bool:
+        """Tell what has changed, if anything has, or `always`; then have what ended be free.
+
+        Returns whether anything came free: whoever heard of its end did not hear of that.
+        """
         if not (always or self._sequences or self._ended):
-            return
+            return False
         report = KVReport(tuple(self._mapped()), tuple(self._sequences.values()), tuple(self._ended))
         tables = self._tables
         self._sequences, self._ended, self._tables = {}, [], []
@@ -64,3 +67,4 @@ class KVJournal:
             logger.exception("the listener of an engine's steps failed")
         for table in tables:
             self._release(table)
+        return bool(tables)

@@ -38,12 +38,19 @@ def changed_blocks(start: int, stop: int, block_tokens: int, window: int | None)
 class BlockCopier:
     """Copies from one open memory file. It holds no lock, and the interpreter's only between two system calls."""
 
-    def __init__(self, memory: BlockMemory, source: KVSource, file: OpenFile, wanted: Callable[[], bool]) -> None:
-        """`wanted` is asked again and again; once it is not, `copy` raises `StateError`."""
+    def __init__(
+        self,
+        memory: BlockMemory,
+        source: KVSource,
+        file: OpenFile,
+        wanted: Callable[[], bool],
+        pace: YieldingPace | None = None,
+    ) -> None:
+        """`wanted` is asked again and again; once it is not, `copy` raises `StateError`. `pace`: see `copy_layers`."""
         self._memory = memory
         self._source = source
         self._file = file
-        self._wanted = wanted
+        self._wanted, self._pace = wanted, pace
         self._sectors = {(sector.group, sector.sector): sector.pages for sector in source.sectors}
         self._sizes = {sector.group: len(sector.pages) for sector in source.sectors}
         finish_queued_work(memory.kv.device)  # what was in the blocks may still be read
@@ -56,14 +63,20 @@ class BlockCopier:
             pages, start = self._find(group, first)
             layer_pages = len(pages) // len(layers)
             for i, layer in enumerate(layers):
-                if not self._wanted():
-                    raise StateError("the blocks that keys and values were copied to were given up")
-                pieces = _pieces(pages[i * layer_pages : (i + 1) * layer_pages], self._source.page_bytes, start)
-                shown = ranges.view(layer, torch.uint8)[target * nbytes : (target + count) * nbytes]
-                _read(self._file, shown, _within(pieces, shown.nbytes))
+                there, here = pages[i * layer_pages : (i + 1) * layer_pages], ranges.view(layer, torch.uint8)
+                for done, some in _chunks([(0, count)], nbytes, self._pace):
+                    pieces = _pieces(there, self._source.page_bytes, start + done * nbytes)
+                    self._read(here[(target + done) * nbytes :][: some * nbytes], pieces)
         if self._memory.kv.device.type == "cuda":
             torch.cuda.current_stream(self._memory.kv.device).synchronize()
         return len(pairs) * len(layers) * nbytes
+
+    def _read(self, shown: torch.Tensor, pieces: Iterable[tuple[int, int]]) -> None:
+        """Read what is first of pieces into a tensor, [bytes], when it may be."""
+        if not self._wanted():
+            raise StateError("the blocks that keys and values were copied to were given up")
+        with nullcontext() if self._pace is None else self._pace.copying(shown.nbytes):
+            _read(self._file, shown, _within(pieces, shown.nbytes))
 
     def _blocks_per_sector(self, group: int) -> int:
         layers = len(self._memory.groups[group].group.layers)

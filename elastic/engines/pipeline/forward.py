@@ -9,7 +9,8 @@ exchanged, so that all of them return the same. (AMOEBA, section 3)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,11 @@ class StageForward:
             exchange.fail(StepFailure.of(error))
             transport.forget(step)
             raise
+
+    @torch.no_grad()
+    def run_to_attention(self, here: Container[int], inputs: dict[str, Any]) -> None:
+        """Compute these layers as far as to their attention, which raises `Attended`, and none of the others."""
+        self._call(_AttentionPass(here, self._indices, self._as_tuples), inputs)
 
     def close(self) -> None:
         """Leave the layers as they were. Can be called twice."""
@@ -153,6 +159,31 @@ class _StagePass:
                 f"layer {index} is computed by several ranks; wrap the model with shards={len(part.ranks)}"
             )
         self._cuts.require(index, part.own)
+
+
+class Attended(Exception):
+    """A layer came to its attention, and no further. Hooks are called for it as for any exception."""
+
+
+class _AttentionPass:
+    """The plan of a forward pass that needs no weights of feed-forward networks: layers return what they were given."""
+
+    def __init__(self, here: Container[int], indices: dict[nn.Module, int], as_tuples: bool) -> None:
+        self._here, self._indices, self._as_tuples = here, indices, as_tuples
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._here
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer until it attends, or pass over it."""
+        index = self._indices.get(module)
+        if index is None:
+            return type(module).forward(module, *args, **kwargs)
+        hidden = _given(args, kwargs)
+        if index in self._here:
+            with suppress(Attended):
+                type(module).forward(module, *args, **kwargs)
+        return (hidden,) if self._as_tuples else hidden
 
 
 class _LayerOutputProbe:

@@ -31,6 +31,7 @@ from elastic.runtime.handlers import weight_handlers
 from elastic.runtime.options import WrapOptions, parse_rate, parse_variants
 from elastic.runtime.parts import ModelParts
 from elastic.runtime.runtime import Runtime
+from elastic.weights.prepacked.choice import prepacked_layout
 
 IsPackable = Callable[[nn.Module, torch.Tensor], bool]
 _models: dict[str, ElasticModel] = {}
@@ -96,9 +97,9 @@ class ElasticModel:
             pool.listeners.append(self.changed)
             memory.callback(pool.listeners.remove, self.changed)
             self.runtime.event_listeners.append(self.changed)
-            if eager:
-                streaming = StreamingHooks(options.decoder.layers, parts.weights)
-                on_model.callback(streaming.remove)
+            self._streaming = StreamingHooks(options.decoder.layers, parts.weights) if eager else None
+            if self._streaming is not None:
+                on_model.callback(self._streaming.remove)
             if not own_worker:  # whose steps enter and leave the gate
                 enter = model.register_forward_pre_hook(lambda module, args: self.begin_forward())
                 on_model.callback(enter.remove)
@@ -143,6 +144,8 @@ class ElasticModel:
         if self.gate.enter(id(self)):
             for streamer in self._parts.weights.streamers.values():
                 streamer.leave_all()
+        if self._streaming is not None:
+            self._streaming.update()
 
     def end_forward(self) -> None:
         """Leave the step."""
@@ -221,6 +224,7 @@ def _wrap_options(
         make_policy=choose_policy(policy, slo, settings.order, variants, decoder.layers, lambda: Calibration({})),
         is_packable=is_packable,
         lives_in_pages=_lives_in_pages,
+        choose_prepacked=lambda module, weight: prepacked_layout(weight) if is_packable(module, weight) else None,
     )
 
 

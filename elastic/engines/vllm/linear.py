@@ -16,14 +16,29 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from elastic.quant.variants.packed_weight import PackedSource
+from elastic.weights.prepacked.source import Source
+from elastic.weights.proxy.tensor import WeightProxy
+
 _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Linear layers by the name of their operator's argument: what a compiled graph knows of them."""
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute F.linear(x, weight, bias) for x: [..., inputs]; of packed matrices without torch's way to them."""
+    source = weight.source if isinstance(weight, WeightProxy) else None
+    if isinstance(source, Source):
+        return source.product(x, bias)
+    if isinstance(source, PackedSource):
+        product = source.packed.product(x)
+        return product if bias is None else product + bias
+    return F.linear(x, weight, bias)
 
 
 @torch.library.custom_op("elastic::linear", mutates_args=())
 def linear(x: torch.Tensor, bias: torch.Tensor | None, layer: str, outputs: int) -> torch.Tensor:
     """Multiply x, [..., inputs], with the weight that the layer has now; returns [..., outputs] in the dtype of x."""
-    return F.linear(x, _layers[layer].weight, bias)
+    return multiply(x, _layers[layer].weight, bias)
 
 
 @linear.register_fake
@@ -50,7 +65,7 @@ class ElasticLinear(UnquantizedLinearMethod):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             product: torch.Tensor = linear(x, bias, self.name, self.outputs)
             return product
-        return F.linear(x, layer.weight, bias)
+        return multiply(x, layer.weight, bias)
 
 
 def is_packable(module: nn.Module, parameter: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from elastic.engines.vllm.agreement import Coordinator
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
-from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, StepOrders, StepReport
+from elastic.engines.vllm.kv.orders import Handshake, Occurrence, RequestEvent, StepOrders, StepReport, StepTokens
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.engines.vllm.metrics import CapacityStats
 from elastic.errors import ConfigError
@@ -50,7 +50,7 @@ class SchedulerSide:
         self._woken_ns = 0
         self._ledger = promise_ledger(vllm_config, kv_cache_config)
         self._requests: dict[str, _Told] = {}  # those that live
-        self._events: list[RequestEvent] = []
+        self._events: list[RequestEvent | StepTokens] = []
         self._told_figures: dict[str, int] = {}
         self._idle = True
         self._local: WorkerChannel | None = None
@@ -101,7 +101,7 @@ class SchedulerSide:
         self._ledger.leave(request.request_id)
         told = self._requests.pop(request.request_id, None)
         if told is not None:
-            self._tell_progress(told)
+            self._tell_progress([told])
         aborted = request.status is RequestStatus.FINISHED_ABORTED
         self._tell("cancelled" if aborted else "completed", request)
 
@@ -174,8 +174,7 @@ class SchedulerSide:
     def _decide(self, *, idle: bool) -> StepOrders:
         """Return the next orders, with what happened since the last ones."""
         self._woken_ns = self._last_wake()
-        for told in self._requests.values():
-            self._tell_progress(told)
+        self._tell_progress(self._requests.values())
         events, self._events = self._events, []
         return self.coordinator.next_orders(idle=idle, actions=self._agreement.orders(), requests=events)
 
@@ -186,14 +185,18 @@ class SchedulerSide:
         except FileNotFoundError:
             return 0
 
-    def _tell_progress(self, told: _Told) -> None:
-        """Tell of the tokens and preemptions of a request that were not told of yet."""
-        request, tokens, preemptions = told.request, told.tokens, told.preemptions
-        told.tokens, told.preemptions = request.num_output_tokens, request.num_preemptions
-        if told.tokens > tokens:
-            self._tell("produced", request, told.tokens - tokens)
-        if told.preemptions > preemptions:
-            self._tell("preempted", request)
+    def _tell_progress(self, requests: Iterable[_Told]) -> None:
+        """Tell of the tokens and preemptions of requests that were not told of yet."""
+        produced: dict[str, int] = {}
+        for told in requests:
+            request, tokens, preemptions = told.request, told.tokens, told.preemptions
+            told.tokens, told.preemptions = request.num_output_tokens, request.num_preemptions
+            if told.tokens > tokens:
+                produced[request.request_id] = told.tokens - tokens
+            if told.preemptions > preemptions:
+                self._tell("preempted", request)
+        if produced and self._counts:
+            self._events.append(StepTokens(produced, time.perf_counter()))
 
     def _tell(self, what: Occurrence, request: Request, tokens: int = 0, at_s: float | None = None) -> None:
         if self._counts:

@@ -101,6 +101,7 @@ def merged(known: CostProfile, measured: CostProfile) -> CostProfile:
         {**known.activations, **measured.activations},
         {**known.scratch_bytes, **measured.scratch_bytes},
         {**known.r_squared, **measured.r_squared},
+        measured.contention or known.contention,
     )
 
 
@@ -147,6 +148,7 @@ def to_json(profile: CostProfile) -> dict[str, Any]:
         "around": {weights: _told(cost) for weights, cost in profile.around.items()},
         "link": None if link is None else asdict(link),
         "r_squared": [[*key, value] for key, value in profile.r_squared.items()],
+        "contention": profile.contention,
         **{name: dict(getattr(profile, name)) for name in _FIGURES},
     }
 
@@ -164,6 +166,7 @@ def from_json(content: Mapping[str, Any]) -> CostProfile:
         {str(weights): float(share) for weights, share in content["activations"].items()},
         {str(weights): int(nbytes) for weights, nbytes in content["scratch_bytes"].items()},
         {(str(kind), str(weights)): float(value) for kind, weights, value in content["r_squared"]},
+        float(content.get("contention", 0.0)),
     )
 
 

@@ -103,6 +103,17 @@ def better_caps(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps, now
     return caps if gains or begins else None
 
 
+def fitting_caps(memory: SharedMemory, needs: Mapping[str, Need], fair: Caps, now: Caps) -> dict[str, int] | None:
+    """Return lower caps where those of now are of more memory than there is, since a limit was lowered. None: they fit.
+
+    Where not even what live requests have would fit, they are what these have: no new one begins until some have ended.
+    """
+    if min(memory.free(now).values(), default=0) >= 0:
+        return None
+    caps = caps_by_need(memory, needs, fair)
+    return {home: need.committed for home, need in needs.items()} if caps is None else caps
+
+
 def largest_caps(memory: SharedMemory, most: Caps) -> dict[str, int]:
     """Return the most sectors that each instance could have if the others had none; `most`: there are addresses for."""
     return {

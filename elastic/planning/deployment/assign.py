@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic.planning.deployment.devices import DeviceState, Stage
-from elastic.planning.estimate.configuration import Configuration, even_stages
+from elastic.planning.estimate.configuration import Configuration
+from elastic.planning.sharding.share import even_stages
 
 
 class RankDemand(Protocol):

@@ -61,10 +61,3 @@ def configurations(
     for tp, pp in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])):
         for variant, form in itertools.product(weights, kv):
             yield Configuration(tp, pp, variant, form)
-
-
-def even_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """Cut layers into consecutive stages that differ by one layer at most, the longer ones first."""
-    each, more = divmod(layers, stages)
-    bounds = [0, *itertools.accumulate(each + (stage < more) for stage in range(stages))]
-    return tuple(range(first, last) for first, last in itertools.pairwise(bounds))

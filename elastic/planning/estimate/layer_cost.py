@@ -57,6 +57,25 @@ class LayerCost:
             self, matrices=matrices, pair=self.pair / tp, prefix=self.prefix / kv_parts, seen=self.seen / kv_parts
         )
 
+    def beside(self, contention: float) -> LayerCost:
+        """Return the cost while others read the same memory, from which it reads by that share more slowly.
+
+        What a batch of the fewest tokens takes is taken to be reading weights.
+        """
+        reading = contention * self.matrices[0][1]
+        return replace(
+            self,
+            matrices=tuple((tokens, seconds + reading) for tokens, seconds in self.matrices),
+            prefix=(1 + contention) * self.prefix,
+            seen=(1 + contention) * self.seen,
+        )
+
+    def times(self, factor: float) -> LayerCost:
+        """Return so many times these seconds."""
+        matrices = tuple((tokens, factor * seconds) for tokens, seconds in self.matrices)
+        terms = {name: factor * getattr(self, name) for name in ("chunk", "pair", "prefix", "seen")}
+        return replace(self, matrices=matrices, **terms)
+
     def _products(self, tokens: int) -> float:
         at = min(max(1, bisect_left(self.matrices, (tokens, -math.inf))), len(self.matrices) - 1)
         (few, least), (many, most) = self.matrices[at - 1], self.matrices[at]

@@ -59,20 +59,24 @@ class InstanceCost:
     """The hidden state of one token."""
     step_tokens: int = 512
     """The most new tokens of one batch."""
+    together: tuple[tuple[tuple[BatchCost, int], ...], ...] = ()
+    """As `stages`, while all stages compute at the same time; (): they do not slow each other down."""
 
-    def stage_s(self, stage: int, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds that a batch keeps one stage busy."""
+    def stage_s(self, stage: int, chunks: Sequence[Chunk], *, together: bool = False) -> float:
+        """Return the seconds that a batch keeps one stage busy, while others are idle or, `together`, compute too."""
         if not chunks:
             return 0.0
         nbytes = self.token_bytes * sum(chunk.tokens for chunk in chunks)
         exchanged = self.sums[stage] * self.all_reduce(nbytes) if self.sums else 0.0
-        return math.fsum(count * cost.batch(chunks) for cost, count in self.stages[stage]) + exchanged
+        parts = self.together[stage] if together and self.together else self.stages[stage]
+        return math.fsum(count * cost.batch(chunks) for cost, count in parts) + exchanged
 
-    def pass_s(self, chunks: Sequence[Chunk]) -> float:
+    def pass_s(self, chunks: Sequence[Chunk], *, together: bool = False) -> float:
         """Return the seconds of a batch through all stages, its tokens back at the first one."""
         nbytes = self.token_bytes * sum(chunk.tokens for chunk in chunks)
         hops = len(self.stages) * self.hop(nbytes) if len(self.stages) > 1 else 0.0
-        return math.fsum(self.stage_s(stage, chunks) for stage in range(len(self.stages))) + hops
+        stages = range(len(self.stages))
+        return math.fsum(self.stage_s(stage, chunks, together=together) for stage in stages) + hops
 
     def prompt(self, load: Load) -> list[Chunk]:
         """Return the chunks of a prompt, as many tokens each as a batch may have."""
@@ -87,8 +91,9 @@ class InstanceCost:
     def round_s(self, load: Load, running: int) -> float:
         """Return the seconds in which every one of so many requests gets a token; each stage has a batch of its own."""
         cohorts = [load.decoding(count) for count in _split(running, len(self.stages)) if count]
-        busiest = max(math.fsum(self.stage_s(s, each) for each in cohorts) for s in range(len(self.stages)))
-        return max([busiest, *(self.pass_s(each) for each in cohorts)])
+        several, stages = len(cohorts) > 1, range(len(self.stages))
+        busiest = max(math.fsum(self.stage_s(s, each, together=several) for each in cohorts) for s in stages)
+        return max([busiest, *(self.pass_s(each, together=several) for each in cohorts)])
 
     def prompt_busy_s(self, load: Load) -> float:
         """Return for how long a prompt keeps the busiest stage from other work."""

@@ -84,6 +84,12 @@ class FleetEngine(Protocol):
     ) -> Any:
         """Have so many ranks each share every layer of their instances."""
 
+    def replicate(self, home: str, layers: Sequence[int], rank: str) -> Any:
+        """Have another rank compute layers of an instance, too, for half of its requests."""
+
+    def evict(self, home: str, layers: Sequence[int] | None = None) -> Any:
+        """Have layers of an instance be computed by one rank again; None: all of them."""
+
     def merge(self, *ranks: str) -> Any:
         """Connect ranks, so that they can compute each other's layers."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
@@ -68,7 +68,7 @@ class FleetCollector:
             yield self._of_instance.gauge(f"instance_{word}", help, loads)
         requests: dict[Labels, float] = {(each.name,): each.requests for each in now.instances}
         yield self._of_instance.gauge("instance_requests", "Requests that an instance has, and that live.", requests)
-        stages: dict[Labels, float] = {(each.name,): len(set(each.path)) or 1 for each in now.instances}
+        stages: dict[Labels, float] = {(each.name,): len(_ranks(each.path)) or 1 for each in now.instances}
         yield self._of_instance.gauge("instance_stages", "Ranks that compute the layers of an instance.", stages)
         dropped: dict[Labels, float] = {
             (of.get(rank.name, ""), rank.name): len(rank.dropped) for rank in now.ranks if rank.state in UP
@@ -108,3 +108,8 @@ class FleetCollector:
         for name, (field, help) in _WIRES.items():
             nbytes = {labels: getattr(wire, field) for labels, wire in wires.items()}
             yield self._of_rank.counter(name, help, nbytes, "peer")
+
+
+def _ranks(path: Sequence[str]) -> set[str]:
+    """Return the ranks of a path: a layer's are `r0+r1` where they share it, and `r0|r1` where both have it."""
+    return {rank for layer in path for rank in layer.replace("|", "+").split("+")}

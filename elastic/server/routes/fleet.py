@@ -5,6 +5,8 @@
 `POST /elastic/fleet/drop {"need": "24MiB"}` or `{"layers": {"r0": [6, 7], "r1": [0, 1]}}`, with `"dry_run"` its plan;
 `POST /elastic/fleet/restore {"rank"}` (without it: all), `.../merge {"ranks": […]}`, `.../split {"rank"}`;
 `POST /elastic/fleet/reshard {"instances": ["r0", "r1"], "tp": 2}`, with `"dry_run"` its price.
+`POST /elastic/fleet/replicate {"home": "r0", "layers": [4, 5], "rank": "r1"}`, `.../evict {"home", "layers"}` (without
+layers: all of the instance's replicas).
 A drop, a restore and a reshard take `"exchange"`, `"coordinated"` and `"layers_per_step"`, too; see `Fleet.drop`.
 """
 
@@ -16,7 +18,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.server.fleets.fleet import as_fleet
+from elastic.server.fleets.fleet import FleetEngine, as_fleet
 from elastic.server.generation.bodies import JSONRoute
 from elastic.server.generation.state import ServerState
 from elastic.server.protocol.errors import APIError
@@ -89,6 +91,21 @@ class ReshardBody(_ExchangeBody):
     dry_run: bool = False
 
 
+class ReplicateGroupBody(_FleetBody):
+    """Layers of an instance that another rank is to compute too, for half of its requests."""
+
+    home: Name
+    layers: Annotated[Layers, Field(min_length=1)]
+    rank: Name
+
+
+class EvictGroupBody(_FleetBody):
+    """Layers of an instance that are to have no replica; without `layers`, all."""
+
+    home: Name
+    layers: Annotated[Layers, Field(min_length=1)] | None = None
+
+
 class MergeBody(_FleetBody):
     """Ranks that are to be able to compute each other's layers."""
 
@@ -139,6 +156,14 @@ def routes(serving: ServerState) -> APIRouter:
         options = body.model_dump(exclude={"instances"})
         return await _done(lambda fleet: {"resharded": plain(fleet.reshard(body.instances, why=WHY, **options))})
 
+    @router.post("/elastic/fleet/replicate")
+    async def replicate(body: ReplicateGroupBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"replicated": plain(fleet.replicate(body.home, body.layers, body.rank))})
+
+    @router.post("/elastic/fleet/evict")
+    async def evict(body: EvictGroupBody) -> dict[str, Any]:
+        return await _done(lambda fleet: {"evicted": plain(fleet.evict(body.home, body.layers))})
+
     @router.post("/elastic/fleet/merge")
     async def merge(body: MergeBody) -> dict[str, Any]:
         return await _done(lambda fleet: {"merged": plain(fleet.merge(*body.ranks))})
@@ -149,10 +174,13 @@ def routes(serving: ServerState) -> APIRouter:
 
     async def _done(work: Any) -> dict[str, Any]:
         """Ask the fleet on a thread."""
-        fleet = as_fleet(serving.engine)
-        if fleet is None:
-            message = "this server has one model; elastic serve MODEL --ranks N makes a fleet"
-            raise APIError(404, message, code="not_found")
-        return await act(partial(work, fleet))
+        return await act(partial(work, _fleet(serving)))
 
     return router
+
+
+def _fleet(serving: ServerState) -> FleetEngine:
+    fleet = as_fleet(serving.engine)
+    if fleet is None:
+        raise APIError(404, "this server has one model; elastic serve MODEL --ranks N makes a fleet", code="not_found")
+    return fleet

@@ -9,6 +9,7 @@ from elastic.engines.base import SampledToken
 from elastic.engines.core.step import SequenceState, Step, StepResult
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
+from elastic.sim.core.host import SharedHost
 from elastic.sim.core.step_seconds import Noise, StepCost
 from elastic.sim.core.stretch import Stretch
 
@@ -52,32 +53,44 @@ class AnswerEnds:
 class LocalExecutor:
     """Steps of one rank that computes all of its layers itself, one step at a time."""
 
-    def __init__(self, clock: VirtualClock, cost: StepCost, noise: Noise, answers: Mapping[str, int]) -> None:
-        self.cost, self.noise = cost, noise
+    def __init__(
+        self,
+        clock: VirtualClock,
+        cost: StepCost,
+        noise: Noise,
+        answers: Mapping[str, int],
+        host: SharedHost | None = None,
+    ) -> None:
+        """`host`: where others compute beside it, in which it may be slower; None: it has one for itself."""
+        self.cost, self.noise, self.host = cost, noise, host or SharedHost(clock)
         self.answers = AnswerEnds(answers)
         self.busy_s = 0.0
-        """Seconds of all steps so far."""
+        """Seconds of all steps so far, by itself."""
+        self.owed_s = 0.0
+        """Seconds that the next step takes besides."""
         self._clock = clock
 
     def execute(self, step: Step) -> Future[StepResult]:
         """Have a step be computed when its seconds have passed."""
         self.answers.note(step.added, step.removed)
         future: Future[StepResult] = Future()
-        seconds = self.seconds(step)
+        seconds, self.owed_s = self.seconds(step) + self.owed_s, 0.0
         self.busy_s += seconds
-        self._clock.after(seconds, lambda: future.set_result(self.answers.result(step)))
+        self.host.compute(seconds, lambda: future.set_result(self.answers.result(step)))
         return future
 
     def seconds(self, step: Step) -> float:
-        """Draw the seconds of a step."""
+        """Draw the seconds of a step, while others are idle."""
         chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
-        return self.cost.batch(chunks) * self.noise()
+        seconds = self.cost.batch(chunks)
+        return seconds * self.noise(seconds)
 
     def stretch(self, decoding: list[Chunk], steps: int) -> Stretch:
         """Begin so many decode steps; their seconds are a straight line between the first and the last."""
         last = [Chunk("", start + steps - 1, 1) for _, start, _ in decoding]
-        factor = self.noise(steps)
-        first_s = self.cost.batch(decoding) * factor
+        cost_s = self.cost.batch(decoding)
+        factor = self.noise(cost_s, steps)
+        first_s = cost_s * factor
         more_s = (self.cost.batch(last) * factor - first_s) / (steps - 1) if steps > 1 else 0.0
         return Stretch(self._clock.now, steps, first_s, more_s)
 

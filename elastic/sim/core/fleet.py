@@ -10,13 +10,15 @@ from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.planning.router import Routing
 from elastic.cluster.fleet.records.event_log import EventLog
+from elastic.cluster.fleet.records.requests import RequestRecord
 from elastic.cluster.rank.spec import RankSpec
 from elastic.controller.sensors.request_metrics import RequestMetrics
 from elastic.engines.base import Listener, Request
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import LocalExecutor
+from elastic.sim.core.host import SharedHost
 from elastic.sim.core.instance import EngineOptions, PlacePages, SimulatedInstance
-from elastic.sim.core.step_seconds import Noise, StepCost
+from elastic.sim.core.step_seconds import MeasuredStep, Noise, StepCost
 
 BEAT_S = 0.25
 """As ranks do."""
@@ -29,12 +31,25 @@ class RankModel:
     engine: EngineOptions
     pages: PlacePages
     cost: StepCost
-    noise: float | tuple[float, ...] = 0.0
-    """Of the seconds of a step: sigma of the logarithm, or measured factors."""
+    noise: float | tuple[MeasuredStep, ...] = 0.0
+    """Of the seconds of a step: sigma of the logarithm, or measured steps."""
     message_s: float = 0.0
     """From the fleet to an instance."""
     stretch_s: float = 0.0
     """How long a stretch of decode steps may be one event; 0: none is."""
+    contention: float = 0.0
+    """How much longer a rank computes for each other one that computes meanwhile: those of a fleet are on one host.
+    With it no stretch is one event."""
+    cut: StepCost | None = None
+    """Of a step's seconds, those that ranks which share layers divide among them; None: all that are in layers."""
+
+
+class EagerInstance(Instance):
+    """An instance that is given requests at once; they wait there until it has room."""
+
+    def holds(self, record: RequestRecord, cached: int, reserved: int = 0) -> bool:
+        """Return whether it will ever have room for a request."""
+        return self.fits_alone(record.request)
 
 
 class SimulatedFleet:
@@ -52,10 +67,13 @@ class SimulatedFleet:
         *,
         routing: Routing = "prefix",
         max_queue: int | None = None,
+        at_once: bool = False,
         seed: int = 0,
         name: str = "r",
     ) -> None:
+        """`at_once`: requests go to an instance as they come, and wait there, not here until one has room."""
         self.clock, self.model, self.seed = clock, model, seed
+        self.host = SharedHost(clock, model.contention)
         self.counters, self.log = RequestMetrics(), EventLog()
         self.dispatcher = Dispatcher(routing, max_queue, self.counters, self.log, clock)
         self.answers: dict[str, int] = {}
@@ -64,6 +82,7 @@ class SimulatedFleet:
         self.on_lost: Callable[[Instance, str], None] = lambda instance, why: None
         """Told when an instance has ended."""
         self._by_prefix = routing == "prefix"
+        self._instance = EagerInstance if at_once else Instance
         self._beating = False
         self._name = name
         for _ in range(instances):
@@ -74,11 +93,11 @@ class SimulatedFleet:
         name = f"{self._name}{len(self.instances)}"
         model = self.model
         noise = Noise(model.noise, stream(self.seed, f"noise {name}"))
-        executor = LocalExecutor(self.clock, model.cost, noise, self.answers)
+        executor = LocalExecutor(self.clock, model.cost, noise, self.answers, self.host)
         made = self._make(name, executor)
         spec = RankSpec(name, "simulated")
         now = self.clock.now
-        instance = Instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
+        instance = self._instance(name, made, spec, "simulated", [], True, heard_s=now, progress_s=now)  # type: ignore[arg-type]
         self.instances[name] = made
         self.dispatcher.instances[name] = instance
         made.listen(partial(self._heard, instance), partial(self._lost, instance))

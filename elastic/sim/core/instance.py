@@ -17,9 +17,10 @@ from elastic.engines.core.sequence import Produced, Sequence
 from elastic.engines.core.step import Executor, Step, StepResult
 from elastic.errors import CapacityError, Overloaded, RankLost, StateError
 from elastic.sim.core.clock import ScheduledEvent, VirtualClock
+from elastic.sim.core.evicting import SCHEDULERS, OptimisticBlocks
 from elastic.sim.core.executor import TOKEN, LocalExecutor
 from elastic.sim.core.pages import SimulatedMemory
-from elastic.sim.core.stretch import Stretch, StretchingScheduler
+from elastic.sim.core.stretch import Stretch
 
 FACTS = ModelFacts((), 0, 1 << 20, None, (), ())
 
@@ -32,6 +33,10 @@ class EngineOptions:
     max_requests: int = 64
     max_batch_tokens: int = 512
     share_prefixes: bool = False
+    eviction: str = "none"
+    """Or "recompute", "swap": baselines, which begin more than can end (`evicting`)."""
+    swap_token_s: float = 0.0
+    """For the keys and values of a token to go to the host, or to come back; the step waits for it."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,9 @@ class SimulatedInstance:
     ) -> None:
         self.clock, self.name, self.options, self.pages = clock, name, options, pages
         self.memory: SimulatedMemory
-        self.blocks = BlockManager(self._open_memory, [None], options.block_tokens, options.share_prefixes)
-        self.scheduler = StretchingScheduler(
+        manager = BlockManager if options.eviction == "none" else OptimisticBlocks
+        self.blocks = manager(self._open_memory, [None], options.block_tokens, options.share_prefixes)
+        self.scheduler = SCHEDULERS[options.eviction](
             self.blocks,
             max_requests=options.max_requests,
             max_batch_tokens=options.max_batch_tokens,
@@ -86,6 +92,8 @@ class SimulatedInstance:
         """Steps that may be in flight at the same time."""
         self.paused = False
         """Whether no step is begun, since somebody wishes so; `wake` it afterwards."""
+        self.whole = True
+        """Whether all of its keys and values are here: what ends is free when that was told, as of a `KVJournal`."""
         self.lost = False
         self.stalls = 0
         """Times that a live sequence was left out of a step for want of blocks."""
@@ -150,6 +158,7 @@ class SimulatedInstance:
             if step is None:
                 break
             self._in_flight += 1
+            self.local.owed_s += self.scheduler.take_copied() * self.options.swap_token_s
             self.executor.execute(step).add_done_callback(partial(self._computed, step))
 
     def between_steps(self, action: Callable[[], object]) -> None:
@@ -169,9 +178,15 @@ class SimulatedInstance:
         return EngineLoad(blocks.running, blocks.waiting, blocks.free_blocks(), total, self.scheduler.steps)
 
     def tell(self, outputs: list[Output], starts: list[int]) -> None:
-        """Tell the fleet."""
+        """Tell the fleet; then what ended is free."""
         if not self.lost:
             self._on_message(News(tuple(outputs), tuple(starts), self.load()))
+        self.scheduler.let_go()
+
+    def tell_room(self) -> None:
+        """Say what came free behind what was told, if no step follows with which that could be told."""
+        if self.whole and not self.scheduler.has_work:
+            self.beat()
 
     # -- inside
 
@@ -203,7 +218,7 @@ class SimulatedInstance:
 
     def _begin_stretch(self) -> bool:
         """Begin decode steps that are alike; return whether there are some."""
-        if not self._stretch_s or self.executor is not self.local:
+        if not self._stretch_s or self.executor is not self.local or self.local.host.contention:
             return False
         steps = self.scheduler.alike_steps(self.local.answers.ends)
         if steps < 2:
@@ -252,7 +267,12 @@ class SimulatedInstance:
         elif error is not None:
             raise error
         else:
-            self._hand_on(self.scheduler.update(step, done.result()))
+            if self.whole and self.scheduler.journal is None:
+                self.scheduler.retain()
+            produced = self.scheduler.update(step, done.result())
+            self._hand_on(produced)
+            if any(each.finish for each in produced):
+                self.tell_room()
         self.wake()
 
     def _hand_on(self, produced: list[Produced]) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from elastic.planning.pipeline.chunk_cost import Chunk
+
+ALIKE = 100
+"""Of measured steps, so many of the nearest seconds are taken to be alike."""
+TOGETHER = 30
+"""Steps of a rank that are disturbed as those were which followed each other."""
 
 
 class StepCost(Protocol):
@@ -18,28 +24,70 @@ class StepCost(Protocol):
         """Return the seconds of a batch."""
 
 
+class MeasuredStep(NamedTuple):
+    """A step that was measured."""
+
+    cost_s: float
+    """What the cost says."""
+    factor: float
+    """The seconds that it took, over these."""
+
+
 class Noise:
-    """Factors of the seconds of steps: lognormal around a mean of 1, or drawn from those that were measured."""
+    """Factors of the seconds of steps: lognormal around a mean of 1, or drawn from those that were measured.
 
-    def __init__(self, spread: float | Sequence[float], choose: random.Random) -> None:
-        """`spread`: sigma of the logarithm, 0 for none; or measured factors."""
-        self._measured = () if isinstance(spread, float | int) else tuple(spread)
+    A process that waits for its core does so for as long in a short step as in a long one. So factors are those of the
+    steps whose seconds were the most alike; and what disturbs a step often disturbs the next, so they come in the order
+    in which they were measured, for some steps at a time.
+    """
+
+    def __init__(self, spread: float | Sequence[MeasuredStep], choose: random.Random) -> None:
+        """`spread`: sigma of the logarithm, 0 for none; or measured steps."""
         self._choose = choose
-        if self._measured:
-            self.mean = math.fsum(self._measured) / len(self._measured)
-            self.sigma = math.sqrt(math.fsum((f - self.mean) ** 2 for f in self._measured) / len(self._measured))
-        else:
-            assert isinstance(spread, float | int)
-            self.mean, self.sigma = 1.0, float(spread)
+        self._sigma = float(spread) if isinstance(spread, float | int) else 0.0
+        measured = () if isinstance(spread, float | int) else spread
+        order = sorted(range(len(measured)), key=lambda number: measured[number].cost_s)
+        groups = [order[i : i + ALIKE] for i in range(0, len(order), ALIKE)]
+        if len(groups) > 1 and len(groups[-1]) < ALIKE:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        self._begins = [measured[group[0]].cost_s for group in groups]
+        self._groups = [_Factors.of([measured[number].factor for number in sorted(group)]) for group in groups]
+        self._at = [0] * len(groups)
+        self._left = 0  # steps until others are drawn from
 
-    def __call__(self, steps: int = 1) -> float:
-        """Draw the mean factor of so many steps together."""
-        if not self.sigma:
-            return self.mean
-        if self._measured and steps == 1:
-            return self._choose.choice(self._measured)
-        sigma = self.sigma / (self.mean * math.sqrt(steps))
-        return self.mean * math.exp(self._choose.gauss(-sigma * sigma / 2, sigma))
+    def __call__(self, cost_s: float = 0.0, steps: int = 1) -> float:
+        """Draw the mean factor of so many steps together, each of so many seconds by the cost."""
+        alike = _Factors((), 1.0, self._sigma)
+        if self._groups:
+            number = max(0, bisect_right(self._begins, cost_s) - 1)
+            alike = self._groups[number]
+            if steps == 1:
+                return self._next(number)
+        if not alike.sigma:
+            return alike.mean
+        sigma = alike.sigma / (alike.mean * math.sqrt(steps))
+        return alike.mean * math.exp(self._choose.gauss(-sigma * sigma / 2, sigma))
+
+    def _next(self, number: int) -> float:
+        """Return the factor behind the one before in a group; now and then from another place in all of them."""
+        if not self._left:
+            self._left = TOGETHER
+            self._at = [self._choose.randrange(len(group.factors)) for group in self._groups]
+        self._left -= 1
+        factors = self._groups[number].factors
+        self._at[number] = (self._at[number] + 1) % len(factors)
+        return factors[self._at[number]]
+
+
+class _Factors(NamedTuple):
+    factors: tuple[float, ...]
+    mean: float
+    sigma: float
+
+    @classmethod
+    def of(cls, factors: Sequence[float]) -> _Factors:
+        mean = math.fsum(factors) / len(factors)
+        return cls(tuple(factors), mean, math.sqrt(math.fsum((f - mean) ** 2 for f in factors) / len(factors)))
 
 
 @dataclass(frozen=True)

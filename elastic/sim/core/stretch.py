@@ -55,6 +55,10 @@ class StretchingScheduler(RestartingScheduler):
             return 0
         return min(ends.get(s.id, s.table.most_tokens) - len(s.tokens) for s in cohort.decoding) - 1
 
+    def take_copied(self) -> int:
+        """Return of how many tokens keys and values went to the host, or came back: none."""
+        return 0
+
     def decoding(self) -> list[Chunk]:
         """Return what the next step has, if it only decodes."""
         return [Chunk("", sequence.computed, 1) for sequence in self._cohorts[0].decoding]

@@ -100,12 +100,14 @@ class RankInstance(SimulatedInstance):
             super().beat()
 
     def tell(self, outputs: list[Output], starts: list[int]) -> None:
-        """Tell the fleet, with what has changed of where keys and values are."""
+        """Tell the fleet, with what has changed of where keys and values are; then what ended is free."""
+        load = self.load()
         if self.scheduler.journal is not None:
             self.scheduler.journal.tell(always=False)
         report, self._report = self._report, None
         if not self.lost and not self.hangs:
-            self._on_message(News(tuple(outputs), tuple(starts), self.load(), report))
+            self._on_message(News(tuple(outputs), tuple(starts), load, report))
+        self.scheduler.let_go()
 
     def note(self, report: KVReport) -> None:
         """Have a report go out with what is told next."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from elastic.config import require
 from elastic.engines.core.kv_state import KVFormat
@@ -48,6 +49,25 @@ class Packed:
     """Of a full layer's pages."""
     seconds: float = 1.0
     """Of a full layer's seconds."""
+
+
+class StepParts(NamedTuple):
+    """Seconds of a step."""
+
+    cut_s: float
+    """Of one layer, what its ranks divide by their shards."""
+    whole_s: float
+    """Of one layer, what each of its ranks computes: matrices that are not cut, and what is done once for a module."""
+    rest_s: float
+    """Of what is not in layers."""
+
+    def alone_s(self, layers: float) -> float:
+        """Return the seconds of a step of one rank by itself."""
+        return self.rest_s + (self.cut_s + self.whole_s) * layers
+
+    def times(self, factor: float) -> StepParts:
+        """Return so many times these seconds."""
+        return StepParts(*(factor * seconds for seconds in self))
 
 
 @dataclass(frozen=True)
@@ -134,8 +154,8 @@ class LayeredModel:
 
     def step_s(self, chunks: Sequence[Chunk], packed: int = 0) -> float:
         """Return the seconds of a step of one rank by itself; so many layers are in the variant."""
-        layer, rest = self.parts_s(chunks)
-        return rest + layer * (self.layers - packed * (1 - (self.packed.seconds if self.packed else 1)))
+        layers = self.layers - packed * (1 - (self.packed.seconds if self.packed else 1))
+        return self.parts(chunks).alone_s(layers)
 
     @property
     def model_cost(self) -> ModelCost | None:
@@ -145,10 +165,12 @@ class LayeredModel:
             return None
         return ModelCost(whole.times((1 - self.rest) / self.layers), whole.times(self.rest), self.layers)
 
-    def parts_s(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
+    def parts(self, chunks: Sequence[Chunk]) -> StepParts:
         """Return the seconds of one layer, and of what is not in layers."""
         seconds = self.rank.cost.batch(chunks)
-        return seconds * (1 - self.rest) / self.layers, seconds * self.rest
+        within = seconds * (1 - self.rest)
+        cut = within if self.rank.cut is None else min(within, self.rank.cut.batch(chunks))
+        return StepParts(cut / self.layers, (within - cut) / self.layers, seconds - within)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,53 +15,82 @@ from elastic.errors import RankLost
 from elastic.planning.pipeline.chunk_cost import Chunk
 from elastic.sim.core.clock import VirtualClock
 from elastic.sim.core.executor import AnswerEnds
+from elastic.sim.core.host import SharedHost
 from elastic.sim.core.step_seconds import Noise
-from elastic.sim.mechanisms.model import LayeredModel
+from elastic.sim.mechanisms.model import LayeredModel, StepParts
 from elastic.sim.mechanisms.wires import Wires
+
+MOST_LEGS = 16
+"""Of a run of layers that ranks share: more exchanges than these are taken together."""
 
 
 class ComputeTurn:
     """A rank computes one thing at a time, in the order in which it is asked."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock, self._free_s = clock, 0.0
-        self.busy_s = 0.0
+    def __init__(self, host: SharedHost) -> None:
+        self._host = host
+        self._asked: deque[tuple[float, Callable[[], object]]] = deque()
+        self._computing = False
         self.hangs = False
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Have something computed; one that hangs never does."""
         if not self.hangs:
-            self._free_s = max(self._clock.now, self._free_s) + seconds
-            self.busy_s += seconds
-            self._clock.at(self._free_s, done)
+            self._asked.append((seconds, done))
+            self._next()
+
+    def _next(self) -> None:
+        if self._asked and not self._computing:
+            seconds, done = self._asked.popleft()
+            self._computing = True
+            self._host.compute(seconds, partial(self._end, done))
+
+    def _end(self, done: Callable[[], object]) -> None:
+        self._computing = False
+        self._next()
+        done()
 
 
 @dataclass(frozen=True)
 class Leg:
-    """What is computed before hidden states go on."""
+    """What is computed before hidden states, or parts of them, go on."""
 
     seconds: dict[str, float] = field(hash=False)
     """Of each rank that has a part in it."""
-    layers: int = 0
-    """That the ranks share, if they are several."""
+    exchanges: int = 0
+    """That its ranks have behind it, if they are several."""
 
 
-def legs_of(path: LayerPath, layer_s: float, rest_s: float, factor: Callable[[str, int], float]) -> list[Leg]:
+def legs_of(path: LayerPath, parts: StepParts, factor: Callable[[str, int], float]) -> list[Leg]:
     """Return the legs of a step; `factor` is that of a rank's seconds in a layer, as of one in a variant.
 
-    Embedding and head are at home, and count behind the last layer.
+    Embedding and head are at home, and count behind the last layer. Ranks that share layers exchange twice in each:
+    heads, and what their parts of the network give. Before each exchange is a leg, so that others compute in between;
+    of a run of many layers several exchanges are one.
     """
-    legs = []
+    legs: list[Leg] = []
     for holders, layers in path.runs():
-        shares = {
-            rank: sum(path.ranks_of(layer).count(rank) * factor(rank, layer) for layer in layers) for rank in holders
+        seconds = {
+            rank: math.fsum(_layer_s(path, parts, rank, layer) * factor(rank, layer) for layer in layers)
+            for rank in holders
         }
-        legs.append(Leg({rank: layer_s * share / path.shards for rank, share in shares.items()}, len(layers)))
+        if len(holders) == 1:
+            legs.append(Leg(seconds))
+            continue
+        exchanges = 2 * len(layers)
+        count = min(exchanges, MOST_LEGS)
+        leg = {rank: each / count for rank, each in seconds.items()}
+        legs += [Leg(leg, exchanges * (i + 1) // count - exchanges * i // count) for i in range(count)]
     if set(legs[-1].seconds) == {path.home}:
-        legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + rest_s}, legs[-1].layers)
+        legs[-1] = Leg({path.home: legs[-1].seconds[path.home] + parts.rest_s})
     else:
-        legs.append(Leg({path.home: rest_s}))
+        legs.append(Leg({path.home: parts.rest_s}))
     return legs
+
+
+def _layer_s(path: LayerPath, parts: StepParts, rank: str, layer: int) -> float:
+    """Return a rank's seconds in a layer of which it has some shards: what is not divided each rank computes."""
+    return parts.whole_s + parts.cut_s * path.ranks_of(layer).count(rank) / path.shards
 
 
 class PathExecutor:
@@ -88,10 +119,10 @@ class PathExecutor:
         future: Future[StepResult] = Future()
         self._in_flight[future] = None
         chunks = [Chunk(chunk.sequence, chunk.start, len(chunk.tokens)) for chunk in step.chunks]
-        factor = self._noise()
-        layer_s, rest_s = (seconds * factor for seconds in self._model.parts_s(chunks))
+        parts = self._model.parts(chunks)
+        parts = parts.times(self._noise(parts.alone_s(self._model.layers)))
         nbytes = self._model.token_bytes * sum(chunk.tokens for chunk in chunks)
-        legs = legs_of(self.path, layer_s, rest_s, self._factor)
+        legs = legs_of(self.path, parts, self._factor)
         self._go(step, future, legs, (self.path.home,), nbytes)
         return future
 
@@ -132,9 +163,8 @@ class PathExecutor:
             return
         leg = legs[0]
         ranks, seconds = tuple(leg.seconds), 0.0
-        if len(ranks) > 1:  # twice in each layer: heads of the others, and what their parts of the network give
-            once = self._wires.hidden_s(ranks, nbytes * (len(ranks) - 1))
-            seconds = 2 * leg.layers * once
+        if len(ranks) > 1:
+            seconds = self._wires.hidden_s(ranks, nbytes * (len(ranks) - 1), leg.exchanges)
         self._clock.after(seconds, partial(self._next, step, future, legs[1:], ranks, nbytes))
 
     def _next(

@@ -51,7 +51,7 @@ class SimulatedRank:
         self.moves = RequestMoves(instance, world.wires)
         self.stages: set[str] = set()
         self.written: DirtyBlockTracker | None = None
-        turn = world.turns[instance.name] = ComputeTurn(instance.clock)
+        turn = world.turns[instance.name] = ComputeTurn(instance.local.host)
         self.turn = turn
         local = instance.local
         self.steps = PathExecutor(
@@ -125,6 +125,7 @@ class SimulatedRank:
         def switch() -> None:
             alone = not (self.path.guests or self.stages or self.books.guests)
             self.instance.executor = self.instance.local if alone else self.steps
+            self.instance.whole = not self.path.guests
             self.moves.follow(whole=not self.path.guests)
 
         return self._between(switch)

@@ -42,8 +42,9 @@ class Wires:
         self._flows[_Flow(ends, nbytes, done, coordinated)] = None
         self._share_out()
 
-    def hidden_s(self, ends: tuple[str, ...], nbytes: float) -> float:
-        """Return the seconds of a step's hidden states on their way; bytes in bulk have to wait for them."""
+    def hidden_s(self, ends: tuple[str, ...], nbytes: float, times: int = 1) -> float:
+        """Return the seconds of a step's hidden states on their way, so many times; bulk has to wait for them."""
+        nbytes *= times
         self.hidden_bytes += nbytes
         self._advance()
         passing = [flow for flow in self._flows if not set(ends).isdisjoint(flow.ends)]
@@ -52,7 +53,7 @@ class Wires:
         if passing:
             self._share_out()
         others = sum(not flow.coordinated for flow in passing)
-        return self._links.hop_s + (1 + others) * nbytes / self._links.bytes_s
+        return times * self._links.hop_s + (1 + others) * nbytes / self._links.bytes_s
 
     def forget(self, rank: str) -> None:
         """Have what goes to or from a rank that was lost never arrive."""

@@ -100,3 +100,30 @@ def test_four_instances_go_up_and_down_the_degrees(devices: tuple[int, ...]) -> 
         end(heard, names, 80)
         assert fleet.status().totals.recomputed_tokens == 0
         assert fleet.groups() == ()
+
+
+@ON_ONE_AND_TWO
+def test_pairs_that_share_layers_drop_some_and_take_them_back_as_pairs(devices: tuple[int, ...]) -> None:
+    with fleet_of(4, devices) as (fleet, models):
+        heard, ranks = Collector(), [f"r{number}" for number in range(4)]
+        names = begin(fleet, heard, 80)
+        for name in names:
+            heard.wait_for_tokens(name, 2)
+        assert fleet.reshard(ranks, tp=2).status == "applied"
+        dropped = fleet.drop(layers={"r0": [1], "r1": [1], "r2": [0], "r3": [0]})
+        assert (dropped.status, dropped.why) == ("applied", "")
+        assert dropped.freed_bytes >= 2 * MATRIX_PAGES // LAYERS * GPU_PAGE, "a layer of each pair"
+        (group,) = fleet.groups()
+        assert [path.holders(1) for path in group.paths.values()] == [("r2", "r3")] * 4
+        assert [set(model.elastic.dropped_shards) & {4, 5, 6, 7} for model in models[:2]] == [{4, 5, 6, 7}] * 2
+        fleet.check()
+        heard.wait_for_tokens(names[0], min(80, len(heard.tokens[names[0]]) + 4))
+        restored = fleet.restore(sharing=True)
+        assert (restored.status, restored.why) == ("applied", "")
+        assert [(group.members, group.tp) for group in fleet.groups()] == [(("r0", "r1"), 2), (("r2", "r3"), 2)]
+        fleet.check()
+        assert fleet.reshard(ranks, tp=1).status == "applied"
+        assert [model.elastic.dropped_shards for model in models] == [()] * 4
+        end(heard, names, 80)
+        assert fleet.status().totals.recomputed_tokens == 0
+        assert fleet.groups() == ()

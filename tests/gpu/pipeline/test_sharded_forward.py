@@ -12,6 +12,7 @@ import torch
 from elastic.engines.core.step import ScheduledChunk
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
+from support.child_process import wait_for_the_janitor
 from support.cluster.joined_runtimes import joined
 from support.pipeline.stage_ranks import Rank, Ranks, whole_text
 from support.wrapped_model import layers
@@ -97,6 +98,7 @@ def test_a_decode_step_over_ranks_maps_no_page_and_waits_for_no_copy_of_its_own(
     ranks = Ranks(name, "abcd", stack, 4, devices=devices)
 
     def counted(path: str, step: int) -> dict[str, int]:
+        wait_for_the_janitor()  # which creates pages ahead of time
         before = {call: simulator.count(call) for call in (*simulator.PAGE_CALLS, *STOPPING)}
         ranks.logits(ranks.path(path), step, lambda rank: rank.inputs(chunks(min(step, len(CUTS) - 1))))
         return {call: simulator.count(call) - count for call, count in before.items()}

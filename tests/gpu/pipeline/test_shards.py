@@ -71,6 +71,7 @@ def test_a_model_that_is_cut_is_as_ever_and_a_decode_step_stops_no_device(
     mask = torch.cat((inputs["attention_mask"], torch.ones_like(token)), dim=1)
     longer = torch.cat((mask, torch.ones_like(token)), dim=1)
     model(input_ids=token, attention_mask=mask, past_key_values=given.past_key_values)
+    wait_for_the_janitor()  # which creates pages ahead of time
     counts = {name: simulator.count(name) for name in simulator.PAGE_CALLS + STOPPING}
     model(input_ids=token, attention_mask=longer, past_key_values=given.past_key_values)
     assert {name: simulator.count(name) for name in counts} == counts
@@ -89,6 +90,7 @@ def test_parts_leave_and_return_by_whole_pages_while_what_reads_them_is_queued(
     whole, logits = held_pages(rt, 0), []
     for gone in ((3,), (1, 2), (0, 1, 2, 4, 7)):
         logits.append(model(**inputs).logits)  # queued, and not waited for
+        wait_for_the_janitor()
         counts = {name: simulator.count(name) for name in ("device_sync", "memcpy", "cuMemCreate")}
         change = rt.drop(shards=gone)
         assert {name: simulator.count(name) for name in counts} == counts  # it waits for streams, and reads nothing

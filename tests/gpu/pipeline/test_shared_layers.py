@@ -13,6 +13,7 @@ import torch
 from elastic.engines.base import Request
 from elastic.planning.sharding.heads import kv_parts
 from support import architectures
+from support.child_process import wait_for_the_janitor
 from support.cluster.engine_group import EngineGroup, require_plain_tokens, shards_of
 from support.serving.generations import Collector, prompts
 
@@ -95,6 +96,7 @@ def test_steps_of_instances_that_share_layers_stop_no_device_and_map_no_page(
     for home in "ab":
         for name in NAMES:
             heard[home].wait_for_tokens(name, 3)
+    wait_for_the_janitor()  # which creates pages ahead of time
     names = (*simulator.PAGE_CALLS, "device_sync")
     counts = {name: simulator.count(name) for name in names}
     for home in "ab":

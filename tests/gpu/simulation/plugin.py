@@ -1,19 +1,37 @@
-"""Plugin of pytest for `make simulate`: a test fails when a rule of CUDA was broken while it ran."""
+"""Plugin of pytest for `make simulate`: tests run under several schedules, and fail when they broke a rule of CUDA."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpu import simulator
 
+TESTS = Path(__file__).parents[2]
 NOT_SIMULATED = {
     "test_words_are_those_of_torchs_packing_kernel": "the kernel is computed by what it is compared with",
     "test_paths_on_cuda[dtype1": "Triton's interpreter cannot multiply bfloat16",
 }
 """Part of a test's name -> why it says nothing here."""
+ONE_SCHEDULE = (
+    "gpu/quant",
+    "gpu/simulation/test_rules.py",  # which chooses schedules itself
+    "integration/test_generate.py",  # once a model is wrapped
+    "unit/engines/sampling",
+    "unit/memory/backends/test_base.py",
+    "unit/quant",
+)
+"""Files and folders whose tests queue all that they do on one stream: it is in the same order under each schedule."""
+MAY_NEED_A_GPU = re.compile(r"mark\.cuda|\bdevice\b")
+"""What stands in each file with tests marked `cuda`: the mark, or the fixture that has it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--schedules", default="lazy", help="under which each test runs, such as 'lazy random:1'")
 
 
 def pytest_configure() -> None:
@@ -21,9 +39,23 @@ def pytest_configure() -> None:
         raise pytest.UsageError("gpu.simulation.plugin is for the simulated CUDA driver: run `make simulate`")
 
 
-def pytest_report_header() -> str:
-    schedule, devices = os.environ.get("SIMCUDA_SCHED", "lazy"), os.environ.get("SIMCUDA_DEVICES", "1")
-    return f"simulated CUDA: schedule {schedule}, devices {devices}"
+def pytest_report_header(config: pytest.Config) -> str:
+    schedules, devices = config.getoption("--schedules"), os.environ.get("SIMCUDA_DEVICES", "1")
+    return f"simulated CUDA: schedules {schedules}, devices {devices}"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Import no file without tests marked `cuda`: to import all takes longer than most tests."""
+    needless = collection_path.suffix == ".py" and not MAY_NEED_A_GPU.search(collection_path.read_text())
+    return needless or None  # None: others decide
+
+
+@pytest.hookimpl(trylast=True)  # so that names end with the schedule
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    schedules = metafunc.config.getoption("--schedules").split()
+    inside = metafunc.definition.path.relative_to(TESTS).as_posix()
+    one = any(inside.startswith(each) for each in ONE_SCHEDULE)
+    metafunc.parametrize("cuda_schedule", schedules[:1] if one else schedules, indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_rule_of_cuda_is_broken() -> Iterator[None]:
+def cuda_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When queued work runs, in child processes too."""
+    monkeypatch.setenv("SIMCUDA_SCHED", request.param)
+    simulator.schedule(request.param)
+
+
+@pytest.fixture(autouse=True)
+def no_rule_of_cuda_is_broken(cuda_schedule: None) -> Iterator[None]:
     """What a test breaks on purpose it clears itself."""
     yield
     broken = simulator.violations()

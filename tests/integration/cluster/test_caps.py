@@ -1,4 +1,4 @@
-"""An instance whose partner is idle gets more than its half of the group's memory, and its answers stay the same."""
+"""The memory of a group goes where requests need it, also when a limit is lowered, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import elastic
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Output, Request
+from elastic.types import ResizeKV
 from support import architectures
-from support.serving.generations import continuation, prompts
+from support.serving.generations import Collector, continuation, prompts, same_unless_close
 from support.wrapped_model import small
 
 pytestmark = pytest.mark.slow
@@ -53,5 +54,40 @@ def test_a_hot_instance_gets_what_its_idle_partner_does_not_use() -> None:
         assert fleet.status().totals.recomputed_tokens == 0
     expected = continuation(architectures.build("qwen3"), prompt, TOKENS)
     assert list(heard.values()) == [expected] * ANSWERS
+    for model in models:
+        elastic.unwrap(model)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_engines_go_on_when_the_limits_of_their_ranks_are_lowered(shares: bool) -> None:
+    """What ranks keep for each other's layers would have all of it, and no engine begin a step."""
+    models = [architectures.build("qwen3") for _ in range(2)]
+    for number, model in enumerate(models):
+        elastic.wrap(model, places=small(BUDGET, f"cpu#{number}"), shards=2 if shares else 1)
+    layers, heard = len(models[0].model.layers), Collector()
+    requests = [Request(prompt, 30) for prompt in prompts([20] * 6, architectures.VOCAB)]
+    with Fleet.of(*models, engine={"block_tokens": 8}, beat_timeout_s=60, hang_timeout_s=60) as fleet:
+        if shares:
+            fleet.reshard(["r0", "r1"], tp=2)
+        else:
+            fleet.drop(layers={"r0": range(layers // 2, layers), "r1": range(layers // 2)})
+        before = dict(fleet.groups()[0].caps)
+        for rank, model in zip(("r0", "r1"), models, strict=True):
+            limit = model.elastic.kv.maximum_bytes * 3 // 10
+            (resized,) = fleet.apply(rank, ResizeKV(model.elastic.pools[0].name, limit))
+            assert resized.status in ("applied", "deferred")
+        for request in requests:
+            fleet.submit(request, heard)
+        heard.wait([request.id for request in requests], 30)
+        assert all(cap < before[home] for home, cap in fleet.groups()[0].caps.items())
+        assert sorted(event.kind for event in fleet.events()).count("lost") == 0
+        for model in models:
+            (kv,) = model.elastic.status().kv
+            assert model.elastic.kv.maximum_bytes > kv.limit_bytes
+        assert fleet.restore().status == "applied"
+        fleet.check()
+        assert fleet.status().totals.recomputed_tokens == 0
+    for request in requests:
+        assert same_unless_close(architectures.build("qwen3"), request.prompt, heard.tokens[request.id])
     for model in models:
         elastic.unwrap(model)

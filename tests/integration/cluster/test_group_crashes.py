@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,15 @@ def drop_and_restore(fleet: Fleet) -> None:
             fleet.restore()
 
 
+def replicate_and_evict(fleet: Fleet) -> None:
+    """Until a rank is lost."""
+    count = len(fleet.layer_bytes())
+    with suppress(ElasticError):
+        while True:
+            fleet.replicate("r0", range(count // 2, count), "r1")
+            fleet.evict("r0")
+
+
 def until(true: Any) -> None:
     end = time.monotonic() + 60
     while not true():
@@ -68,16 +78,23 @@ def held() -> Counter[str]:
     return Counter({what: n for what, n in found.items() if re.match(r"/memfd|socket|anon_inode:\[pidfd|pipe", what)})
 
 
-def survive(seed: int, how: signal.Signals, launch: str | SharedLauncher = "local") -> None:
+def survive(
+    seed: int,
+    how: signal.Signals,
+    launch: str | SharedLauncher = "local",
+    change: Callable[[Fleet], None] = drop_and_restore,
+) -> None:
     """Have a rank be lost at a random point; nothing of the fleet is left when it has ended."""
     shm, before = set(os.listdir("/dev/shm")), held()
-    pids = serve_through(seed, how, launch)
+    pids = serve_through(seed, how, launch, change)
     until(lambda: not any(map(alive, pids)))
     assert set(os.listdir("/dev/shm")) <= shm
     until(lambda: not held() - before - FORKSERVER)
 
 
-def serve_through(seed: int, how: signal.Signals, launch: str | SharedLauncher) -> list[int]:
+def serve_through(
+    seed: int, how: signal.Signals, launch: str | SharedLauncher, change: Callable[[Fleet], None]
+) -> list[int]:
     """Lose a rank under load, and see that every request ends well; return the ranks' processes."""
     chosen = random.Random(seed)
     victim, after_s = chosen.choice(["r0", "r1"]), chosen.uniform(0, 3)
@@ -91,7 +108,7 @@ def serve_through(seed: int, how: signal.Signals, launch: str | SharedLauncher) 
         for request in requests:
             heard.wait_for_tokens(request.id, 3)
         threading.Timer(after_s, os.kill, (pid, how)).start()
-        drop_and_restore(fleet)
+        change(fleet)
         heard.wait([request.id for request in requests])
         until(lambda: not fleet.groups() and fleet.status().totals.ranks_lost == 1)
         for request in requests:
@@ -107,8 +124,37 @@ def test_a_member_that_is_killed_at_any_point_costs_no_request(launcher: SharedL
     survive(seed, signal.SIGKILL, launcher)
 
 
+def test_a_killed_rank_with_replicas_costs_their_home_no_token(launcher: SharedLauncher) -> None:
+    """The home's requests go on from the killed rank's memory file; in the copied layers half of them were there."""
+    with Fleet(str(MODEL_DIR), ranks=2, launch=launcher, places=["cpu=48MiB"], engine=ENGINE, replace=False) as fleet:
+        layers = range(4, len(fleet.layer_bytes()))
+        assert fleet.replicate("r0", layers, "r1").layers == tuple(layers)
+        heard, requests = Collector(), [Request(prompt, 60, ignore_eos=True) for prompt in PROMPTS]
+        for request in requests:
+            fleet.submit(request, heard)
+        for request in requests:
+            heard.wait_for_tokens(request.id, 10)
+        at_home = [request for request in requests if fleet.instance_of(request.id) == "r0"]
+        os.kill(next(rank.pid for rank in fleet.status().ranks if rank.name == "r1"), signal.SIGKILL)
+        heard.wait([request.id for request in requests])
+        for request in requests:
+            assert heard.ends[request.id].finish == "length", heard.ends[request.id]
+            assert same_unless_close(plain(), request.prompt, heard.tokens[request.id])
+        until(lambda: not fleet.groups())
+        (recovered,) = [event for event in fleet.events() if event.kind == "recovered"]
+        assert len(at_home) > 1
+        assert recovered.recomputed_tokens == 0
+        fleet.check()
+
+
 def test_a_member_that_stands_still_costs_no_request() -> None:
     survive(7, signal.SIGSTOP)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(30))
+def test_members_are_killed_while_replicas_come_and_go(seed: int) -> None:
+    survive(seed, signal.SIGKILL if seed % 3 else signal.SIGSTOP, change=replicate_and_evict)
 
 
 @pytest.mark.long

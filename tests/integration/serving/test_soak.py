@@ -5,69 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import elastic
-from elastic.engines.base import Listener, Output, Request
 from elastic.engines.continuous import ContinuousEngine
+from integration.serving.soak_clients import MOST, PROMPTS, Books, everyone
 from support.lossless_variant import HALF, exact
 from support.serving.generations import continuation, same_unless_close
-from support.serving.live_server import MODEL_DIR, TOKENIZER, Live, body, empty, live, texts, until
+from support.serving.live_server import MODEL_DIR, TOKENIZER, Live, empty, live, until
 from support.wrapped_model import small
-
-CLIENTS = 64
-MOST = 48
-LINES = ("import os\n", "x = 1\n", "def f(a):\n")
-PROMPTS = [f"# {name}\n" + line * 6 for name in ("one", "two", "three") for line in LINES]
-
-
-@dataclass
-class Books:
-    """All that the engine was asked for, and what it told."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    ends: dict[str, str] = field(default_factory=dict)
-
-    def keep(self, engine: Any) -> None:
-        submit = engine.submit
-
-        def noted(request: Request, listener: Listener) -> None:
-            def hear(output: Output) -> None:
-                assert output.request not in self.ends, "news after the end"
-                self.tokens[output.request].extend(output.tokens)
-                if output.finish:
-                    self.ends[output.request] = output.finish
-                listener(output)
-
-            self.prompts[request.id], self.tokens[request.id] = request.prompt, []
-            submit(request, hear)
-
-        engine.submit = noted
-
-
-async def client(http: httpx.AsyncClient, seed: int, until_s: float, seen: Counter[str]) -> None:
-    rng = random.Random(seed)
-    while time.monotonic() < until_s:
-        leave_after = rng.randrange(12) if rng.random() < 0.3 else None
-        asked = body(rng.choice(PROMPTS), rng.choice([8, 24, MOST]), stream=True)
-        pieces = 0
-        async with http.stream("POST", "/v1/completions", json=asked) as response:
-            assert response.status_code == 200
-            if leave_after != 0:
-                async for _ in texts(response):
-                    pieces += 1
-                    if pieces == leave_after:
-                        break
-        seen["left" if leave_after is not None else "read"] += 1
 
 
 def disturb(runtime: Any, stop: threading.Event, did: Counter[str]) -> None:
@@ -98,16 +49,9 @@ def soak(server: Live, duration_s: float) -> tuple[Counter[str], Counter[str]]:
     stop = threading.Event()
     disturber = threading.Thread(target=disturb, args=(server.engine.runtime, stop, did))
 
-    async def everyone() -> None:
-        end = time.monotonic() + duration_s
-        async with httpx.AsyncClient(
-            base_url=server.url, limits=httpx.Limits(max_connections=None), timeout=60
-        ) as http:
-            await asyncio.gather(*(client(http, seed, end, seen) for seed in range(CLIENTS)))
-
     disturber.start()
     try:
-        asyncio.run(everyone())
+        asyncio.run(everyone(server.url, duration_s, seen))
     finally:
         stop.set()
         disturber.join()

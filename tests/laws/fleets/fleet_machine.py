@@ -44,7 +44,7 @@ class Tokens(Collector):
 class FleetMachine(RuleBasedStateMachine):
     """At least one rank is left; what hangs is killed."""
 
-    @initialize(name=st.sampled_from(MODELS), ranks=st.integers(2, 3), policy=st.sampled_from([None, "balance"]))
+    @initialize(name=st.sampled_from(MODELS), ranks=st.integers(2, 4), policy=st.sampled_from([None, "balance"]))
     def begin(self, name: str, ranks: int, policy: Any) -> None:
         self.launcher = WrappedLauncher(lambda: exact(architectures.build(name)), partial(self.wrap, name))
         self.fleet = Fleet(

@@ -63,6 +63,16 @@ class GroupMachine(FleetMachine):
         with suppress(StateError):  # below what others were allotted there
             super().resize(data, pages)
 
+    @rule(data=st.data(), share=st.floats(0.5, 1.0))
+    def end_within_lower_limits(self, data: Any, share: float) -> None:
+        """Whoever shares memory with others: half of it is enough for one request after another."""
+        for rank in self.ranks:
+            (kv,) = self.fleet.look(rank).status.kv
+            self.resize_to(rank, int(share * kv.maximum_bytes))
+        request = self.any_request(data)
+        if request is not None:
+            self.heard.wait([f"{request.id}/{i}" for i in range(request.n)])
+
     @rule(data=st.data(), layers=st.lists(st.integers(0, 2), min_size=1, unique=True))
     def swap(self, data: Any, layers: list[int]) -> None:
         with suppress(*REFUSALS):  # a layer that was dropped

@@ -179,7 +179,7 @@ class GroupRank(FakeRank):
         return answer
 
     def _need(self, pages: int) -> None:
-        if self.free() < pages:
+        if pages > 0 and self.free() < pages:
             raise CapacityError("no room", requested_bytes=pages, free_bytes=self.free(), total_bytes=self.budget)
 
     def on_open_peers(self, _: ask.OpenPeers) -> Any:

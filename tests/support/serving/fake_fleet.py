@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.cluster.control.messages import RuntimeView
 from elastic.cluster.control.status import FleetEvent, FleetStatus, FleetTotals, InstanceStatus, RankStatus, Wire
-from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Resharded, Restored
+from elastic.cluster.fleet.groups.results import Dropped, GroupStatus, Replicated, Resharded, Restored
 from elastic.controller.loop import ControllerHealth
 from elastic.controller.policies.group_costs import GroupPrice
 from elastic.controller.snapshot import RequestStats
@@ -168,6 +168,18 @@ class FakeFleet(FakeEngine):
             price = GroupPrice(0.25, 4096, 2048, 5, 0.0)
             return Resharded("planned", 5, 2048, members=("a", "b"), tp=tp, freed_bytes=4096, price=price)
         return Resharded("applied", flips=5, moved_bytes=2048, members=("a", "b"), tp=tp, freed_bytes=4096)
+
+    def replicate(self, home: str, layers: Sequence[int], rank: str) -> Replicated:
+        self.groups_asked.append(("replicate", (home, layers, rank)))
+        if home == rank:
+            raise ConfigError(f"layers {layers} of {home!r} are at {rank!r} already")
+        if rank == "new":
+            return Replicated("deferred", home=home, rank=rank, why="live requests need the memory")
+        return Replicated("applied", 2, 2048, 4096, 0.75, home=home, rank=rank, layers=tuple(layers))
+
+    def evict(self, home: str, layers: Sequence[int] | None = None) -> Replicated:
+        self.groups_asked.append(("evict", (home, layers)))
+        return Replicated("applied", 2, 2048, home=home, layers=(4, 5, 9))
 
     def merge(self, *ranks: str) -> GroupStatus:
         self.groups_asked.append(("merge", ranks))

@@ -26,6 +26,7 @@ class SteppedEngine:
         self.runtime: Any = SlowRuntime()
         self.weights: tuple[tuple[str, ...], ...] = (("float32",),)
         self.on_step: Callable[[KVReport], None] | None = None
+        self.on_room: Callable[[], object] | None = None
         self.serving = False
         self.refuse = refuse
         self.live: dict[tuple[str, int], tuple[SequenceState, Listener, list[int]]] = {}

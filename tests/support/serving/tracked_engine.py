@@ -12,6 +12,7 @@ from typing import Any
 import elastic
 from elastic.engines.continuous import ContinuousEngine
 from elastic.engines.core.kv_state import KVDirectory, KVReport, KVSource, SequenceKV
+from elastic.engines.core.load import EngineLoad
 from elastic.engines.core.step import SequenceState
 from support.wrapped_model import small
 
@@ -36,6 +37,10 @@ class TrackedEngine:
         self.computed = 0
         """Tokens that went through the model."""
         self.reports: list[KVReport] = []
+        self.loads: list[EngineLoad] = []
+        """As of each report."""
+        self.rooms: list[EngineLoad] = []
+        """As of when blocks came free behind the last one."""
         self.steps_without_report = 0
         self._left = math.inf  # steps that may begin
         self._more = threading.Condition()
@@ -45,6 +50,7 @@ class TrackedEngine:
             self.source = source
             self.directory = KVDirectory(source)
         self.engine.on_step = self._hear
+        self.engine.on_room = lambda: self.rooms.append(self.engine.load())
         self.engine.start()
 
     def sources_of(self, kv: Iterable[SequenceKV]) -> KVSource:
@@ -89,5 +95,6 @@ class TrackedEngine:
             self.steps_without_report += 1
             return
         self.reports.append(report)
+        self.loads.append(self.engine.load())
         if hasattr(self, "source"):
             self.directory.apply(report)

@@ -228,6 +228,28 @@ def test_ranks_share_every_layer(served: Live, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_layers_get_replicas_and_lose_them(served: Live, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    given = [served.url, "--token-file", str(token)]
+    assert main(["fleet", "replicate", *given, "a", "b", "--layers", "4-5,9"]) == 0
+    told = capsys.readouterr().out
+    assert "applied: layers of a that b computes too: 4-5, 9; 4,096 bytes of weights came there; 2 layers" in told
+    assert main(["fleet", "replicate", *given, "a", "new", "--layers", "4"]) == 1
+    assert "deferred: layers of a that new computes too: none" in capsys.readouterr().out
+    assert main(["fleet", "evict", *given, "a"]) == 0
+    assert "applied: layers of a that have no replica any more: 4-5, 9; 2 layers" in capsys.readouterr().out
+    assert main(["fleet", "evict", *given, "a", "--layers", "4"]) == 0
+    assert served.engine.groups_asked == [
+        ("replicate", ("a", [4, 5, 9], "b")),
+        ("replicate", ("a", [4], "new")),
+        ("evict", ("a", None)),
+        ("evict", ("a", [4])),
+    ]
+    assert main(["fleet", "replicate", *given, "a", "b", "--layers", "4-"]) == 2
+    assert "--layers '4-': write layers such as 6-11,14" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("layers", ["6-11", "r0=", "r0=6-", "r0=11-6", "r0=x", "=3", "r0=1,,2", "r0=0-99999"])
 def test_layers_that_cannot_be_read(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -15,8 +15,9 @@ from elastic.errors import ConfigError
 from elastic.estimation.kv_room import KVBlockCapacity, kv_shape_of
 from elastic.estimation.model_layout import layout_of, meta_model
 from elastic.estimation.weight_pages import WeightPages, kernel_target
-from elastic.planning.estimate.configuration import FULL, even_stages
+from elastic.planning.estimate.configuration import FULL
 from elastic.planning.estimate.paper import MemoryParts
+from elastic.planning.sharding.share import even_stages
 from support import architectures
 from support.wrapped_model import PAGE, small
 

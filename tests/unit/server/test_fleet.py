@@ -255,6 +255,17 @@ def test_layers_leave_and_return_over_http(client: TestClient, fleet: FakeFleet)
     ]
 
 
+def test_layers_get_replicas_and_lose_them_over_http(client: TestClient, fleet: FakeFleet) -> None:
+    done = client.post("/elastic/fleet/replicate", json={"home": "a", "layers": [4, 5], "rank": "b"}).json()
+    assert (done["replicated"]["status"], done["replicated"]["layers"]) == ("applied", [4, 5])
+    assert client.post("/elastic/fleet/evict", json={"home": "a"}).json()["evicted"]["layers"] == [4, 5, 9]
+    assert client.post("/elastic/fleet/evict", json={"home": "a", "layers": [4]}).status_code == 200
+    assert fleet.groups_asked == [("replicate", ("a", [4, 5], "b")), ("evict", ("a", None)), ("evict", ("a", [4]))]
+    wrong = client.post("/elastic/fleet/replicate", json={"home": "a", "layers": [4], "rank": "a"})
+    assert wrong.status_code == 400
+    assert "at 'a' already" in wrong.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [("drop", {"need": 1}), ("restore", {}), ("reshard", {"instances": ["a", "b"], "tp": 2})],
@@ -283,6 +294,11 @@ def test_how_layers_change_their_rank_is_said_over_http(
         ("reshard", {"instances": [], "tp": 2}, 400),
         ("reshard", {"instances": ["a"], "tp": 0}, 400),
         ("reshard", {"instances": ["a"], "tp": 2, "layers_per_step": 0}, 400),
+        ("replicate", {"home": "a", "rank": "b"}, 400),
+        ("replicate", {"home": "a", "rank": "b", "layers": []}, 400),
+        ("replicate", {"home": "a", "rank": "b", "layers": [-1]}, 400),
+        ("evict", {}, 400),
+        ("evict", {"home": "a", "layers": []}, 400),
         ("merge", {"ranks": ["a"]}, 400),
         ("restore", {"rank": ""}, 400),
         ("split", {"rank": "c"}, 404),
@@ -307,6 +323,9 @@ def test_who_computes_what_is_shown(client: TestClient, fleet: FakeFleet) -> Non
     assert found["elastic_instance_stages", "instance=i-a"] == 2
     assert found["elastic_instance_stages", "instance=i-b"] == 1
     assert found["elastic_rank_dropped_layers", "instance=i-a", "rank=a"] == 1
+    fleet.paths["b"] = ("b+a", "b|a")
+    assert scraped(client)["elastic_instance_stages", "instance=i-b"] == 2
+    del fleet.paths["b"]
     assert found["elastic_fleet_exchanged_bytes_total",] == 2048
     status = client.get("/elastic/status").json()
     assert [instance["path"] for instance in status["instances"]] == [["a", "a", "b"], []]
@@ -322,6 +341,8 @@ def test_whoever_has_no_token_changes_nothing(client: TestClient, fleet: FakeFle
         "fleet/remove",
         "fleet/drop",
         "fleet/restore",
+        "fleet/replicate",
+        "fleet/evict",
         "fleet/merge",
         "fleet/split",
         "actions/prepare",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from elastic.cluster.fleet.instance import Instance
 from elastic.engines.base import Output, Request
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.clock import VirtualClock
@@ -31,8 +33,11 @@ class Told:
         return sum(len(output.tokens) for output in self.outputs)
 
 
-def fleet(cost: StepCost, instances: int = 1, *, blocks: int = 100, stretch_s: float = 0.0) -> SimulatedFleet:
-    model = RankModel(EngineOptions(4, 8, 16), PlacePages(blocks + 10, 10, 1), cost, stretch_s=stretch_s)
+def fleet(
+    cost: StepCost, instances: int = 1, *, blocks: int = 100, stretch_s: float = 0.0, contention: float = 0.0
+) -> SimulatedFleet:
+    pages = PlacePages(blocks + 10, 10, 1)
+    model = RankModel(EngineOptions(4, 8, 16), pages, cost, stretch_s=stretch_s, contention=contention)
     return SimulatedFleet(VirtualClock(), model, instances)
 
 
@@ -66,6 +71,28 @@ def test_two_instances_serve_side_by_side() -> None:
     assert second.outputs[-1].at_s == pytest.approx(first.outputs[-1].at_s + 0.1)
 
 
+def test_ranks_of_a_host_slow_each_other_down_while_both_compute() -> None:
+    made = fleet(FixedSeconds(0.5), 2, blocks=10, contention=0.6, stretch_s=5.0)
+    first, second = play(made, [(0.0, 9, 1), (0.2, 9, 4)])
+    assert first.outputs[-1].at_s == pytest.approx(0.2 + 0.3 * 1.6)
+    assert [output.at_s for output in second.outputs][:2] == pytest.approx([0.88, 1.38])
+
+
+def test_what_ended_is_in_use_until_that_is_told_and_free_at_once_behind_it() -> None:
+    made, used = fleet(FixedSeconds(0.5), blocks=10), []
+    (instance,) = made.dispatcher.instances.values()
+    heard = made.dispatcher.heard
+
+    def note(of: Instance, message: Any) -> None:
+        used.append((made.clock.now, message.load.total_blocks - message.load.free_blocks))
+        heard(of, message)
+
+    made.dispatcher.heard = note  # type: ignore[method-assign]
+    play(made, [(0.0, 5, 2)])
+    assert used == [(0.5, 2), (1.0, 2), (1.0, 0)]
+    assert instance.load.free_blocks == 10
+
+
 @pytest.mark.parametrize("arrivals", [[(0.0, 20, 40)], [(0.0, 9, 90), (0.3, 20, 40), (0.31, 3, 3), (0.7, 40, 17)]])
 def test_a_stretch_of_steps_ends_when_each_by_itself_does(arrivals: list[tuple[float, int, int]]) -> None:
     plain, stretched = fleet(COST), fleet(COST, stretch_s=10.0)
@@ -82,3 +109,30 @@ def test_an_answer_ends_before_the_most_that_it_may_have() -> None:
     (told,) = play(made, [(0.0, 20, 40)])
     assert told.tokens == 7
     assert told.outputs[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("way", ["recompute", "swap"])
+@pytest.mark.parametrize("stretch_s", [0.0, 5.0])
+def test_what_is_evicted_goes_on_and_takes_longer(way: str, stretch_s: float) -> None:
+    pages, told = PlacePages(20, 10, 1), []
+    for eviction in ("none", way):
+        options = EngineOptions(4, 8, 16, eviction=eviction, swap_token_s=1e-3)
+        model = RankModel(options, pages, COST, stretch_s=stretch_s)
+        made = SimulatedFleet(VirtualClock(), model, 1, at_once=True)
+        told.append(play(made, [(0.0, 8, 20), (0.001, 8, 20), (0.002, 8, 20)]))
+        (instance,) = made.instances.values()
+        assert [each.tokens for each in told[-1]] == [20, 20, 20]
+        assert not made.dispatcher.queue
+    assert getattr(instance.scheduler, "evictions", 0) > 0
+    first = [[each.outputs[0].at_s for each in answers] for answers in told]
+    assert first[1][2] < first[0][2], "it begins sooner than where all must have room to end"
+
+
+def test_requests_that_wait_at_instances_go_there_in_turn() -> None:
+    pages = PlacePages(20, 10, 1)
+    model = RankModel(EngineOptions(4, 8, 16), pages, FixedSeconds(0.5))
+    made = SimulatedFleet(VirtualClock(), model, 2, routing="round_robin", at_once=True)
+    told = play(made, [(0.0, 20, 20), (0.1, 4, 2), (0.2, 20, 20), (0.3, 4, 2)])
+    assert [len(each.records) for each in made.dispatcher.instances.values()] == [0, 0]
+    assert [each.given for each in made.dispatcher.instances.values()] == [2, 2]
+    assert told[3].outputs[-1].at_s < told[0].outputs[-1].at_s < told[2].outputs[0].at_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -17,10 +18,10 @@ from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.pages import SimulatedMemory
-from elastic.sim.core.step_seconds import Noise
+from elastic.sim.core.step_seconds import ALIKE, MeasuredStep, Noise
 from elastic.sim.core.stretch import Stretch
 from elastic.sim.quantiles import ACCURACY, QuantileSketch
-from elastic.sim.roofline import SheetSteps
+from elastic.sim.roofline import DividedSteps, SheetSteps
 from elastic.sim.workload import Bursts, Rates, RequestArrival, request_of
 
 
@@ -60,6 +61,17 @@ def test_noise_has_the_mean_of_what_it_is_multiplied_with() -> None:
     noise = Noise(0.3, stream(0, "noise"))
     assert statistics.fmean(noise() for _ in range(20_000)) == pytest.approx(1, abs=0.02)
     assert Noise(0.0, random.Random())() == 1.0
+
+
+def test_measured_noise_is_that_of_steps_of_such_seconds() -> None:
+    short = [MeasuredStep(1e-3 * (1 + i / ALIKE), 2.0 + i % 2) for i in range(ALIKE)]
+    long = [MeasuredStep(1.0 + i / ALIKE, 1.0) for i in range(ALIKE + 7)]
+    noise = Noise([*long, *short], stream(0, "noise"))
+    drawn = [noise(1.5e-3) for _ in range(300)]
+    assert set(drawn) == {2.0, 3.0}
+    assert sum(a == b for a, b in itertools.pairwise(drawn)) < 20, "each follows the one that it followed"
+    assert noise(0.0, steps=10_000) == pytest.approx(2.5, rel=0.02)
+    assert {noise(seconds) for seconds in (1.0, 9.0)} == {1.0}
 
 
 @given(st.integers(2, 200), st.floats(1e-3, 1.0), st.floats(0, 1e-2), st.floats(0, 0.999))
@@ -138,6 +150,15 @@ def test_steps_by_a_data_sheet_take_what_the_estimate_says(chunks: list[tuple[in
     cost = InstanceCost((((layer, 12), (rest, 1)),), (24,), LinearLatency(1e-5, 1e-10), token_bytes=4096)
     batch = [Chunk("", start, tokens) for start, tokens in chunks]
     assert SheetSteps.of(cost).batch(batch) == pytest.approx(cost.pass_s(batch))
+
+
+def test_ranks_divide_what_each_takes_less() -> None:
+    alone, shared = (Roofline((Work(1e9), Work(nbytes)), 1e14, 1e12) for nbytes in (4e9, 2e9))
+    link = LinearLatency(1e-5, 1e-10)
+    divided = DividedSteps.of(
+        InstanceCost((((alone, 3),),)), InstanceCost((((shared, 3),),), (6,), link, token_bytes=64), 2
+    )
+    assert divided.batch([Chunk("", 5, 1)]) == pytest.approx(3 * 4e9 / 1e12)
 
 
 def test_what_no_data_sheet_says_is_not_simulated_by_one() -> None:

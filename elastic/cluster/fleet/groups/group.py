@@ -29,6 +29,8 @@ class Group:
     """Whether the weights of its ranks are known to be equal."""
     staged: Mapping[str, int] = field(default_factory=dict)
     """Home -> the cap that it has by itself, if it keeps room for layers of others then."""
+    told: Mapping[str, int] = field(default_factory=dict)
+    """The blocks that instances said they could have when caps were last in order: fewer, and a limit has fallen."""
     memories: dict[str, HeldMemory] = field(default_factory=dict)
     """Of its ranks, what can be read also when they have gone; given back by `close`."""
     killed: set[str] = field(default_factory=set)
@@ -53,6 +55,7 @@ class Group:
             stages,
             self.compared,
             self.staged,
+            {name: self.told[name] for name in members if name in self.told},
             {name: self.memories.pop(name) for name in members if name in self.memories},
             self.killed.intersection(members),
         )

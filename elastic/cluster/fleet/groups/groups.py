@@ -14,13 +14,13 @@ from elastic.cluster.control.stage_questions import Bulk, Room
 from elastic.cluster.control.status import EventKind
 from elastic.cluster.fleet.dispatcher import Dispatcher
 from elastic.cluster.fleet.groups import targets
-from elastic.cluster.fleet.groups.caps.change import CapChange, share_out
-from elastic.cluster.fleet.groups.caps.needs import is_short, needs_of, shared_memory
+from elastic.cluster.fleet.groups.caps.follow import follow
+from elastic.cluster.fleet.groups.caps.needs import blocks_told
 from elastic.cluster.fleet.groups.caps.reach import note_reach
 from elastic.cluster.fleet.groups.caps.staging import Staging
-from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, keeps_staging, measure, part
+from elastic.cluster.fleet.groups.exchange import LIVE, Exchange, compare_weights, measure, part
 from elastic.cluster.fleet.groups.flip import ExchangeForm
-from elastic.cluster.fleet.groups.group import Deadline, Group
+from elastic.cluster.fleet.groups.group import Group
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown
 from elastic.cluster.fleet.groups.ranks import Ranks
 from elastic.cluster.fleet.groups.recovery import recover
@@ -37,13 +37,10 @@ from elastic.cluster.fleet.groups.transition import Books, Shape, flips_between
 from elastic.cluster.fleet.instance import Instance
 from elastic.cluster.fleet.records.event_log import EventLog
 from elastic.errors import CapacityError, ConfigError, NotFound, RankLost, StateError
-from elastic.planning.arrangement.caps import better_caps
 from elastic.planning.arrangement.drop import DropPlan, GroupPlan, PlannedGroup, drop_plan
 from elastic.planning.pipeline.chunk_cost import Chunk, ModelCost
 
 logger = logging.getLogger(__name__)
-FOLLOW_S = 1.0
-"""How long requests may take to fit in a cap that is lowered for others; a verb waits for no more than that."""
 
 
 class Groups:
@@ -152,7 +149,7 @@ class Groups:
             return 0
         try:
             self._following = True
-            return sum(self._follow(group) for group in self._groups)
+            return sum(follow(self._ranks, group) for group in self._groups)
         finally:
             self._following = False
             self._verbs.release()
@@ -268,16 +265,6 @@ class Groups:
             self._changed(kind, group, done, why)
             return Dropped(**vars(done), groups=() if plan is None else (plan,), freed_bytes=freed_bytes)
 
-    def _follow(self, group: Group) -> bool:
-        if group.shape.apart or not is_short(self._dispatcher, group.members):
-            return False
-        rooms = measure(self._ranks, group.members)
-        books, now = Books(rooms, self._ranks.instance(group.members[0]).kv_format, group.shape), group.caps_in_force()
-        shares = books.caps(group.shape, staging=(staging := keeps_staging(self._ranks, group)))
-        memory = shared_memory(books, group.shape, shares if staging else None)
-        caps = better_caps(memory, needs_of(self._dispatcher, rooms, now), shares, now)
-        return caps is not None and share_out(CapChange(self._ranks, group, Deadline(FOLLOW_S)), now, caps)
-
     def _restore(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
         exchange = Exchange(self._ranks, group, targets.apart(group.shape), timeout_s, form)
         done = self._exchange(exchange, "restore failed")
@@ -296,6 +283,7 @@ class Groups:
         try:
             done = exchange.run()
             note_reach(self._dispatcher, group.shape, measure(self._ranks, group.members))
+            group.told = blocks_told(self._dispatcher, group.members)
             return done
         except RankLost as error:
             self._event(failed, group, why=str(error))
@@ -317,7 +305,7 @@ class Groups:
 
     def _merged(self, names: Sequence[str]) -> Group:
         """Return one group of instances, and of those that they are in groups with."""
-        serving = {instance.name: instance for instance in self._ranks.serving()}
+        serving = self._ranks.present()
         if unknown := [name for name in names if name not in serving]:
             raise NotFound(f"there is no rank {unknown[0]!r} that serves; there are: {', '.join(serving) or 'none'}")
         old = [group for group in self._groups if not set(names).isdisjoint(group.members)]

@@ -47,6 +47,12 @@ class Ranks:
         with self.dispatcher.lock:
             return [instance for instance in self.dispatcher.instances.values() if instance.state == "serving"]
 
+    def present(self) -> dict[str, Instance]:
+        """Return the instances that take requests, or will when they are put together."""
+        with self.dispatcher.lock:
+            states = ("starting", "serving")
+            return {name: each for name, each in self.dispatcher.instances.items() if each.state in states}
+
     def there(self, rank: str) -> bool:
         """Return whether a rank has not gone."""
         with self.dispatcher.lock:

@@ -19,8 +19,11 @@ from elastic.cluster.fleet.groups.groups import Groups
 from elastic.cluster.fleet.groups.price import kv_bytes, learned_cost, predict, restored_first, slowdown, weight_bytes
 from elastic.cluster.fleet.groups.results import Replicated, Resharded, Restored, all_restored
 from elastic.cluster.fleet.groups.transition import Shape, flips_between
-from elastic.errors import ConfigError, NotFound
+from elastic.errors import ConfigError, NotFound, StateError
+from elastic.planning.sharding.share import Share
 
+FORM_S = 60.0
+"""How long ranks that are to compute together may wait for requests of those of them that serve."""
 Units = tuple[tuple[str, ...], ...]
 """Ranks that are to share every layer with each other, and with no others."""
 
@@ -49,6 +52,16 @@ class ReshardingGroups(Groups):
             if len(members) == 1:
                 return Resharded("applied", members=members)
             return self._reshard(units, timeout_s, why, form)
+
+    def form(self, shares: Mapping[str, Share]) -> None:
+        """Have ranks that begin with their shares of the model compute it together. Raises what they raise."""
+        with self._verbs, self._group_for(tuple(shares)) as group:
+            target = targets.shared_out(group.shape, shares)
+            done = self._exchange(Exchange(self._ranks, group, target, FORM_S), "forming failed")
+            kind: EventKind = "formed" if done.status == "applied" else "forming failed"
+            self._changed(kind, group, done, "all of its ranks are there")
+            if done.status != "applied":
+                raise StateError(f"{', '.join(shares)} do not compute together ({done.status}): {done.why}")
 
     def restore_sharing(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
         """Undo what was dropped; ranks that share layers have all of them again among themselves, the others part."""

@@ -11,6 +11,7 @@ from elastic.errors import ConfigError
 from elastic.planning.arrangement.drop import GroupPlan
 from elastic.planning.arrangement.stages import Held
 from elastic.planning.sharding.numbers import by_layer, of_layers, whole_layers
+from elastic.planning.sharding.share import Share
 
 
 def planned_shape(now: Shape, plan: GroupPlan) -> Shape:
@@ -97,6 +98,12 @@ def shape_keeping(now: Shape, keeps: Mapping[str, frozenset[int]], stages: Mappi
             ranks += [_rank_of(shard, path, keeps, owners[shard], shared=shared) for shard in shards]
         paths[home] = _goes_by(path, ranks)
     return Shape(paths, dict(keeps))
+
+
+def shared_out(now: Shape, shares: Mapping[str, Share]) -> Shape:
+    """Return the shape in which ranks have their shares of the model, and each instance goes by all of them."""
+    keeps = {rank: share.shards_of(now.layers, now.shards) for rank, share in shares.items()}
+    return shape_keeping(now, {**now.weights, **keeps}, {})
 
 
 def sharded(now: Shape, units: Iterable[Sequence[str]]) -> Shape:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from elastic.config import Lengths, Overload
 from elastic.errors import ConfigError
+from elastic.planning.sharding.share import Share
 from elastic.runtime.options import check_shards
 
 FleetPolicy = Literal["balance", "drop", "lengths"] | Overload | Lengths
@@ -30,18 +31,29 @@ class FleetPolicies:
         """Whether ranks measure what their steps cost before they serve."""
         return self.overload is not None and self.overload.lookahead
 
-    def wrap_options(self, wrap: Mapping[str, Any], shards: int | None) -> dict[str, Any]:
-        """Return the options of `elastic.wrap` in each rank, with layers cut as was said, or as a policy needs.
+    def wrap_options(
+        self, wrap: Mapping[str, Any], shards: int | None, shares: Sequence[Share] = (Share(),)
+    ) -> dict[str, Any]:
+        """Return the options of `elastic.wrap` in each rank, with layers cut as was said, or as is needed.
 
-        Raises `ConfigError` for `shards` that layers cannot be cut in, and for those said among the options.
+        `shares` are those of ranks that begin to serve together. Raises `ConfigError` for `shards` that layers cannot
+        be cut in, for those said among the options, and for policies that have ranks part.
         """
+        parts = shares[0].parts
         if "shards" in wrap:
             raise ConfigError(
                 f"wrap={{'shards': {wrap['shards']!r}}}: say shards={wrap['shards']!r} of the fleet itself"
             )
+        if len(shares) > 1 and (self.overload or self.lengths):
+            raise ConfigError(
+                "policy: 'drop' and 'lengths' have ranks share what each has all of, and part again; with tp= or pp= "
+                "none has: leave one of them out"
+            )
         if shards is None:
-            shards = 1 if self.lengths is None else max(SHARDS, self.lengths.most_ranks)
-        return {**wrap, "shards": check_shards(shards)}
+            shards = parts if self.lengths is None else max(SHARDS, self.lengths.most_ranks)
+        if check_shards(shards) % parts:
+            raise ConfigError(f"tp={parts}: layers are cut in {shards} shards; give shards={parts}, or more")
+        return {**wrap, "shards": shards}
 
 
 def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:

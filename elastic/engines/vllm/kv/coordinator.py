@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from elastic.engines.vllm.agreement import ActionOrders
 from elastic.engines.vllm.kv.admission import PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
-from elastic.engines.vllm.kv.orders import Handshake, RankState, RequestEvent, StepOrders, StepReport
+from elastic.engines.vllm.kv.orders import Handshake, RankState, RequestEvent, StepOrders, StepReport, StepTokens
 from elastic.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ class CapacityCoordinator:
         self._adjust()
 
     def next_orders(
-        self, *, idle: bool, actions: ActionOrders | None = None, requests: Iterable[RequestEvent] = ()
+        self, *, idle: bool, actions: ActionOrders | None = None, requests: Iterable[RequestEvent | StepTokens] = ()
     ) -> StepOrders:
         """Decide what all ranks do before the step that was just scheduled; `idle`: it computes no token."""
         self._adjust()

@@ -16,7 +16,7 @@ from elastic.errors import ConfigError
 REGISTERING = ("nixl", "mooncake", "moriio", "p2pnccl")
 """Parts of the names of connectors that register all KV memory with a network card, or send it by device address."""
 
-Occurrence = Literal["arrived", "scheduled", "produced", "completed", "cancelled", "preempted"]
+Occurrence = Literal["arrived", "scheduled", "completed", "cancelled", "preempted"]
 
 
 class RequestEvent(NamedTuple):
@@ -25,7 +25,16 @@ class RequestEvent(NamedTuple):
     what: Occurrence
     request: str
     tokens: int
-    """Of the prompt when it arrived, generated ones when it produced some."""
+    """Of the prompt, when it arrived."""
+    at_s: float
+    """Seconds of `time.perf_counter`, which all processes of a machine share."""
+
+
+class StepTokens(NamedTuple):
+    """The tokens that were generated in one step."""
+
+    tokens: Mapping[str, int]
+    """By request."""
     at_s: float
     """Seconds of `time.perf_counter`, which all processes of a machine share."""
 
@@ -45,7 +54,8 @@ class StepOrders:
     idle: bool = False
     """Whether no token is computed in this step."""
     actions: ActionOrders = field(default_factory=ActionOrders)
-    requests: tuple[RequestEvent, ...] = ()
+    requests: tuple[RequestEvent | StepTokens, ...] = ()
+    """What happened since the last orders, in its order."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from elastic.engines.vllm.kv.orders import (
     RequestEvent,
     StepOrders,
     StepReport,
+    StepTokens,
     find_orders,
 )
 from elastic.engines.vllm.kv.sectors import KVSectors
@@ -152,15 +153,15 @@ class WorkerChannel:
         return RankState(self._sequence, mapped, target, most, unsettled, actions)
 
 
-def _count(counters: RequestMetrics, events: Iterable[RequestEvent]) -> None:
+def _count(counters: RequestMetrics, events: Iterable[RequestEvent | StepTokens]) -> None:
     """Have the controller's counters know what happened to requests."""
     for event in events:
-        if event.what == "arrived":
+        if isinstance(event, StepTokens):
+            counters.produced_together(event.tokens, event.at_s)
+        elif event.what == "arrived":
             counters.arrived(event.request, event.tokens, event.at_s)
         elif event.what == "scheduled":
             counters.scheduled(event.request, event.at_s)
-        elif event.what == "produced":
-            counters.produced(event.request, event.tokens, event.at_s)
         elif event.what == "preempted":
             counters.preempted()
         else:

@@ -5,27 +5,43 @@ A compiled model has none, for it would not see them change: there each absent m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from elastic.weights.model import ModelWeights
 
 
 class StreamingHooks:
-    """Those on the decoder layers of one model."""
+    """Those on the absent decoder layers of one model. A layer without hooks is called faster."""
 
     def __init__(self, layers: Sequence[nn.Module], weights: ModelWeights) -> None:
-        self._handles = []
-        for index, layer in enumerate(layers):
-            self._handles.append(layer.register_forward_pre_hook(_Enter(weights, index)))
-            self._handles.append(layer.register_forward_hook(_Leave(weights, index), always_call=True))
+        self._layers = layers
+        self._weights = weights
+        self._handles: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self.update()
+
+    def update(self) -> None:
+        """Have hooks on the layers that are absent now, and on no others. While no action can commit."""
+        absent = {unit.index for unit in self._weights.layers if unit.absent}
+        if absent != self._handles.keys():
+            for index in absent - self._handles.keys():
+                enter, leave = _Enter(self._weights, index), _Leave(self._weights, index)
+                layer = self._layers[index]
+                before = layer.register_forward_pre_hook(enter)
+                self._handles[index] = before, layer.register_forward_hook(leave, always_call=True)
+            self._remove(self._handles.keys() - absent)
 
     def remove(self) -> None:
         """Take them off. Can be called twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._remove(set(self._handles))
+
+    def _remove(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            for handle in self._handles.pop(index):
+                handle.remove()
 
 
 class _Enter:

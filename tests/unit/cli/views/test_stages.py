@@ -57,6 +57,14 @@ def test_two_instances_that_share_some_layers() -> None:
     assert stages(fleet({"r0": ["r0+r1"] * 6}, {})) is not None
 
 
+def test_layers_of_which_another_rank_has_a_copy() -> None:
+    path = ["r0"] * 4 + ["r0|r1"] * 2
+    text = drawn(fleet({"r0": path, "r1": ["r1"] * 6}, {}))
+    assert "r0 111111 0-3 of i-r0; copies of 4-5 of i-r0" in text
+    assert "r1 111122 0-3 of i-r1; copies of 4-5 of i-r1, i-r0" in text or "copies of 4-5 of i-r0, i-r1" in text
+    assert stages(fleet({"r0": ["r0|r1"] * 6, "r1": ["r1"] * 6}, {})) is not None
+
+
 def test_the_parts_of_shared_layers_that_a_rank_has_are_named() -> None:
     said = fleet_document()
     first = said["ranks"][0]

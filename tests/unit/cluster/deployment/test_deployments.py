@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers as t
 
 import elastic
 from elastic.cluster.deployment.choice import Chooser, FleetOption, settled
@@ -17,7 +18,7 @@ from elastic.cluster.deployment.deployments import Deployments
 from elastic.engines.base import Request
 from elastic.errors import CapacityError, ConfigError, StateError
 from elastic.estimation.device_list import parse_devices
-from elastic.planning.deployment.placing import Deployment, place
+from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.intent import Intent
 from elastic.planning.estimate.performance import Load
@@ -189,6 +190,16 @@ def test_what_does_not_fit_says_why(fleet: Deployments, paths: Any, tmp_path: Pa
         fleet.intend("other", "cost")
 
 
+def test_what_is_there_has_room_where_nothing_else_has(
+    fleet: Deployments, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.deploy(paths["qwen3"], load=LOAD, weights=("full",), name="model")
+    monkeypatch.setattr(Chooser, "choose", lambda *_: Refusal(()))
+    assert fleet.intend("model", "latency").status == "unchanged"
+    with pytest.raises(CapacityError, match="'model' has no place"):
+        fleet.intend("model", Intent(latency_s=1e-9))
+
+
 def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: Any) -> None:
     fleet = Deployments(DEVICES, **OPTIONS)
     with pytest.raises(StateError, match="start the deployments first"):
@@ -204,12 +215,44 @@ def test_deployments_that_were_not_started_or_have_ended_deploy_nothing(paths: A
     assert elastic.Deployments is Deployments
 
 
-def test_ranks_that_will_share_layers_need_room_for_all_of_them_before(paths: Any) -> None:
+def test_ranks_that_come_to_share_layers_need_room_for_all_of_them_unless_they_begin_so(paths: Any) -> None:
     chooser = Chooser(paths["qwen3"], parse_devices(DEVICES), ("full",), ("full",), engine=ENGINE)
     found: dict[Configuration, FleetOption] = {o.configuration: o for o in chooser.options(LOAD, Intent())}
     alone, shared = found[Configuration(1)], found[Configuration(2)]
     assert shared.need(range(3), 1) >= shared.begin_bytes > shared.option.estimate.ranks[0].layers
     assert alone.need(range(3), 1) == alone.held(range(3), 1)
+    begun = chooser.options(LOAD, Intent(), begins=True)
+    assert all(each.need(range(3), 1) == each.held(range(3), 1) for each in begun)
+
+
+WIDE: dict[str, Any] = {**architectures.GQA, "hidden_size": 64, "num_hidden_layers": 10, "intermediate_size": 1024}
+"""Of 8.2 MiB, most of it in what is cut."""
+
+
+@pytest.mark.parametrize("configuration", [Configuration(2, 1), Configuration(2, 2)])
+def test_a_model_that_no_device_holds_is_deployed_over_several(
+    configuration: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(architectures.CONFIGS, "wide", lambda: t.LlamaConfig(**WIDE))
+    model = exact(architectures.build("wide"))
+    model.save_pretrained(tmp_path)
+    load, options = Load(40, 8, 0.1), Chooser.options
+    monkeypatch.setattr(
+        Chooser,
+        "options",
+        lambda *args, **how: [each for each in options(*args, **how) if each.configuration == configuration],
+    )
+    devices = ",".join(f"cpu#{name}=8MiB" for name in "abcd"[: configuration.ranks])
+    with Deployments(devices, weights=("full", "int8"), **OPTIONS) as fleet:
+        fleet.deploy(tmp_path, load=load, name="model")
+        deployed = fleet._named("model")
+        assert deployed.observed() == configuration
+        (group,) = fleet["model"].groups()
+        assert set(group.alone.values()) == {0}, "none has room for all weights"
+        sent = [Request(prompt, 8) for prompt in PROMPTS[:2]]
+        assert tokens(serve(fleet["model"], sent), sent) == [continuation(model, prompt, 8) for prompt in PROMPTS[:2]]
+        assert fleet.intend("model", "latency").status == "unchanged"
+        fleet["model"].check()
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from elastic.cluster.deployment.choice import unreachable
 from elastic.cluster.deployment.steps import same, steps_between, whole
 from elastic.planning.deployment.devices import Stage
 from elastic.planning.deployment.placing import Deployment
-from elastic.planning.estimate.configuration import FULL, Configuration, even_stages
+from elastic.planning.estimate.configuration import FULL, Configuration
 from elastic.planning.estimate.ranking import Estimate
+from elastic.planning.sharding.share import even_stages
 
 LAYERS = 6
 
@@ -28,9 +29,9 @@ def deployment(tp: int, pp: int, weights: str, devices: str) -> Deployment:
 
 @st.composite
 def deployments(draw: st.DrawFn) -> Deployment:
-    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 3)]))
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]))
     weights = draw(st.sampled_from([FULL, "int8", "int4"] if tp * pp == 1 else [FULL]))
-    devices = "".join(draw(st.permutations("abcde"))[: tp * pp])
+    devices = "".join(draw(st.permutations("abcdef"))[: tp * pp])
     return deployment(tp, pp, weights, devices)
 
 
@@ -39,7 +40,8 @@ class Ranks:
 
     def __init__(self, begin: Deployment) -> None:
         self.weights = dict.fromkeys(begin.devices, begin.configuration.weights)
-        self.tp: tuple[str, ...] = begin.devices if begin.configuration.tp > 1 else ()
+        shared = begin.configuration.tp > 1
+        self.tp: set[tuple[str, ...]] = {stage.devices for stage in begin.stages if shared}
         self.stages: dict[str, range] = {}
         if begin.configuration.pp > 1:
             self.stages = {name: stage.layers for stage in begin.stages for name in stage.devices}
@@ -50,7 +52,7 @@ class Ranks:
                 assert not self.weights.keys() & set(step.devices)  # type: ignore[attr-defined]
                 self.weights |= dict.fromkeys(step.devices, FULL)  # type: ignore[attr-defined]
             case "part":
-                self.tp, self.stages = (), {}
+                self.tp, self.stages = set(), {}
             case "restore" | "swap":
                 assert not self.tp
                 assert not self.stages
@@ -63,7 +65,7 @@ class Ranks:
                 assert self.weights, "requests of the last rank have nowhere to go"
             case "share":
                 assert set(self.weights.values()) == {FULL}
-                self.tp = step.devices  # type: ignore[attr-defined]
+                self.tp.add(step.devices)  # type: ignore[attr-defined]
             case "drop":
                 assert set(self.weights.values()) == {FULL}
                 self.stages = dict(zip(step.devices, step.layers, strict=True))  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ def test_steps_lead_from_any_configuration_to_any_other(now: Deployment, wanted:
     for step in steps_between(now, wanted):
         ranks.do(step)
     there = Ranks(wanted)
-    assert (ranks.weights, set(ranks.tp), ranks.stages) == (there.weights, set(there.tp), there.stages)
+    assert (ranks.weights, ranks.tp, ranks.stages) == (there.weights, there.tp, there.stages)
 
 
 @settings(max_examples=40)
@@ -97,13 +99,14 @@ def test_ranks_begin_with_all_layers_and_get_their_configuration(wanted: Deploym
         assert step.kind not in ("add", "remove")
         ranks.do(step)
     there = Ranks(wanted)
-    assert (ranks.weights, set(ranks.tp), ranks.stages) == (there.weights, set(there.tp), there.stages)
+    assert (ranks.weights, ranks.tp, ranks.stages) == (there.weights, there.tp, there.stages)
 
 
 @pytest.mark.parametrize(
     ("configuration", "words"),
     [
-        (Configuration(2, 2), "share layers, or have stages, not both"),
+        (Configuration(2, 2, "int4"), "at a rank of their own"),
+        (Configuration(2, 2), ""),
         (Configuration(1, 2, "int8"), "at a rank of their own"),
         (Configuration(2, 1, "int8"), "at a rank of their own"),
         (Configuration(1, 1, "int8"), ""),

@@ -244,6 +244,20 @@ def test_a_rank_whose_engine_hangs_is_fenced(world: Any) -> None:
     assert "began no step" in next(event.why for event in w.fleet.events() if event.kind == "lost")
 
 
+def test_a_rank_whose_requests_wait_for_a_limit_does_not_hang(world: Any) -> None:
+    w = world(2, hang_timeout_s=5)
+    (request,) = w.submit()
+    rank = w.rank_of(request)
+    later, blocks = time.perf_counter() + 1e5, rank.blocks
+    rank.blocks = 0  # before it has begun the request: it has not taken it yet
+    rank.on_message(Beat(replace(rank.load(), waiting=1)))
+    assert w.fleet._supervisor._silent(later, late=False) == []
+    rank.blocks = blocks
+    rank.on_message(Beat(replace(rank.load(), waiting=1)))
+    assert [each.name for each, _ in w.fleet._supervisor._silent(later, late=False)] == [rank.hello.name]
+    w.finish()
+
+
 def test_a_rank_that_another_cannot_reach_is_fenced(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both live, but the one computes layers of the other, which waits until somebody gives it up."""
     monkeypatch.setattr(supervisor, "CUT_OFF_S", 0.2)

@@ -24,6 +24,7 @@ from elastic.cluster.control.messages import (
     Locate,
     ModelFacts,
     News,
+    Receive,
     Refused,
     Submit,
 )
@@ -126,6 +127,16 @@ def test_news_are_sent_before_the_engine_goes_on(serve: Callable[..., Served]) -
     del one.rank._connection.send
 
 
+def test_room_behind_the_last_news_is_told_at_once(serve: Callable[..., Served]) -> None:
+    one = serve(beat_s=60.0)
+    one.submit("request", tokens=1)
+    one.engine.step()
+    one.next(News)
+    assert one.engine.on_room is not None
+    one.engine.on_room()
+    assert one.next(Beat).load.free_blocks == 5
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
@@ -169,6 +180,24 @@ def test_a_long_action_does_not_stop_requests_cancels_or_moves(serve: Callable[.
     assert one.engine.asked == ["request"]
     one.engine.runtime.may_end.set()
     assert [one.next(Answer).id, one.next(Answer).id] == [1, 2]
+
+
+def test_a_long_copy_does_not_stop_other_questions(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, may_end = serve(), threading.Event()
+
+    def receive(*of: Any, coordinated: bool) -> int:
+        assert may_end.wait(60)
+        return len(of) if coordinated else 0
+
+    monkeypatch.setattr(one.engine, "receive", receive, raising=False)
+    source: Any = None
+    one.fleet.send(Ask(1, Receive((), (), source)))
+    one.fleet.send(Ask(2, Locate("request")))
+    assert one.next(Answer).id == 2
+    may_end.set()
+    assert one.next(Answer) == Answer(1, 3)
 
 
 def test_every_question_has_one_answer_also_when_it_fails(serve: Callable[..., Served]) -> None:

@@ -119,7 +119,7 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     for tokens in (1, 9, 30):
         heard.wait_for_tokens(request.id, tokens)
         kv = a.engine.locate(request.id)
-        rounds.append(b.engine.receive(begun, kv, a.sources_of(kv)))
+        rounds.append(b.engine.receive(begun, kv, a.sources_of(kv), coordinated=tokens > 1))
     assert all(rounds)
     if all(window is None for _, window in a.engine.kv_format.groups):
         assert rounds[0] > sum(rounds[1:]), "what is there is not copied again"
@@ -133,6 +133,15 @@ def test_a_request_moves_while_it_generates_and_no_token_is_computed_twice(
     a.engine.release(request.id)
     assert is_continuation(architectures.build(name), PROMPT, 60, heard.tokens[request.id])
     assert a.computed + b.computed == len(PROMPT) + 59
+
+
+def test_room_that_comes_free_behind_the_last_step_is_told(engines: Any) -> None:
+    one, heard, request = engines(), Collector(), Request(PROMPT, 3)
+    one.engine.submit(request, heard)
+    heard.wait([request.id])
+    while not one.rooms:
+        time.sleep(0.001)
+    assert one.loads[-1].free_blocks < one.rooms[-1].free_blocks == one.rooms[-1].total_blocks
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])

@@ -46,8 +46,10 @@ def memory_of(page_bytes: int, block_bytes: int) -> tuple[BlockMemory, PagePool]
 
 
 @pytest.mark.parametrize("pages", [(4096, 4096), (4096, 8192), (12288, 4096)])
-@pytest.mark.parametrize("block_tokens", [8, 24, 48])
-def test_blocks_are_copied_between_memories_of_other_pages(pages: tuple[int, int], block_tokens: int) -> None:
+@pytest.mark.parametrize(("block_tokens", "paced"), [(8, False), (24, False), (48, False), (8, True), (48, True)])
+def test_blocks_are_copied_between_memories_of_other_pages(
+    pages: tuple[int, int], block_tokens: int, paced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """48 tokens are 6 KiB: they lie across pages, which lie anywhere in the file."""
     form = KVFormat(block_tokens, "head_centric", "float32", 2, 8, (((0, 2), None), ((1,), None)))
     (there, pool), (here, _) = (memory_of(page_bytes, form.block_bytes) for page_bytes in pages)
@@ -70,7 +72,9 @@ def test_blocks_are_copied_between_memories_of_other_pages(pages: tuple[int, int
     assert shared is not None
     source = KVSource(shared, pool.page_bytes, form, sectors)
     with open_shared(shared) as file:
-        copier = BlockCopier(here, source, file, lambda: True)
+        monkeypatch.setattr(YieldingPace, "LEAST", 2 * form.block_bytes)  # two blocks at once
+        pace = YieldingPace(lambda timeout_s: True, lambda: 0.0) if paced else None
+        copier = BlockCopier(here, source, file, lambda: True, pace)
         for index, group in enumerate(there.groups):
             pairs = list(zip(blocks_of(there, index), reversed(blocks_of(here, index)), strict=False))
             pairs += list(zip(blocks_of(there, index), blocks_of(here, index), strict=False))

@@ -69,13 +69,26 @@ def test_what_is_packed_is_for_the_engine_to_say() -> None:
     assert list(matrices(LayerParameters.of(layer))) == []  # none of Hugging Face's linear modules
 
 
-def test_hooks_come_off_again() -> None:
-    class Weights:
-        layers: list[object] = []
+def test_absent_layers_alone_have_hooks() -> None:
+    class Unit:
+        def __init__(self, index: int) -> None:
+            self.index, self.absent = index, False
 
-    layers = [Layer(), Layer()]
+    class Weights:
+        layers = [Unit(index) for index in range(3)]
+
+    def hooked() -> list[int]:
+        return [i for i, layer in enumerate(layers) if layer._forward_hooks and layer._forward_pre_hooks]
+
+    layers = [Layer() for _ in range(3)]
     hooks = StreamingHooks(layers, Weights())  # type: ignore[arg-type]
-    assert all(layer._forward_hooks and layer._forward_pre_hooks for layer in layers)
+    assert hooked() == []
+    for absent in ([1, 2], [0, 2], [], [0]):
+        for unit in Weights.layers:
+            unit.absent = unit.index in absent
+        hooks.update()
+        hooks.update()
+        assert hooked() == absent
     hooks.remove()
     hooks.remove()
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)

@@ -15,7 +15,14 @@ from elastic.engines.vllm.agreement import RankAgreement
 from elastic.engines.vllm.kv.admission import GroupDemand, PromiseLedger
 from elastic.engines.vllm.kv.capacity import BlockCapacity
 from elastic.engines.vllm.kv.coordinator import CapacityCoordinator
-from elastic.engines.vllm.kv.orders import RequestEvent, StepOrders, StepReport, find_orders, refuse_connector
+from elastic.engines.vllm.kv.orders import (
+    RequestEvent,
+    StepOrders,
+    StepReport,
+    StepTokens,
+    find_orders,
+    refuse_connector,
+)
 from elastic.engines.vllm.kv.sectors import KVSectors, Region, blocks_per_sector, regions_of
 from elastic.engines.vllm.kv.worker_channel import WorkerChannel
 from elastic.kvcache.storage.budget import WeightsShare
@@ -196,8 +203,14 @@ def test_a_request_alone_gets_what_it_needs_beyond_the_limit(pool: PagePool) -> 
 
 def test_what_happened_to_requests_reaches_the_counters(pool: PagePool) -> None:
     channel, model = make_channel(pool, 12)
-    events = [("arrived", 5), ("scheduled", 0), ("produced", 1), ("produced", 1), ("preempted", 0), ("completed", 0)]
-    told = tuple(RequestEvent(what, "a", tokens, at) for at, (what, tokens) in enumerate(events))  # type: ignore[arg-type]
+    told = (
+        RequestEvent("arrived", "a", 5, 0.0),
+        RequestEvent("scheduled", "a", 0, 1.0),
+        StepTokens({"a": 1}, 2.0),
+        StepTokens({"a": 1}, 3.0),
+        RequestEvent("preempted", "a", 0, 4.0),
+        RequestEvent("completed", "a", 0, 5.0),
+    )
     channel.before_step(StepOrders(requests=told))
     stats = model.counters.read(6.0)
     assert (stats.arrived, stats.completed, stats.prompt_tokens, stats.generated_tokens) == (1, 1, 5, 2)

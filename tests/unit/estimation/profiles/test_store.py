@@ -26,7 +26,7 @@ def profile(weights: str = "full", token: float = 0.1 + 0.2) -> CostProfile:
     layer = LayerCost(((1, token), (64, 2.0)), 1e-5, 1e-9, 1e-8, 1e-8, 128, 32)
     key = "Layer full_attention", weights
     link = LinearLatency(1e-5, 1e-9)
-    return CostProfile("cpu", {key: layer}, {weights: cost}, link, {weights: 0.5}, {weights: 7}, {key: 0.9})
+    return CostProfile("cpu", {key: layer}, {weights: cost}, link, {weights: 0.5}, {weights: 7}, {key: 0.9}, 0.25)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.planning.arrangement.caps import GAIN, KEPT, Need, SharedMemory, better_caps, caps_by_need, largest_caps
+from elastic.planning.arrangement.caps import (
+    GAIN,
+    KEPT,
+    Need,
+    SharedMemory,
+    better_caps,
+    caps_by_need,
+    fitting_caps,
+    largest_caps,
+)
 
 HALVES = SharedMemory({"a": 300, "b": 300}, {"a": {"a": 3, "b": 3}, "b": {"a": 3, "b": 3}})
 """Two instances, half of the layers at each of two ranks: 100 sectors together."""
@@ -39,6 +48,25 @@ def test_caps_fit_everywhere_cover_what_there_is_and_leave_nothing(given_: tuple
         assert need.committed <= caps[home] <= need.most
         room = all(free[rank] >= memory.takes(rank, home) for rank in free)
         assert caps[home] == need.most or not room, f"{home} could have one more"
+
+
+@given(groups(), st.integers(0, 1000))
+def test_caps_that_fit_no_more_fall_but_not_below_what_lives(given_: tuple, lost: int) -> None:
+    memory, needs, fair = given_
+    now = caps_by_need(memory, needs, fair)
+    assert now is not None
+    left = SharedMemory({rank: pages - lost for rank, pages in memory.pages.items()}, memory.sector_pages)
+    caps = fitting_caps(left, needs, fair, now)
+    committed = {home: need.committed for home, need in needs.items()}
+    if min(left.free(now).values()) >= 0:
+        assert caps is None
+    elif min(left.free(committed).values()) >= 0:
+        assert caps is not None
+        assert min(left.free(caps).values()) >= 0
+        assert all(caps[home] >= count for home, count in committed.items())
+        assert fitting_caps(left, needs, fair, caps) is None
+    else:
+        assert caps == committed
 
 
 @given(groups())

@@ -15,8 +15,9 @@ from elastic.planning.deployment.assign import assign, cut_layers
 from elastic.planning.deployment.devices import DeviceState, Stage, after, load_of
 from elastic.planning.deployment.placing import Deployment, Refusal, place
 from elastic.planning.deployment.policies import POLICIES, preferred
-from elastic.planning.estimate.configuration import Configuration, even_stages
+from elastic.planning.estimate.configuration import Configuration
 from elastic.planning.estimate.ranking import Estimate
+from elastic.planning.sharding.share import even_stages
 
 
 @dataclass(frozen=True)

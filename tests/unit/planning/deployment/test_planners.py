@@ -9,10 +9,11 @@ from elastic.planning.deployment.alpaserve import KnownRequest, alpaserve
 from elastic.planning.deployment.devices import DeviceState, Stage, after
 from elastic.planning.deployment.placing import Refusal
 from elastic.planning.deployment.planners import ByIntent, Planned, Static
-from elastic.planning.estimate.configuration import Configuration, configurations, even_stages
+from elastic.planning.estimate.configuration import Configuration, configurations
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Estimate
 from elastic.planning.pipeline.chunk_cost import ChunkCost
+from elastic.planning.sharding.share import even_stages
 
 LAYERS = 4
 LOAD = Load(prompt=1, new=100)

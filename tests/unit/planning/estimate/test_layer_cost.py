@@ -77,6 +77,16 @@ def test_ranks_divide_weights_that_are_cut_and_heads() -> None:
     assert EXPANDED.shared(0.0, 1, 1) == EXPANDED
 
 
+def test_others_that_read_the_same_memory_slow_down_what_is_read() -> None:
+    cost = LayerCost(((1, 1.0), (64, 3.0)), 0.1, 1e-9, 1e-8, 1e-7)
+    beside = cost.beside(0.5)
+    decode, prompt = [Chunk("", 1000, 1)], [Chunk("", 0, 64)]
+    assert beside.batch(decode) == pytest.approx(1.5 * cost.batch(decode))
+    assert beside.batch(prompt) == pytest.approx(cost.batch(prompt) + 0.5)
+    assert cost.beside(0.0) == cost
+    assert cost.times(2.0).batch(prompt) == pytest.approx(2 * cost.batch(prompt))
+
+
 def test_costs_go_through_json() -> None:
     for cost in (EXPANDED, replace(EXPANDED, window=64)):
         assert LayerCost.of(json.loads(json.dumps(asdict(cost)))) == cost

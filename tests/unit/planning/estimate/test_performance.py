@@ -8,13 +8,14 @@ import random
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.planning.estimate.configuration import Configuration, configurations, even_stages
+from elastic.planning.estimate.configuration import Configuration, configurations
 from elastic.planning.estimate.paper import Latency
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.estimate.ranking import Candidate, RankBytes, rank
 from elastic.planning.estimate.roofline import Roofline, Work, sharded_cost
 from elastic.planning.measured_cost import LinearLatency
 from elastic.planning.pipeline.chunk_cost import BatchTiming, Chunk, ChunkCost
+from elastic.planning.sharding.share import even_stages
 
 SLIDING = ChunkCost(0.0, 2e-9, 1e-6, 2e-5, 1.8e-5)
 FULL = ChunkCost(4e-8, 4e-8, 1e-6, 2e-5, 1.8e-5)
@@ -119,6 +120,13 @@ def test_shares_divide_attention_and_what_is_cut_and_pay_for_exchanges() -> None
     instance = InstanceCost((((shared, 10),),), (20,), exchange, token_bytes=100)
     chunk = [Chunk("", 0, 7)]
     assert instance.stage_s(0, chunk) == pytest.approx(10 * shared.batch(chunk) + 20 * exchange(700))
+
+
+def test_stages_that_share_a_memory_are_slower_while_all_compute() -> None:
+    alone, beside = ChunkCost(0, 0, 0, 1.0, 1.0), ChunkCost(0, 0, 0, 1.5, 1.5)
+    piped = InstanceCost((((alone, 2),), ((alone, 2),)), together=(((beside, 2),), ((beside, 2),)))
+    assert piped.round_s(Load(16, 32), 1) == 4.0
+    assert piped.round_s(Load(16, 32), 2) == 6.0
 
 
 def test_a_roofline_is_bound_by_what_takes_longer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,8 @@ from elastic.planning.pipeline import chunk_cost
 from elastic.planning.pipeline.timeline import run_pipeline
 from elastic.sim.core.clock import VirtualClock, stream
 from elastic.sim.core.executor import AnswerEnds
-from elastic.sim.core.step_seconds import Noise
+from elastic.sim.core.host import SharedHost
+from elastic.sim.core.step_seconds import FixedSeconds, Noise
 from elastic.sim.mechanisms.model import LayeredModel, Links
 from elastic.sim.mechanisms.path_executor import ComputeTurn, PathExecutor
 from elastic.sim.mechanisms.wires import Wires
@@ -38,7 +40,7 @@ def step(number: int, tokens: int) -> Step:
 def ends(layered: LayeredModel, home: str, ranks: Sequence[str], sizes: Sequence[int]) -> list[float]:
     """Have steps of so many tokens, all given at once, go by a path; return when each was over."""
     clock = VirtualClock()
-    turns = {rank: ComputeTurn(clock) for rank in RANKS}
+    turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
     made, found = executor(layered, LayerPath(home, tuple(ranks), shards=layered.shards), clock, turns), []
     for number, tokens in enumerate(sizes):
         made.execute(step(number, tokens)).add_done_callback(lambda _: found.append(clock.now))
@@ -47,7 +49,9 @@ def ends(layered: LayeredModel, home: str, ranks: Sequence[str], sizes: Sequence
 
 
 def parts_s(layered: LayeredModel, tokens: int) -> tuple[float, float]:
-    return layered.parts_s([chunk_cost.Chunk("", 0, tokens)])
+    """Seconds of a layer, and of the rest."""
+    parts = layered.parts([chunk_cost.Chunk("", 0, tokens)])
+    return parts.cut_s + parts.whole_s, parts.rest_s
 
 
 @pytest.mark.parametrize("ranks", ["aabb", "abbb", "abcc"])
@@ -75,9 +79,29 @@ def test_shards_halve_the_layers_and_add_two_exchanges_each() -> None:
     assert found == pytest.approx(once + 4 * layer_s / 2 + 8 * once + rest_s)  # the first are the ids' hidden states
 
 
+def test_what_is_not_cut_every_rank_of_a_layer_computes() -> None:
+    whole = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=0.0))
+    layered = replace(whole, rank=replace(whole.rank, cut=FixedSeconds(0.02)))
+    (found,) = ends(layered, "a", "abababab", [50])
+    layer_s, rest_s = parts_s(layered, 50)
+    assert found == pytest.approx(4 * layer_s - 0.02 / 2 + rest_s, rel=1e-4)
+
+
+def test_steps_of_two_instances_take_turns_between_exchanges() -> None:
+    layered = model(shards=2, kv_shards=2, links=Links(bytes_s=1e12, hop_s=0.0))
+    clock = VirtualClock()
+    turns, done = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}, []
+    for home, tokens in (("a", 100), ("b", 10)):
+        made = executor(layered, LayerPath(home, tuple("abababab"), shards=2), clock, turns)
+        made.execute(step(0, tokens)).add_done_callback(lambda _, home=home: done.append((home, clock.now)))
+    clock.run()
+    (large_s, _), (small_s, rest_s) = (parts_s(layered, tokens) for tokens in (100, 10))
+    assert done[0] == ("b", pytest.approx(4 * (large_s + small_s) / 2 + rest_s, rel=0.05))
+
+
 def test_a_rank_that_hangs_ends_no_step_and_one_that_is_lost_fails_it() -> None:
     clock, layered = VirtualClock(), model()
-    turns = {rank: ComputeTurn(clock) for rank in RANKS}
+    turns = {rank: ComputeTurn(SharedHost(clock)) for rank in RANKS}
     made = executor(layered, LayerPath("a", tuple("aabb")), clock, turns)
     turns["b"].hangs = True
     future = made.execute(step(0, 10))

@@ -38,7 +38,7 @@ class CapChange:
             if reached:
                 self._group.caps = {**self._group.caps, **caps}
             else:
-                self._take_back(before)
+                self._take_back(before, caps)
         return reached
 
     def raise_to(self, most: Mapping[str, int]) -> bool:
@@ -62,11 +62,22 @@ class CapChange:
     def _reached(self, homes: Iterable[str]) -> bool:
         return all(self._ranks.ask_all(dict.fromkeys(homes, CapReached())).values())
 
-    def _take_back(self, caps: Mapping[str, int | None]) -> None:
-        """Have the caps of before again; of who is lost others take care."""
+    def _take_back(self, before: Mapping[str, int | None], lower: Mapping[str, int]) -> None:
+        """Have the caps of before again, where stages find that room once more; of who is lost others take care.
+
+        They do not where a limit was lowered meanwhile: there are never more sectors than stages keep room for.
+        """
+        kept = {home: lower[home] for home, cap in before.items() if cap is not None and not self._finds(home, cap)}
+        self._group.caps = {**self._group.caps, **kept}
         with suppress(RankLost):
-            self._allot({home: cap for home, cap in caps.items() if cap is not None})
-            self._ranks.set_caps(caps)
+            self._ranks.set_caps({home: cap for home, cap in before.items() if home not in kept})
+
+    def _finds(self, home: str, cap: int) -> bool:
+        """Return whether stages keep room for a cap, or are lost."""
+        try:
+            return self._allot({home: cap})
+        except RankLost:
+            return True
 
     def _allot(self, caps: Mapping[str, int]) -> bool:
         """Have stages keep room for caps; False: one has more mapped, or no room."""

@@ -31,6 +31,13 @@ def is_short(dispatcher: Dispatcher, members: Collection[str]) -> bool:
         return any(map(_is_short, there))
 
 
+def blocks_told(dispatcher: Dispatcher, members: Collection[str]) -> dict[str, int]:
+    """Return the blocks that instances could have with nothing there, as they said last."""
+    with dispatcher.lock:
+        there = dispatcher.instances
+        return {name: there[name].load.total_blocks for name in members if name in there}
+
+
 def needs_of(dispatcher: Dispatcher, rooms: Mapping[str, Room], caps: Mapping[str, int]) -> dict[str, Need]:
     """Return the needs of instances, of which these rooms were measured, in sectors; `caps` are those in force.
 

@@ -9,7 +9,7 @@ import pytest
 
 from elastic import ConfigError
 from elastic.cluster.control.messages import ModelFacts
-from elastic.cluster.fleet.model_check import require_same_model
+from elastic.cluster.fleet.joining.model_check import require_same_model
 
 KNOWN = ModelFacts((1, 2, 3), 4, 100, 512, (0,), ("int4",))
 

@@ -1,0 +1,51 @@
+"""The verbs of a fleet for the runtime of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.cluster.control.messages import (
+    Apply,
+    CommitActions,
+    Look,
+    PrepareActions,
+    Question,
+    RollbackActions,
+    RuntimeView,
+)
+from elastic.types import Action
+
+
+class RankVerbs:
+    """What is asked of one rank, by its name. Raises what it raises, `ConfigError` for one that is not there."""
+
+    def _ask(self, rank: str, question: Question) -> Any:
+        raise NotImplementedError
+
+    def look(self, rank: str) -> RuntimeView:
+        """Return the status, events and request statistics of a rank's runtime."""
+        view: RuntimeView = self._ask(rank, Look())
+        return view
+
+    def apply(
+        self, rank: str, actions: Action | Sequence[Action], *, dry_run: bool = False, why: str = "by the fleet"
+    ) -> Any:
+        """Do actions at a rank, all or none; return their results, with `dry_run` the steps of a plan."""
+        return self._ask(rank, Apply(_several(actions), why, dry_run))
+
+    def prepare(self, rank: str, actions: Action | Sequence[Action], id: str, timeout_s: float = 60.0) -> Any:
+        """Prepare actions at a rank; see `Runtime.prepare`."""
+        return self._ask(rank, PrepareActions(_several(actions), id, timeout_s))
+
+    def commit(self, rank: str, id: str) -> Any:
+        """Commit prepared actions at a rank; see `Runtime.commit`."""
+        return self._ask(rank, CommitActions(id))
+
+    def rollback(self, rank: str, id: str) -> Any:
+        """Undo prepared actions at a rank; see `Runtime.rollback`."""
+        return self._ask(rank, RollbackActions(id))
+
+
+def _several(actions: Action | Sequence[Action]) -> tuple[Action, ...]:
+    return tuple(actions) if isinstance(actions, Sequence) else (actions,)

@@ -1,0 +1,57 @@
+"""Which full matrices are worth packing: products are timed, once for each shape and dtype."""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+
+from elastic.memory.backends.device_time import seconds_of
+from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
+
+ROWS = (1, 8, 32, 128)
+"""Tokens of the products that are timed: of one request, of batches that decode, of a prompt."""
+REPEATS = 7
+ROTATED_BYTES = 2**26
+"""Bytes of all the copies of a matrix that are used in turn: in a model, weights come from memory, not from cache."""
+
+
+def prepacked_layout(weight: torch.Tensor) -> OneDNNLayout | None:
+    """Return the layout that a full matrix, [outputs, inputs], on a CPU is to have in its pages; None: plain.
+
+    Packed where the products take less time on average of their ratios, with the threads that torch uses now.
+    """
+    if weight.ndim != 2 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    return _faster_layout((weight.shape[0], weight.shape[1]), weight.dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _faster_layout(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> OneDNNLayout | None:
+    layout = find_layout(shape, dtype)
+    if layout is None:
+        return None
+    ratios = packed_time_ratios(layout)
+    return layout if math.prod(ratios) < 1 else None
+
+
+def packed_time_ratios(layout: OneDNNLayout) -> list[float]:
+    """Return how long packed products take, as a share of plain ones, for each number of rows."""
+    with torch.inference_mode(False), torch.no_grad():
+        weight = torch.randn(layout.shape).to(layout.dtype)
+        count = max(1, min(ROTATED_BYTES // weight.nbytes, 64))
+        plain = [weight, *(weight.clone() for _ in range(count - 1))]
+        packed = [layout.pack(weight) for _ in range(count)]
+        matrices, next_plain = cycle([layout.view(stored) for stored in packed]), cycle(plain)
+        ratios = []
+        for rows in ROWS:
+            x = torch.randn(rows, layout.shape[1]).to(layout.dtype)
+            before = after = math.inf
+            for _ in range(REPEATS):
+                before = min(before, seconds_of(lambda x=x: F.linear(x, next(next_plain)), weight.device))  # type: ignore[misc]
+                after = min(after, seconds_of(lambda x=x: multiply(x, next(matrices), None), weight.device))  # type: ignore[misc]
+            ratios.append(after / before)
+    return ratios

@@ -1,0 +1,95 @@
+"""Sources of full matrices that lie in oneDNN's order: in the pages of their place, or in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from elastic.weights.prepacked.onednn import OneDNNLayout, multiply
+from elastic.weights.proxy.host_source import HostSource
+from elastic.weights.proxy.tensor import FORWARD_FUNCTIONS, Function, WeightProxy, on_values, register
+from elastic.weights.proxy.weight_home import WeightHome
+
+
+class ResidentSource:
+    """A matrix, [outputs, inputs], of a resident unit; `packed` are its bytes in the unit's pages."""
+
+    def __init__(self, unit: WeightHome, name: str, layout: OneDNNLayout, packed: torch.Tensor) -> None:
+        self.packed = packed
+        self._unit = unit
+        self._name = name
+        self._layout = layout
+        self._matrix = layout.view(packed)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
+        if _is_plain(x, self._layout):
+            return multiply(x, self._matrix, bias)
+        return F.linear(x, self.value().to(x.dtype), bias)
+
+    def value(self) -> torch.Tensor:
+        """Return the matrix in the plain order, in memory of its own."""
+        return self._layout.unpack(self.packed)
+
+    copy = stored = value
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the matrix by `value`, of any shape that broadcasts to it."""
+        plain = value.to(self._layout.dtype).expand(self._layout.shape).contiguous()
+        with torch.no_grad():
+            self.packed.copy_(self._layout.pack(plain))
+        self._unit.host_copies.pop(self._name, None)
+        self._unit.writes += 1
+
+    def describe(self) -> str:
+        """Say for an error message where the weight is."""
+        return f"of {self._unit.name}, which is in oneDNN's order"
+
+
+class AbsentSource(HostSource):
+    """A matrix, [outputs, inputs], that is in this order in host memory, and in a stage while its layer is called."""
+
+    def __init__(self, unit: WeightHome, name: str, layout: OneDNNLayout, variant: str = "") -> None:
+        super().__init__(unit, name, variant)
+        self._layout = layout
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply x, [..., inputs], with the matrix, and add a bias; returns [..., outputs] in the dtype of x."""
+        if _is_plain(x, self._layout):
+            return multiply(x, self._layout.view(self._bytes()), bias)
+        return F.linear(x, self.value().to(x.dtype), bias)
+
+    def value(self) -> torch.Tensor:
+        """Return the matrix in the plain order, in memory of its own."""
+        return self._layout.unpack(self._bytes())
+
+    copy = stored = value
+
+    def _bytes(self) -> torch.Tensor:
+        staged = self._unit.staged.tensors
+        return self._unit.host_copies[self._name].tensor if staged is None else staged[self._name]
+
+
+Source = ResidentSource | AbsentSource
+
+
+def _is_plain(x: torch.Tensor, layout: OneDNNLayout) -> bool:
+    """Return whether oneDNN's product may be used: of this dtype, and without a gradient."""
+    return x.dtype is layout.dtype and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _linear(function: Function, args: Any, kwargs: Any) -> Any:
+    """Compute F.linear(x, weight, bias)."""
+    names = ("input", "weight", "bias")
+    x, weight, bias = args if len(args) == 3 else (*args, *map(kwargs.get, names[len(args) :]))
+    source = weight.source if isinstance(weight, WeightProxy) else None
+    if not isinstance(source, Source) or isinstance(x, WeightProxy) or isinstance(bias, WeightProxy):
+        return on_values(function, args, kwargs)
+    return source.product(x, bias)
+
+
+for _kind in (ResidentSource, AbsentSource):
+    register(_kind, FORWARD_FUNCTIONS, on_values)
+    register(_kind, (F.linear,), _linear)

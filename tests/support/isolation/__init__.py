@@ -1,0 +1,1 @@
+"""What keeps one test from having others fail."""

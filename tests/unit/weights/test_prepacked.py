@@ -1,0 +1,223 @@
+"""Full matrices that lie in their pages in oneDNN's order: bits, ledger, and every way out of the pages and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elastic.engines.vllm import assembly
+from elastic.engines.vllm.assembly import ElasticModel
+from elastic.engines.vllm.client.settings import EngineSettings
+from elastic.weights.prepacked import choice
+from elastic.weights.prepacked.onednn import OneDNNLayout, find_layout, multiply
+from elastic.weights.prepacked.source import ResidentSource
+from elastic.weights.proxy.tensor import WeightProxy
+
+SHAPES = [(256, 128), (128, 384), (1024, 512)]
+_numbers = itertools.count()
+
+
+class Linear(nn.Module):
+    """A linear layer that is no `nn.Linear`, as vLLM's are."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(Linear(256, 128), nn.SiLU(), Linear(128, 256)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def layout_of(weight: torch.Tensor) -> OneDNNLayout:
+    layout = find_layout((weight.shape[0], weight.shape[1]), weight.dtype)
+    assert layout is not None
+    return layout
+
+
+@pytest.fixture(params=[True, False], ids=["packed", "plain"])
+def packed(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def choice_of(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "prepacked_layout", lambda weight: layout_of(weight) if packed else None)
+
+
+def make_elastic(model: Model, settings: EngineSettings) -> ElasticModel:
+    return ElasticModel(
+        model,
+        settings,
+        torch.device("cpu"),
+        instance=f"prepacked-{next(_numbers)}",
+        is_packable=lambda module, parameter: isinstance(module, Linear),
+        own_worker=False,
+    )
+
+
+@pytest.fixture
+def elastic_model(choice_of: None) -> Iterator[tuple[Model, ElasticModel]]:
+    model = Model()
+    elastic = make_elastic(model, EngineSettings(16 << 20, variants=("int4",)))
+    yield model, elastic
+    elastic.runtime.check()
+    elastic.detach()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_matrix_takes_the_plain_ones_bytes_and_returns_bit_for_bit(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = torch.randn(shape).to(dtype)
+    layout = layout_of(weight)
+    packed = layout.pack(weight)
+    assert packed.shape == weight.shape
+    assert packed.nbytes == weight.nbytes
+    assert torch.equal(layout.unpack(packed), weight)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 64])
+@pytest.mark.parametrize("bias", [None, torch.randn(1024)])
+def test_products_are_as_exact_as_a_sum_can_be(rows: int, bias: torch.Tensor | None) -> None:
+    weight, x = torch.randn(1024, 512), torch.randn(2, rows, 512)
+    layout = layout_of(weight)
+    packed = layout.pack(weight)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    most = F.linear(x.abs().double(), weight.abs().double(), None if bias is None else bias.abs().double())
+    error = (multiply(x, layout.view(packed), bias) - exact).abs()
+    assert (error <= 513 * torch.finfo(torch.float32).eps * most).all()  # of a sum in any order
+
+
+def test_a_view_shows_what_its_memory_has_now() -> None:
+    one, other, x = torch.randn(256, 128), torch.randn(256, 128), torch.randn(4, 128)
+    layout = layout_of(one)
+    memory = layout.pack(one)
+    matrix = layout.view(memory)
+    memory.copy_(layout.pack(other))
+    torch.testing.assert_close(multiply(x, matrix, None), F.linear(x, other))
+
+
+def test_matrices_that_would_need_padding_stay_plain() -> None:
+    assert find_layout((100, 60), torch.float32) is None
+    assert find_layout((256, 128), torch.float16) is None
+
+
+def test_what_is_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ratio, packed in ((0.9, True), (1.1, False)):
+        choice._faster_layout.cache_clear()
+        monkeypatch.setattr(choice, "packed_time_ratios", lambda layout, ratio=ratio: [ratio] * 4)
+        assert (choice.prepacked_layout(torch.randn(256, 128)) is not None) is packed
+    choice._faster_layout.cache_clear()
+    monkeypatch.setattr(choice, "ROTATED_BYTES", 1 << 18)
+    assert choice.prepacked_layout(torch.randn(256, 128).t()) is None
+    monkeypatch.undo()
+    assert all(ratio > 0 for ratio in choice.packed_time_ratios(layout_of(torch.randn(256, 128))))
+
+
+def test_layers_leave_and_return_in_their_order(elastic_model: tuple[Model, ElasticModel], packed: bool) -> None:
+    model, elastic = elastic_model
+    x, runtime = torch.randn(5, 128), elastic.runtime
+    expected, plain = model(x), Model()(x)
+    torch.testing.assert_close(expected, plain)
+    for layers in ([1], [0, 2], [0, 1, 2]):
+        runtime.release(layers)
+        assert torch.equal(model(x), expected)  # streamed in their order, too
+        runtime.restore()
+        assert torch.equal(model(x), expected)
+    runtime.swap([0, 1], "int4")
+    assert not torch.equal(model(x), expected)
+    runtime.release([1])
+    runtime.restore()
+    assert torch.equal(model(x), expected)
+    assert runtime.form() == ("float32",) * 3
+    assert isinstance(model.layers[0][0].weight, WeightProxy) is packed
+
+
+def test_what_is_written_into_a_full_matrix_is_what_returns(elastic_model: tuple[Model, ElasticModel]) -> None:
+    model, elastic = elastic_model
+    x, fresh = torch.randn(5, 128), torch.randn(256, 128)
+    elastic.runtime.release([0])
+    elastic.runtime.restore()
+    with torch.no_grad():
+        model.layers[0][0].weight.copy_(fresh)
+    expected = model(x)
+    torch.testing.assert_close(model.layers[0][0](x), F.linear(x, fresh))
+    elastic.runtime.release([0])
+    assert torch.equal(model(x), expected)
+    elastic.runtime.restore()
+    assert torch.equal(model(x), expected)
+
+
+def test_what_is_written_while_a_matrix_is_away_is_what_returns(elastic_model: tuple[Model, ElasticModel]) -> None:
+    model, elastic = elastic_model
+    x, fresh = torch.randn(5, 128), torch.randn(256, 128)
+    elastic.runtime.release([0])
+    with torch.no_grad():
+        model.layers[0][0].weight.copy_(fresh)
+    torch.testing.assert_close(model.layers[0][0](x), F.linear(x, fresh))
+    elastic.runtime.swap([0], "int4")
+    error = (model.layers[0][0](x) - F.linear(x, fresh)).abs().mean()
+    assert error < 0.3 * F.linear(x, fresh).abs().mean()  # of the weights that were written, not of the first ones
+    elastic.runtime.restore()
+    assert torch.equal(model.layers[0][0].weight.detach(), fresh)
+
+
+def test_the_ledger_counts_as_many_bytes(elastic_model: tuple[Model, ElasticModel]) -> None:
+    _, elastic = elastic_model
+    (place,) = elastic.runtime.status().places
+    layers = sum(nbytes for owner, nbytes in place.owners.items() if owner.startswith("layer:"))
+    pages = -(-(2 * 256 * 128 * 4) // place.page_bytes)
+    assert layers == 3 * pages * place.page_bytes
+
+
+@pytest.mark.usefixtures("choice_of")
+def test_a_model_that_is_detached_has_its_weights_bit_for_bit() -> None:
+    model = Model()
+    elastic = make_elastic(model, EngineSettings(16 << 20))
+    elastic.runtime.release([2])
+    elastic.detach()
+    for mine, other in zip(model.parameters(), Model().parameters(), strict=True):
+        assert type(mine) is nn.Parameter
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.usefixtures("choice_of")
+def test_layers_that_find_no_room_begin_in_host_memory() -> None:
+    model, x = Model(), torch.randn(5, 128)
+    elastic = make_elastic(model, EngineSettings(11 << 16))
+    assert elastic.runtime.form() == ("absent",) * 3
+    torch.testing.assert_close(model(x), Model()(x))
+    elastic.detach()
+    assert torch.equal(model(x), Model()(x))
+
+
+def test_other_functions_see_the_plain_matrix() -> None:
+    weight, x = torch.randn(256, 128), torch.randn(3, 128)
+    layout = layout_of(weight)
+
+    class Unit:
+        name, host_copies, writes = "layer", {}, 0
+
+    proxy = WeightProxy(weight, ResidentSource(Unit(), "w", layout, layout.pack(weight)))  # type: ignore[arg-type]
+    assert torch.equal(x @ proxy.T, x @ weight.T)
+    assert torch.equal(proxy.detach(), weight)
+    assert torch.equal(proxy.clone(), weight)
+    assert F.linear(x.double(), proxy).dtype == torch.float64
