@@ -42,10 +42,12 @@ class CapacityError(ElasticError, MemoryError):
     """Memory does not suffice now.
 
     Attributes are bytes: `requested_bytes` asked for, `free_bytes` still to be had, `total_bytes` of the whole budget.
+    0 requested bytes: it is no sum of one budget that lacks, and the message says what.
     """
 
     def __init__(self, message: str, *, requested_bytes: int, free_bytes: int, total_bytes: int) -> None:
-        super().__init__(f"{message} (requested {requested_bytes:,} bytes, free {free_bytes:,}, total {total_bytes:,})")
+        sums = f" (requested {requested_bytes:,} bytes, free {free_bytes:,}, total {total_bytes:,})"
+        super().__init__(message + sums * (requested_bytes > 0))
         self.requested_bytes = requested_bytes
         self.free_bytes = free_bytes
         self.total_bytes = total_bytes

@@ -227,7 +227,9 @@ def deployed(options: Namespace, name: str, stack: ExitStack) -> ServedModel:
     own = answering(path, options)
     stack.callback(deployments.stop, drain=False)
     deployments.start()
-    deployments.deploy(path, intent_of(options), name=name, load=first_load(options))
+    status = deployments.deploy(path, intent_of(options), name=name, load=first_load(options))
+    devices = dict.fromkeys(device for stage in status.stages for device in stage.devices)
+    print(f"{name} is {status.configuration} on {', '.join(devices)}", flush=True)
     return ServedModel(deployments[name], **own, deployments=deployments)
 
 

@@ -28,7 +28,7 @@ def add_deployments(command: ArgumentParser) -> None:
         "--devices", metavar="DEVICES", help="what all models may have: cuda:0=80GiB,cuda:1=80GiB, or cpu#a=1GiB"
     )
     group.add_argument("--kind", metavar="NAME", help="the data sheet of cuda:N, such as h100")
-    group.add_argument("--weights", metavar="NAMES", help="forms that models may have (full,int8,int4)")
+    group.add_argument("--weights", metavar="NAMES", help="forms that models may have (full, and those in --losses)")
     group.add_argument("--rate", type=float, metavar="X", help="requests a second that the model is to be ready for")
     group.add_argument(
         "--place-by", choices=("hybrid", "packing", "least-loaded"), help="which devices are tried first (hybrid)"
@@ -56,15 +56,14 @@ def check_deployments(options: Namespace) -> None:
 
 def make_deployments(options: Namespace) -> Deployments:
     """Make the deployments, with nothing deployed yet."""
-    from elastic.cluster.deployment.deployments import WEIGHTS, Deployments
+    from elastic.cluster.deployment.deployments import Deployments
 
-    forms = WEIGHTS if options.weights is None else tuple(options.weights.split(","))
     kv = "full" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     return Deployments(
         options.devices,
         kind=options.kind,
         policy=options.place_by or "hybrid",
-        weights=forms,
+        weights=options.weights.split(",") if options.weights else None,
         kv=(kv,),
         losses=losses_of(options),
         fleet={"engine": {"grammars": "llguidance"}},  # each rank compiles them for itself

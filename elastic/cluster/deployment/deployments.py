@@ -31,7 +31,6 @@ from elastic.planning.estimate.intent import Intent, Objective
 from elastic.planning.estimate.performance import Load
 
 logger = logging.getLogger(__name__)
-WEIGHTS = (FULL, "int8", "int4")
 _open: weakref.WeakSet[Deployments] = weakref.WeakSet()
 
 
@@ -41,7 +40,8 @@ class Deployments:
     `devices` are places with what all models together may have there ("cuda:0=80GiB", of the data sheet `kind`;
     "cpu#a=1GiB"), separated by commas in text; all are of one kind. `policy` places models: "hybrid", "packing" or
     "least-loaded". `weights` and `kv` are the forms that models may get unless `deploy` says others; `losses` say by
-    how much a form raises the mean loss of a token, for intents that bound it. `launch` is that of each fleet, `fleet`
+    how much a form raises the mean loss of a token, for intents that bound it. Without `weights` these are full ones
+    and those of which `losses` tells: quality is lost to no intent unasked. `launch` is that of each fleet, `fleet`
     has further options of `Fleet`. `replanning` says when deployments change by themselves; None: only when told. With
     `harvest` models are measured on devices that have little to do; what is found is kept in `store` (beside the
     checkpoint unless it says otherwise), and estimates are made of it. Nothing runs before `start`, or `with`.
@@ -53,7 +53,7 @@ class Deployments:
         *,
         kind: str | None = None,
         policy: PolicyName = "hybrid",
-        weights: Sequence[str] = WEIGHTS,
+        weights: Sequence[str] | None = None,
         kv: Sequence[str] = (FULL,),
         losses: Mapping[str, float] | None = None,
         launch: str = "local",
@@ -68,7 +68,7 @@ class Deployments:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: deployments are for devices of one kind")
         preferred((), policy)
         self._book, self._policy, self._losses = DeviceBook(found), policy, losses
-        self._weights, self._kv = tuple(weights), tuple(kv)
+        self._weights, self._kv = tuple(weights or dict.fromkeys((FULL, *(losses or ())))), tuple(kv)
         self._fleet_options = {"launch": launch, **(fleet or {})}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()
         self._harvester = Harvester(self._book, self._store, self._measured) if harvest else None

@@ -83,3 +83,9 @@ def test_serve_makes_deployments_of_its_options() -> None:
     assert [device.memory_bytes >> 30 for device in made.devices()] == [1, 2]
     assert made._weights == ("full", "2:4")
     assert made._harvester is not None
+
+
+@pytest.mark.parametrize(("losses", "forms"), [((), ("full",)), (("--losses", "int8=0.001"), ("full", "int8"))])
+def test_no_form_is_chosen_whose_loss_nobody_has_told(losses: tuple[str, ...], forms: tuple[str, ...]) -> None:
+    made = make_deployments(parser().parse_args(["serve", "MODEL", "--devices", "cpu=1GiB", *losses]))
+    assert made._weights == forms
