@@ -49,40 +49,38 @@ class PeerTransport:
         self.home = home
         self._connect, self._wires = connect, wires or TrafficCounter()
         self._lock = threading.Lock()
-        self._senders: dict[str, HiddenStatesSender] = {}
-        self._receivers: dict[str, HiddenStatesReceiver] = {}
+        self._peers: dict[str, _Peer] = {}
         self.closed = False
 
     def send(self, to: str, hidden: torch.Tensor, key: Key) -> None:
         """Send a tensor; see `Transport`."""
-        self._send(to, frames.encode(key, hidden))
+        self._peer(to).send(frames.encode(key, hidden))
         self._wires.count(to, sent=hidden.nbytes)
 
     def fail(self, to: str, step: int, failure: StepFailure) -> None:
         """Say that nothing more of a step will come; see `Transport`."""
-        self._send(to, frames.encode_failure(step, failure))
+        self._peer(to).send(frames.encode_failure(step, failure))
 
     def receive(self, frm: str, like: torch.Tensor, key: Key) -> torch.Tensor:
         """Wait for a tensor; see `Transport`."""
-        hidden = as_hidden(self._receiver(frm).receive(key), like, frm, key)
+        hidden = as_hidden(self._peer(frm).receiver.receive(key), like, frm, key)
         self._wires.count(frm, received=hidden.nbytes)
         return hidden
 
     def forget(self, step: int) -> None:
         """Keep nothing of a step; see `Transport`."""
         with self._lock:
-            receivers = [*self._receivers.values()]
-        for receiver in receivers:
-            receiver.box.forget(step)
+            peers = [*self._peers.values()]
+        for peer in peers:
+            peer.receiver.box.forget(step)
 
     def close(self) -> None:
         """End it; see `Transport`."""
         with self._lock:
             self.closed = True
-            ranks = {*self._senders, *self._receivers}
-        for rank in ranks:
-            self._sender(rank).end(self._closed_words, GOODBYE_S)
-            self._receiver(rank).end(self._closed_words)
+            peers = [*self._peers.values()]
+        for peer in peers:
+            peer.end(self._closed_words, GOODBYE_S)
 
     # -- for the hub
 
@@ -90,53 +88,56 @@ class PeerTransport:
     def sending(self) -> bool:
         """Whether something waits to be sent."""
         with self._lock:
-            return any(sender.waiting for sender in self._senders.values())
+            return any(peer.sender.waiting for peer in self._peers.values())
 
     def open(self, rank: str) -> None:
         """Connect to a rank, beside the caller."""
-        self._sender(rank).open()
+        self._peer(rank).sender.open()
 
     def attach(self, frm: str, stream: socket.socket, connection: int) -> None:
         """Receive what a rank sends on a stream, unless it has made a later connection."""
-        self._receiver(frm).attach(stream, connection)
+        self._peer(frm).receiver.attach(stream, connection)
 
     def lost(self, rank: str, reason: str) -> None:
         """Have every call for a rank raise `RankLost`, now and from now on."""
-        self._sender(rank).end(reason)
-        self._receiver(rank).end(reason)
+        self._peer(rank).end(reason)
 
     def met(self, rank: str) -> None:
         """Take a rank that was lost for a new one."""
         with self._lock:
-            ends = self._senders.pop(rank, None), self._receivers.pop(rank, None)
-        for end in ends:
-            if end is not None:
-                end.end(f"rank {rank!r} was started anew")
+            peer = self._peers.pop(rank, None)
+        if peer is not None:
+            peer.end(f"rank {rank!r} was started anew")
 
     @property
     def _closed_words(self) -> str:
         return f"the transport of {self.home!r} was closed"
 
-    def _send(self, to: str, parts: Sequence[memoryview]) -> None:
+    def _peer(self, rank: str) -> _Peer:
+        with self._lock:
+            if rank not in self._peers:
+                peer = self._peers[rank] = _Peer(rank, lambda: self._connect(rank))
+                if self.closed:
+                    peer.end(self._closed_words)
+            return self._peers[rank]
+
+
+class _Peer:
+    """Both ways to and from one rank. What fails of a rank that was lost ends nothing of the one started anew."""
+
+    def __init__(self, rank: str, connect: Callable[[], socket.socket]) -> None:
+        self.sender = HiddenStatesSender(rank, connect, self.end)
+        self.receiver = HiddenStatesReceiver(rank)
+
+    def send(self, parts: Sequence[memoryview]) -> None:
+        """Send the parts of a frame. Raises `RankLost`; nothing more is received then."""
         try:
-            self._sender(to).send(parts)
+            self.sender.send(parts)
         except RankLost as error:
-            self._receiver(to).end(str(error))
+            self.receiver.end(str(error))
             raise
 
-    def _sender(self, rank: str) -> HiddenStatesSender:
-        with self._lock:
-            if rank not in self._senders:
-                sender = HiddenStatesSender(rank, lambda: self._connect(rank), lambda why: self.lost(rank, why))
-                self._senders[rank] = sender
-                if self.closed:
-                    sender.end(self._closed_words)
-            return self._senders[rank]
-
-    def _receiver(self, rank: str) -> HiddenStatesReceiver:
-        with self._lock:
-            if rank not in self._receivers:
-                self._receivers[rank] = HiddenStatesReceiver(rank)
-                if self.closed:
-                    self._receivers[rank].end(self._closed_words)
-            return self._receivers[rank]
+    def end(self, reason: str, grace_s: float = 0.0) -> None:
+        """Have every call raise `RankLost`; see `HiddenStatesSender.end`."""
+        self.sender.end(reason, grace_s)
+        self.receiver.end(reason)

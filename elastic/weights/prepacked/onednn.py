@@ -64,11 +64,16 @@ def multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def find_layout(shape: tuple[int, int], dtype: torch.dtype) -> OneDNNLayout | None:
-    """Return how oneDNN orders matrices of a shape and dtype; None if it needs more bytes for it, or cannot be asked.
+    """Return how oneDNN orders matrices of a shape and dtype; None if they are to stay plain.
 
+    It does not pack bfloat16 on every CPU, some orders would need more bytes, and some builds of torch cannot be asked.
     What torch offers for it is tried once, with a product of this shape: other builds order otherwise, or cannot.
     """
-    return _find_layout(shape, dtype) if dtype in _DTYPES and _interface() is not None else None
+    if dtype not in _DTYPES or _interface() is None:
+        return None
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return _find_layout(shape, dtype)
 
 
 @functools.cache
@@ -97,7 +102,14 @@ def _interface() -> tuple[Any, Any] | None:
     """Return torch's C function and the one that takes its tensors over; None if this build has them not."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     take = getattr(getattr(torch._C, "_aoti", None), "alloc_tensor_by_stealing_from_void_ptr", None)
-    operators = ("_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md", "_nbytes", "data_ptr")
+    operators = (
+        "_reorder_linear_weight",
+        "_linear_pointwise",
+        "_get_mkldnn_serialized_md",
+        "_nbytes",
+        "data_ptr",
+        "_is_mkldnn_bf16_supported",
+    )
     missing = [name for name in operators if not hasattr(torch.ops.mkldnn, name)]
     if missing or take is None or not library.exists() or not torch._C._has_mkldnn:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,7 +122,7 @@ def test_a_step_that_failed_is_told_of_and_forgotten(stack: ExitStack) -> None:
     b.receive("a", LIKE, Key(2, 2))
     b.forget(2)
     b.receive("a", LIKE, Key(3, 1))
-    assert b._receiver("a").box._arrived == {}
+    assert b._peer("a").receiver.box._arrived == {}
 
 
 def test_a_rank_that_does_not_read_keeps_no_sender_waiting(stack: ExitStack) -> None:
@@ -163,6 +164,31 @@ def test_a_rank_that_was_lost_and_is_met_again_is_a_new_one(stack: ExitStack) ->
     assert torch.equal(here.receive("a", LIKE, Key(1, 1)), LIKE + 2)
 
 
+def test_what_fails_late_of_a_rank_before_ends_not_the_new_one(stack: ExitStack) -> None:
+    """A connection that was being made when the rank was lost fails after it was met again."""
+    connecting, met, late = threading.Event(), threading.Event(), []
+    near, far = socket.socketpair()
+    stack.enter_context(far)
+
+    def connect(rank: str) -> socket.socket:
+        if connecting.is_set():
+            return near
+        late.append(threading.current_thread())
+        connecting.set()
+        assert met.wait(10)
+        raise OSError("nobody listens there")
+
+    transport = stack.enter_context(closing(PeerTransport("home", connect)))
+    transport.open("a")
+    assert connecting.wait(10)
+    transport.lost("a", "rank 'a' was lost")
+    transport.met("a")
+    met.set()
+    late[0].join(10)
+    transport.send("a", LIKE, Key(0, 0))
+    assert far.recv(1)
+
+
 @pytest.mark.parametrize("closing_end", ["a", "b"])
 def test_an_end_that_was_closed_and_made_again_goes_on(closing_end: str, stack: ExitStack) -> None:
     """A rank leaves the instance, and comes back; the other end is the same all the time."""
@@ -190,7 +216,7 @@ def test_who_waits_for_a_rank_that_has_closed_its_end_is_told(
     assert torch.equal(here.receive("b", LIKE, Key(0, 1)), LIKE + 1)
     b.transport("a").send("a", LIKE + 2, Key(2, 1))
     deadline = time.monotonic() + 10
-    while here._receiver("b")._left_s is not None and time.monotonic() < deadline:  # until it has connected again
+    while here._peer("b").receiver._left_s is not None and time.monotonic() < deadline:  # until it has connected again
         time.sleep(0.001)
     assert torch.equal(here.receive("b", LIKE, Key(2, 1)), LIKE + 2)
 
