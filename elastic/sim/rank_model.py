@@ -22,7 +22,7 @@ from elastic.sim.core.step_seconds import StepCost
 from elastic.sim.roofline import DividedSteps, SheetSteps
 from elastic.sim.tables import Table
 
-COEFFICIENTS = ("prefix", "own", "token", "chunk", "shared")
+COEFFICIENTS = ("prefix", "own", "token", "chunk", "shared", "read")
 SHARES = 2
 """Of a layer, with which it is told what ranks divide and what each of them computes."""
 MOST_TOKENS = 2048

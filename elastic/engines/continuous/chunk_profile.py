@@ -86,7 +86,9 @@ def _telling_mixes(longest: int, most: int) -> list[Mix]:
     half, sizes = longest // 2, dict.fromkeys((most, max(1, most // 2), max(1, most // 8)))
     alone: list[Mix] = [((start, size),) for size in sizes for start in (0, half // 2, half)]
     decodes: list[Mix] = [((half, 1),) * count for count in (1, 4, _MOST_SEQUENCES)]
-    return [*alone, *decodes, ((0, most // 2 or 1),) * 2, (*((half, 1),) * 4, (0, most // 2 or 1))]
+    short: list[Mix] = [((half // 16, 1),) * count for count in (1, _MOST_SEQUENCES)]
+    prompts: list[Mix] = [((0, max(1, most // count)),) * count for count in (2, _MOST_SEQUENCES)]
+    return [*alone, *decodes, *short, *prompts, (*((half, 1),) * 4, (0, most // 2 or 1))]
 
 
 class _Stopwatch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
@@ -91,4 +91,5 @@ def sharded_cost(cost: ChunkCost, cut_share: float, tp: int) -> ChunkCost:
     `cut_share` of its weights are shared by the ranks, and of the time that weights take; attention is shared by heads.
     """
     kept = 1 - cut_share + cut_share / tp
-    return ChunkCost(cost.prefix / tp, cost.own / tp, kept * cost.token, kept * cost.chunk, kept * cost.shared)
+    attention, weights = cost.times(1 / tp), cost.times(kept)
+    return replace(weights, prefix=attention.prefix, own=attention.own, read=attention.read)

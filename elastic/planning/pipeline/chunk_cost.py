@@ -2,7 +2,9 @@
 
 KunServe, section 4.3, equations 1 to 3: a chunk of c new tokens behind p earlier ones costs
 alpha (p c + c² + c) + beta c + gamma. The chunks of a batch share what it pays once, such as reading the weights. The
-paper takes that to be all of gamma, and calls it lambda elsewhere, which is fitted: here it is fitted by itself.
+paper takes that to be all of gamma, and calls it lambda elsewhere, which is fitted: here it is fitted by itself. Pairs
+within a chunk have an alpha of their own, as half of them are masked, and a term is added: keys and values of earlier
+tokens are read once for a chunk, whatever its length, rho p.
 """
 
 from __future__ import annotations
@@ -47,11 +49,13 @@ class ChunkCost:
     """For each chunk: gamma."""
     shared: float
     """Of `chunk`, what the chunks of one batch pay once: lambda, or gamma where both are one."""
+    read: float = 0.0
+    """For each token before a chunk, whose keys and values are read for it: rho, not in the paper."""
 
     def __call__(self, chunk: Chunk) -> float:
-        """Return the seconds of a chunk that is a batch by itself. (Equation 1)"""
+        """Return the seconds of a chunk that is a batch by itself. (Equation 1, and what is read)"""
         _, start, count = chunk
-        return count * (self.prefix * start + self.own * (count + 1) + self.token) + self.chunk
+        return count * (self.prefix * start + self.own * (count + 1) + self.token) + self.read * start + self.chunk
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch; 0.0 for none. (Equation 3)"""
@@ -59,8 +63,11 @@ class ChunkCost:
 
     def tokens_within(self, chunk: Chunk, seconds: float) -> int:
         """Return how many of a chunk's first tokens cost so much at the most, as a batch by themselves."""
-        linear = self.prefix * chunk.start + self.own + self.token
-        tokens = larger_root(self.own, linear, -(seconds - self.chunk)) if seconds > self.chunk else 0.0
+        linear, left_s = (
+            self.prefix * chunk.start + self.own + self.token,
+            seconds - self.chunk - self.read * chunk.start,
+        )
+        tokens = larger_root(self.own, linear, -left_s) if left_s > 0 else 0.0
         return min(chunk.tokens, max(0, math.floor(tokens + 1e-9)))
 
     def __add__(self, other: ChunkCost) -> ChunkCost:
@@ -76,7 +83,7 @@ class ChunkCost:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
-    def fit(cls, samples: Sequence[BatchTiming], form: str = "paper") -> ChunkCost:
+    def fit(cls, samples: Sequence[BatchTiming], form: str = "two alphas and reads") -> ChunkCost:
         """Fit by least squares of relative errors, no coefficient below zero. `form` is one of `FORMS`.
 
         Raises `ConfigError` for fewer samples than coefficients, and for seconds that are not above zero.
@@ -90,7 +97,12 @@ class ChunkCost:
         fitted = dict(zip(terms, not_negative(rows), strict=True))
         alpha, extra, shared = fitted.get("alpha", 0.0), fitted.get("extra", 0.0), fitted.get("batch", 0.0)
         return cls(
-            fitted.get("prefix", alpha), fitted.get("own", alpha), fitted.get("token", 0.0), extra + shared, shared
+            prefix=fitted.get("prefix", alpha),
+            own=fitted.get("own", alpha),
+            token=fitted.get("token", 0.0),
+            chunk=extra + shared,
+            shared=shared,
+            read=fitted.get("read", 0.0),
         )
 
 
@@ -129,7 +141,7 @@ class ChunkProfile:
         pairs = zip(self.layer, self.rest, strict=True)
         return tuple(BatchTiming(layer.chunks, self.layers * layer.seconds + rest.seconds) for layer, rest in pairs)
 
-    def fit(self, form: str = "paper") -> ModelCost:
+    def fit(self, form: str = "two alphas and reads") -> ModelCost:
         """Fit the layers and the rest, in which there is no attention."""
         return ModelCost(ChunkCost.fit(self.layer, form), ChunkCost.fit(self.rest, "linear"), self.layers)
 
@@ -140,6 +152,10 @@ Term = Callable[[Chunks], float]
 
 def _prefix(chunks: Chunks) -> float:
     return sum(start * count for start, count in chunks)
+
+
+def _read(chunks: Chunks) -> float:
+    return sum(start for start, _ in chunks)
 
 
 def _own(chunks: Chunks) -> float:
@@ -156,8 +172,11 @@ def _once(chunks: Chunks) -> float:
 
 _LINEAR: Mapping[str, Term] = {"token": _tokens, "extra": len, "batch": _once}
 """gamma n - lambda (n - 1) of n chunks is (gamma - lambda) n + lambda: neither is below zero."""
+_PAPER: Mapping[str, Term] = {"alpha": lambda chunks: _prefix(chunks) + _own(chunks), **_LINEAR}
 FORMS: Mapping[str, Mapping[str, Term]] = {
-    "paper": {"alpha": lambda chunks: _prefix(chunks) + _own(chunks), **_LINEAR},
+    "paper": _PAPER,
+    "reads": {**_PAPER, "read": _read},
+    "two alphas and reads": {"prefix": _prefix, "own": _own, "read": _read, **_LINEAR},
     "two alphas": {"prefix": _prefix, "own": _own, **_LINEAR},
     "no prefix": {"own": _own, **_LINEAR},  # as DistServe
     "no self-attention": {"prefix": _prefix, **_LINEAR},  # as NanoFlow

@@ -149,12 +149,12 @@ def _split(batch: Batch, cost: ChunkCost) -> tuple[Batch, Batch]:
 def _balance(chunk: Chunk, cost: ChunkCost, more: float) -> int:
     """Return where to cut a chunk so that its first part costs `more` more than the second one.
 
-    With n tokens behind p, f(c) = prefix p c + own (c² + c) + token c, and g(c) the same for n - c behind p + c:
-    f(c) - g(c) = more is a quadratic equation in c.
+    With n tokens behind p, f(c) = prefix p c + own (c² + c) + token c + read p, and g(c) the same for n - c behind
+    p + c: f(c) - g(c) = more is a quadratic equation in c.
     """
     _, start, count = chunk
     square = cost.prefix  # c² of own cancels; prefix (p c - (p + c) (n - c)) has prefix c²
-    linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count)
+    linear = 2 * cost.own * (count + 1) + 2 * cost.token + cost.prefix * (2 * start - count) - cost.read
     constant = -count * (cost.own * (count + 1) + cost.token + cost.prefix * start) - more
     return min(count, max(0, round(larger_root(square, linear, constant))))
 

@@ -14,7 +14,7 @@ from elastic.planning.pipeline.chunk_cost import Chunk, ChunkCost
 from support import architectures
 from support.wrapped_model import small
 
-MIXES = [((0, 5),), ((0, 9), (16, 1), (7, 20)), ((40, 1),) * 3, ((30, 8),), ((0, 33), (0, 2))]
+MIXES = [((0, 5),), ((0, 9), (16, 1), (7, 20)), ((40, 1),) * 3, ((30, 8),), ((0, 33), (0, 2)), ((12, 4),)]
 
 
 @pytest.fixture(params=["qwen3", "gemma3"])

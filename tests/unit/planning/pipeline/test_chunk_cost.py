@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from elastic.planning.pipeline.chunk_cost import (
 )
 
 TRUE = ChunkCost(2e-8, 2e-8, 3e-5, 9e-4, 7e-4)
+READING = replace(TRUE, own=1e-8, read=4e-7)
 COSTS = st.floats(0, 1e-3)
 
 
@@ -37,10 +39,10 @@ def mixes(seed: int, count: int) -> list[tuple[tuple[int, int], ...]]:
     return found
 
 
-def measured(seed: int, count: int, noise: float = 0.0) -> list[BatchTiming]:
+def measured(seed: int, count: int, noise: float = 0.0, true: ChunkCost = TRUE) -> list[BatchTiming]:
     choose = random.Random(seed)
     return [
-        BatchTiming(chunks, TRUE.batch([Chunk("", *chunk) for chunk in chunks]) * choose.gauss(1, noise))
+        BatchTiming(chunks, true.batch([Chunk("", *chunk) for chunk in chunks]) * choose.gauss(1, noise))
         for chunks in mixes(seed, count)
     ]
 
@@ -50,10 +52,29 @@ def test_equations_1_and_3() -> None:
     assert one(Chunk("r", 4, 3)) == 2 * (4 * 3 + 9 + 3) + 3 * 3 + 7
     assert one.batch([Chunk("r", 4, 3), Chunk("s", 0, 1)]) == one(Chunk("r", 4, 3)) + one(Chunk("s", 0, 1)) - 5
     assert one.batch([]) == 0
+    assert replace(one, read=0.5)(Chunk("r", 4, 3)) == one(Chunk("r", 4, 3)) + 0.5 * 4
 
 
-def test_a_fit_finds_the_coefficients_gamma_and_lambda_apart() -> None:
-    assert ChunkCost.fit(measured(0, 60)).coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+@pytest.mark.parametrize("true", [TRUE, READING])
+def test_a_fit_finds_the_coefficients_gamma_and_lambda_apart(true: ChunkCost) -> None:
+    found = ChunkCost.fit(measured(0, 60, true=true))
+    assert found.coefficients == pytest.approx(true.coefficients, rel=1e-6, abs=1e-12)
+
+
+def test_what_is_read_once_for_a_chunk_is_not_taken_for_attention() -> None:
+    samples, held_out = measured(1, 60, 0.02, READING), measured(2, 60, 0.02, READING)
+    errors = {form: statistics.mean(relative_errors(ChunkCost.fit(samples, form), held_out)) for form in FORMS}
+    assert errors["two alphas and reads"] <= 0.03 < 0.06 < min(errors["paper"], errors["two alphas"])
+
+
+@given(st.builds(ChunkCost, *[st.floats(0, 1e-3)] * 5, st.floats(0, 1e-3)), st.integers(0, 8000), st.integers(1, 2000))
+def test_tokens_within_are_as_many_as_cost_so_much(cost: ChunkCost, start: int, tokens: int) -> None:
+    for seconds in (0.0, cost.chunk, 0.5 * cost(Chunk("", start, tokens)), cost(Chunk("", start, tokens))):
+        fit = cost.tokens_within(Chunk("", start, tokens), seconds)
+        assert 0 <= fit <= tokens
+        assert not fit or cost(Chunk("", start, fit)) <= seconds * (1 + 1e-6) + 1e-12
+        if fit + 1 < tokens:
+            assert cost(Chunk("", start, fit + 2)) >= seconds * (1 - 1e-6)
 
 
 def test_held_out_batches_are_predicted_and_models_blind_to_attention_fail_there() -> None:

@@ -15,12 +15,13 @@ from elastic.planning.pipeline.timeline import run_pipeline
 COST = ChunkCost(1e-7, 1e-7, 5e-5, 2e-4, 1e-3 / 8)
 MINIMUM = 64
 COSTS = st.builds(
-    lambda alpha, own, token, chunk, shared: ChunkCost(alpha, own, token, chunk + shared, shared),
+    lambda alpha, own, token, chunk, shared, read: ChunkCost(alpha, own, token, chunk + shared, shared, read),
     st.floats(0, 1e-6),
     st.floats(0, 1e-6),
     st.floats(1e-6, 1e-4),
     st.floats(0, 1e-3),
     st.floats(0, 1e-3),
+    st.floats(0, 1e-6),
 )
 
 
