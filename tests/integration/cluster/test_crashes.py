@@ -22,6 +22,7 @@ from elastic.assets import MODEL_DIR
 from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from support.cluster.shared_launcher import SharedLauncher
+from support.processes import shared_memory, shared_memory_left
 from support.serving.generations import Collector, prompts, same_unless_close
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,13 @@ def alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def fleet(launcher: SharedLauncher) -> Iterator[Fleet]:
     made = Fleet(str(MODEL_DIR), ranks=2, launch=launcher, places=["cpu=48MiB"], engine=ENGINE)
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     with made:
         yield made
         pids = {rank.pid for rank in made.status().ranks}
         made.stop(drain=False)
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert not shared_memory_left(shm)
 
 
 @cache
@@ -169,7 +170,7 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(60)
     """
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     pipe = subprocess.PIPE
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=pipe, stderr=pipe, text=True)
     try:
@@ -183,4 +184,4 @@ def test_nothing_is_left_of_a_fleet_whose_process_ends(end: str) -> None:
     assert "Traceback" not in errors
     assert "ranks may hang" not in errors
     wait_until(lambda: not any(map(alive, pids)), "a rank is left")
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert not shared_memory_left(shm)

@@ -23,6 +23,7 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.engines.base import Request
 from elastic.errors import ElasticError
 from support.cluster.shared_launcher import SharedLauncher
+from support.processes import shared_memory, shared_memory_left
 from support.serving.generations import Collector, prompts, same_unless_close
 
 pytestmark = pytest.mark.slow
@@ -85,10 +86,10 @@ def survive(
     change: Callable[[Fleet], None] = drop_and_restore,
 ) -> None:
     """Have a rank be lost at a random point; nothing of the fleet is left when it has ended."""
-    shm, before = set(os.listdir("/dev/shm")), held()
+    shm, before = shared_memory(), held()
     pids = serve_through(seed, how, launch, change)
     until(lambda: not any(map(alive, pids)))
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert not shared_memory_left(shm)
     until(lambda: not held() - before - FORKSERVER)
 
 

@@ -20,7 +20,7 @@ from elastic.cluster.fleet.fleet import Fleet
 from elastic.errors import ElasticError
 from elastic.types import ResizeKV
 from integration.serving.soak_clients import Books, everyone
-from support.processes import wait_for_end
+from support.processes import shared_memory, shared_memory_left, wait_for_end
 from support.serving.generations import same_unless_close
 from support.serving.live_server import MODEL_DIR, empty, live, until
 
@@ -97,7 +97,7 @@ class Disturber:
 
 @pytest.mark.long
 def test_no_request_is_lost_repeated_or_changed_while_ranks_come_and_go() -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     fleet = Fleet(str(MODEL_DIR), ranks=2, places=["cpu=32MiB"], engine=ENGINE, beat_timeout_s=5)
     books, seen = Books(), Counter[str]()
     with fleet:
@@ -112,7 +112,7 @@ def test_no_request_is_lost_repeated_or_changed_while_ranks_come_and_go() -> Non
             disturber.pids |= disturber.serving_pids()
     for pid in disturber.pids.values():
         wait_for_end(pid)
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert not shared_memory_left(shm)
     logger.warning("%s; %s; %s; %s", traffic, totals, dict(seen), dict(disturber.did))
     assert_books(books, traffic, seen)
     done = disturber.did
