@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def main() -> None:
     for _ in range(options.rounds):
         together = [kinds] if not options.trace else [[kind] for kind in random.sample(kinds, len(kinds))]
         for kinds_together in together:
-            _run_round(kinds_together, results, 1 if options.trace else options.turns)
+            run_round(kinds_together, results, 1 if options.trace else options.turns, options.threads)
     if options.actions:
         finish("vllm_actions", "cpu", _action_figures(results[ACTIONS[0]]))
         return
@@ -85,12 +85,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run_round(kinds: Sequence[str], results: dict[str, list[Any]], turns: int) -> None:
-    """Start a process of each kind, then have them take turns, in an order that is drawn each time."""
-    threads = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else "1"
+def run_round(kinds: Sequence[str], results: dict[str, list[Any]], turns: int, threads: int) -> None:
+    """Start a process of this script for each kind, then have them take turns, in an order that is drawn each time."""
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -115,6 +114,13 @@ def _run_round(kinds: Sequence[str], results: dict[str, list[Any]], turns: int) 
             print(f"{kind}: {str(results[kind][-1])[:60]}", file=sys.stderr, flush=True)
     for child in children.values():
         child.communicate()
+
+
+def take_turns(turn: Callable[[], Any]) -> None:
+    """Be a process of `run_round`: say that it is ready, and take a turn for each line of input."""
+    print(ANSWER + "0", flush=True)
+    for _ in sys.stdin:
+        print(ANSWER + json.dumps(turn()), flush=True)
 
 
 def _answer(child: subprocess.Popen[str]) -> Any:
@@ -142,25 +148,35 @@ def _child(options: argparse.Namespace) -> None:
         runtime.swap(range(len(runtime.form())), "int4")
     if not options.trace:
         _throughput(llm)
-    print(ANSWER + "0", flush=True)
-    for _ in sys.stdin:
-        turn = _burst(llm, _trace(options)) if options.trace else _gaps(llm) if options.actions else _throughput(llm)
-        print(ANSWER + json.dumps(turn), flush=True)
+    if options.trace:
+        take_turns(lambda: _burst(llm, _trace(options)))
+    else:
+        take_turns(lambda: _gaps(llm) if options.actions else _throughput(llm))
 
 
 def _trace(options: argparse.Namespace) -> Trace:
     if options.trace != "burst":
-        trace = read_trace(options.trace)
-        trace = trace.cut(*trace.densest(options.seconds * options.rate)).with_rate(options.rate, "stretch")
-        return trace.with_tokens(options.token_scale, most=LONGEST)
+        return densest_part(options.trace, options.seconds, options.rate, options.token_scale)
     return generate(OnOff(12.0, 0.5, 4.0, 8.0), Fixed(PROMPT, OUTPUT), options.seconds, seed=1)
+
+
+def densest_part(path: str, seconds: float, rate: float, token_scale: float) -> Trace:
+    """Return the densest seconds of a trace's file, at `rate` times its rate, with requests that fit the context."""
+    trace = read_trace(path)
+    trace = trace.cut(*trace.densest(seconds * rate)).with_rate(rate, "stretch")
+    return trace.with_tokens(token_scale, most=LONGEST)
+
+
+def batch_prompts() -> list[list[int]]:
+    """Return the prompts of a batch, as token ids."""
+    return [[(7 * i + 3 * j) % 400 + 1 for j in range(PROMPT)] for i in range(REQUESTS)]
 
 
 def _throughput(llm: Any) -> dict[str, float]:
     """Decode 16 requests; return tokens per second of the clock, and of the CPU time of this process."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 400 + 1 for j in range(PROMPT)]} for i in range(REQUESTS)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in batch_prompts()]
     sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
     start, cpu = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -189,8 +205,7 @@ def _steps_ms(llm: Any) -> list[float]:
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    for number in range(REQUESTS):
-        tokens = [(7 * number + 3 * j) % 400 + 1 for j in range(PROMPT)]
+    for number, tokens in enumerate(batch_prompts()):
         sampling = SamplingParams(max_tokens=3 * OUTPUT, temperature=0, ignore_eos=True)
         engine.add_request(f"g{number}", {"prompt_token_ids": tokens}, sampling)
     steps = []
