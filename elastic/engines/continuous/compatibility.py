@@ -51,7 +51,7 @@ class _CacheProbe:
 
 @torch.no_grad()
 def kv_shape(model: Any) -> tuple[int, int]:
-    """Return the heads and the dim of keys and values in every layer of a wrapped model.
+    """Return the heads of keys and values in every layer of a wrapped model, and the dim of keys; values have no more.
 
     Raises `ConfigError` for one whose caches do not come in equal blocks, or that attends in a way that is not known.
     """
@@ -69,14 +69,16 @@ def kv_shape(model: Any) -> tuple[int, int]:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"continuous batching cannot call this model: {error}; use generate instead") from error
-    shapes = {shape for both in probe.shapes.values() for shape in both}
-    if len(probe.shapes) != len(here) or len(shapes) != 1:
-        raise ConfigError(
-            f"continuous batching needs keys and values of one (heads, dim) in all {len(here)} layers; "
-            f"{len(probe.shapes)} layers have {', '.join(map(str, sorted(shapes)))}"
-        )
-    heads, dim = shapes.pop()
-    return heads, dim
+    shapes = set(probe.shapes.values())
+    if len(probe.shapes) == len(here) and len(shapes) == 1:
+        (heads, dim), (value_heads, value_dim) = shapes.pop()
+        if heads == value_heads and dim >= value_dim:
+            return heads, dim
+    found = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes)) or "none"
+    raise ConfigError(
+        f"continuous batching needs keys of one (heads, dim) in all {len(here)} layers, and values of as many heads "
+        f"that are no larger; {len(probe.shapes)} layers have {found}"
+    )
 
 
 def _layers_here(model: Any) -> list[int]:

@@ -88,5 +88,5 @@ def same_unless_close(model: Any, prompt: Sequence[int], got: Sequence[int], clo
 
 SERVED = {
     "llama-mha", "llama-gqa", "qwen2-sliding", "qwen3", "qwen3-moe", "mistral-sliding", "mixtral", "gemma", "gemma2",
-    "gemma3", "phi3", "phi", "gpt2", "gpt-neox", "gpt-oss", "opt",
+    "gemma3", "phi3", "phi", "gpt2", "gpt-neox", "deepseek-v3", "gpt-oss", "opt",
 }  # fmt: skip

@@ -102,13 +102,13 @@ def test_softcaps_and_sinks_are_seen_in_the_tokens(
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama-gqa", "head_centric"), ("gemma3", "token_major"), ("opt", None), ("gpt-oss", None)],
+    [("llama-gqa", "head_centric"), ("gemma3", "token_major"), ("opt", None), ("gpt-oss", None), ("deepseek-v3", None)],
 )
 def test_a_cache_in_parts_gives_the_same_tokens(name: str, layout: str | None, engines: Any) -> None:
     model, asked = architectures.build(name), prompts([7, 40, 70], architectures.VOCAB)
     requests = [Request(prompt, 20) for prompt in asked]
     engine = engines(model, wrap={"shards": 4}, block_layout=layout or "head_centric")
-    form, kv_heads = engine.kv_format, {"opt": 4}.get(name, 2)
+    form, kv_heads = engine.kv_format, {"opt": 4, "deepseek-v3": 4}.get(name, 2)
     assert (engine.shards, form.kv_shards, form.heads) == (4, kv_heads, 1)
     assert sorted(n for layers, _ in form.groups for n in layers) == list(range(len(engine.kv_room().sector_pages)))
     heard, plain = serve(engine, requests), architectures.build(name)
@@ -131,7 +131,7 @@ def test_requests_get_the_tokens_that_they_get_alone_on_a_gpu(name: str, engines
         assert same_unless_close(model, request.prompt, heard.tokens[request.id], close=1e-2)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_what_lies_in_blocks_that_nobody_wrote_changes_no_token(name: str, device: str, engines: Any) -> None:
     """Masked slots weigh 0, and 0 times NaN is NaN. Windows of 16 in blocks of 12: some slots are never written."""
     model = architectures.build(name, device=device)
@@ -147,7 +147,7 @@ def test_what_lies_in_blocks_that_nobody_wrote_changes_no_token(name: str, devic
     assert serve(engine, asked).tokens == expected
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_a_common_beginning_is_computed_once_and_changes_nothing(
     name: str, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +355,7 @@ def test_a_listener_that_fails_hurts_nobody_else(engines: Any) -> None:
     assert serve(engine, [Request((3, 4, 5), 4)]).ends
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(name: str, engines: Any) -> None:
     model = exact(architectures.build(name))
     prompt = prompts([30], architectures.VOCAB)[0]
