@@ -53,5 +53,6 @@ def attend_by_scores(
     if terms.sinks is not None:
         sinks = terms.sinks.to(wide)[:, None, None].expand(batch, heads, new, 1)
         scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1)[..., :tokens].to(query.dtype)
+    scores = scores.softmax(-1)  # those before are free from here on
+    weights = scores[..., :tokens].to(query.dtype)
     return (weights.reshape(batch, kv_heads, -1, tokens) @ value).view(batch, heads, new, -1)
