@@ -227,9 +227,12 @@ def test_what_another_library_registered_as_sdpa_is_left_alone(wrapped: Any) -> 
 
 
 @pytest.mark.slow
-def test_a_plain_model_is_compiled_whole_beside_a_wrapped_one(wrapped: Any) -> None:
-    wrapped(build("llama-gqa"))
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_plain_model_is_compiled_whole_beside_a_wrapped_one(attention: str, wrapped: Any) -> None:
+    for name in ("llama-gqa", "gpt2"):
+        wrapped(build(name), elastic.Place(f"cpu#{name}", torch.device("cpu"), 16 << 20, page_bytes=4096))
     plain = build("gpt2")
+    plain.set_attn_implementation(attention)
     expected = plain(torch.arange(3, VOCAB)[None], use_cache=False).logits
     compiled = torch.compile(plain, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(torch.arange(3, VOCAB)[None], use_cache=False).logits, expected)
