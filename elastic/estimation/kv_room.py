@@ -52,13 +52,13 @@ class KVShape:
 
 
 def kv_shape_of(config: Any, itemsize: int, form: str = FULL) -> KVShape:
-    """Return the shape by a text config. Raises `ConfigError` for an unknown form, and for keys unlike values."""
+    """Return the shape by a text config. Raises `ConfigError` for an unknown form, and for values larger than keys."""
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     key, value = getattr(config, "qk_head_dim", None) or dim, getattr(config, "v_head_dim", None) or dim
-    if key != value:
-        raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have both of one size")
+    if key < value:
+        raise ConfigError(f"keys of {key} and values of {value} elements: the engine's blocks have no larger values")
     if form == FULL:
         return KVShape(kv_heads, key, itemsize)
     if form == INT8:

@@ -19,6 +19,8 @@ _CHOSEN = ("num_experts_per_tok", "moe_topk", "num_selected_experts", "top_k")
 """Names in configs of how many experts a token is sent to."""
 _SCORE_BYTES = 16
 """For a pair of tokens of a prompt: the mask, how it is made, and its form for the kernel."""
+_MADE_SCORE_BYTES = 8
+"""For a pair of tokens and a query head, where no kernel attends: the scores and their softmax in float32."""
 _GROUPS = ("whole", "cut", "experts")
 _LOGIT_COPIES = 4
 """Copies in float32 of what is sampled from."""
@@ -78,16 +80,22 @@ def activation_bytes(layout: ModelLayout, step_tokens: int, running: int, contex
     config: Any = layout.config
     itemsize, hidden = layout.dtype.itemsize, config.hidden_size
     heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    seen = context * 4 * kv_heads * dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
-    attention = step_tokens * (4 * heads + 6 * kv_heads) * dim * itemsize + seen + step_tokens * context * _SCORE_BYTES
+    kv = kv_shape_of(config, itemsize)
+    seen = context * 4 * kv.heads * kv.dim * itemsize  # of a prompt behind a prefix: as read, and with the new ones
+    scores = step_tokens * context * (_SCORE_BYTES + (_MADE_SCORE_BYTES * heads if _makes_scores(layout) else 0))
+    attention = step_tokens * (4 * heads + 6 * kv.heads) * kv.dim * itemsize + seen + scores
     slots = [slot for kind in layout.kinds for slot in kind.slots.values()]
     inner = max(max(slot.parameter.shape[-2:]) for slot in slots if slot.parameter.ndim > 1)
     chosen = max(_chosen(config, kind) for kind in layout.kinds)
     network = step_tokens * chosen * (4 * inner + 2 * hidden) * itemsize
     logits = running * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
     return int(step_tokens * 8 * hidden * max(4, itemsize) + max(attention, network, logits))
+
+
+def _makes_scores(layout: ModelLayout) -> bool:
+    """Return whether the engine makes the scores of attention itself: those that are capped, or have sinks."""
+    capped = getattr(layout.config, "attn_logit_softcapping", None) is not None
+    return capped or any(name.rpartition(".")[2] == "sinks" for kind in layout.kinds for name in kind.slots)
 
 
 def copied_share(layers: int, read_bytes: int = 1) -> float:

@@ -45,6 +45,15 @@ CONFIGS: dict[str, Any] = {
     "mistral-sliding": lambda: t.MistralConfig(**GQA, sliding_window=16),
     "mixtral": lambda: t.MixtralConfig(**GQA, **MOE),
     "gemma": lambda: t.GemmaConfig(**GQA, head_dim=8),
+    "gemma2": lambda: t.Gemma2Config(
+        **GQA,
+        head_dim=8,
+        sliding_window=16,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        initializer_range=0.08,  # scores of up to 17: the cap is felt
+        tie_word_embeddings=False,  # else it says the last token again, whatever it attends to
+    ),
     "gemma3": lambda: t.Gemma3TextConfig(**GQA, head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
     "phi3": lambda: t.Phi3Config(**GQA),
     "phi": lambda: t.PhiConfig(**SMALL),
@@ -79,6 +88,9 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: 
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
+        for name, sinks in model.named_parameters():
+            if name.endswith(".sinks"):  # of which heads have different ones
+                sinks.copy_(torch.linspace(-2, 3, len(sinks)))
     return model.requires_grad_(False).to(device)
 
 

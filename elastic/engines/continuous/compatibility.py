@@ -1,4 +1,4 @@
-"""The models that continuous batching can serve: they are tried with one token, not by name."""
+"""The models that continuous batching can serve: they are tried with two tokens, not by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from elastic.engines.pipeline.forward import Attended, StageForward
 from elastic.engines.pipeline.turn import Turn
 from elastic.errors import ConfigError
-from elastic.kvcache.attention import attends
+from elastic.kvcache.attention import attends_for_engines
+from elastic.kvcache.score_terms import ScoreTerms
 from elastic.runtime.runtime import runtime
 
 
 class _CacheProbe:
-    """Stands for the cache in one forward pass of one token: notes what the layers give it.
+    """Stands for the cache in one forward pass of two tokens: notes what the layers give it.
 
     With `ends` each layer ends there.
     """
@@ -26,15 +27,21 @@ class _CacheProbe:
         """Layer -> heads and dim of its keys, and of its values."""
 
     def new_tokens(self) -> list[int]:
-        return [1]
+        return [2]
 
     def of_requests(self, start: int, stop: int) -> _CacheProbe:
         return self
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
-        """Attend to nothing but the token itself. Shapes as those of `RequestSlice.attend`."""
+        """Attend to these tokens, by no terms. Shapes as those of `RequestSlice.attend`."""
         self.shapes[layer] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if self._ends:
             raise Attended
@@ -44,30 +51,34 @@ class _CacheProbe:
 
 @torch.no_grad()
 def kv_shape(model: Any) -> tuple[int, int]:
-    """Return the heads and the dim of keys and values in every layer of a wrapped model.
+    """Return the heads of keys and values in every layer of a wrapped model, and the dim of keys; values have no more.
 
-    Raises `ConfigError` for one whose caches do not come in equal blocks, or that attends in another way than `sdpa`.
+    Raises `ConfigError` for one whose caches do not come in equal blocks, or that attends in a way that is not known.
     """
     config = model.config.get_text_config(decoder=True)
-    if not attends(model, config):
+    if not attends_for_engines(model, config):
         raise ConfigError(
             f"attn_implementation={config._attn_implementation!r}: continuous batching needs a model that was loaded "
-            "with 'sdpa', and calls it through transformers' attention interface"
+            "with 'sdpa' or 'eager', and calls it through transformers' attention interface"
         )
     here = _layers_here(model)
     probe = _CacheProbe(ends=bool(runtime(model).dropped))
     try:
         _call(model, probe, here)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"continuous batching cannot call this model: {error}; use generate instead") from error
-    shapes = {shape for both in probe.shapes.values() for shape in both}
-    if len(probe.shapes) != len(here) or len(shapes) != 1:
-        raise ConfigError(
-            f"continuous batching needs keys and values of one (heads, dim) in all {len(here)} layers; "
-            f"{len(probe.shapes)} layers have {', '.join(map(str, sorted(shapes)))}"
-        )
-    heads, dim = shapes.pop()
-    return heads, dim
+    shapes = set(probe.shapes.values())
+    if len(probe.shapes) == len(here) and len(shapes) == 1:
+        (heads, dim), (value_heads, value_dim) = shapes.pop()
+        if heads == value_heads and dim >= value_dim:
+            return heads, dim
+    found = ", ".join(f"{keys} and {values}" for keys, values in sorted(shapes)) or "none"
+    raise ConfigError(
+        f"continuous batching needs keys of one (heads, dim) in all {len(here)} layers, and values of as many heads "
+        f"that are no larger; {len(probe.shapes)} layers have {found}"
+    )
 
 
 def _layers_here(model: Any) -> list[int]:
@@ -77,10 +88,19 @@ def _layers_here(model: Any) -> list[int]:
 
 
 def _call(model: Any, probe: _CacheProbe, here: list[int]) -> None:
-    """Call a model with one token, and as far as its layers are there."""
-    zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    """Call a model with two tokens, and as far as its layers are there.
+
+    The mask has one element, as those of engines: it has more where attention is called if the model changes it.
+    """
+    positions = torch.arange(2, device=model.device)[None]
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
-    inputs = {"input_ids": zero, "position_ids": zero, "attention_mask": mask, "cache": probe, "use_cache": False}
+    inputs = {
+        "input_ids": torch.zeros_like(positions),
+        "position_ids": positions,
+        "attention_mask": mask,
+        "cache": probe,
+        "use_cache": False,
+    }
     if not runtime(model).dropped:
         model(**inputs)
         return

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import pad
 
 from elastic.engines.executor.attention import attend
 from elastic.engines.executor.attention_metadata import AttentionMetadata, MetadataBuilder
@@ -17,6 +18,7 @@ from elastic.engines.executor.block_layout import BlockLayout, CacheParts
 from elastic.engines.executor.input_batch import BatchBlockTable, BatchTokens, Ints
 from elastic.engines.executor.layer_groups import LayerGroup
 from elastic.errors import ConfigError, StateError
+from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.sector_space import SectorSpace
 from elastic.memory.copy_engine import to_device
 from elastic.planning.sharding.heads import heads_of, kv_parts
@@ -209,12 +211,14 @@ class RequestSlice:
         scaling: float | None,
         shards: tuple[int, ...] | None = None,
         of: int = 1,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Attend in one layer. query: [1, heads, new, dim], key and value: [1, kv_heads, new, dim], on any device.
 
-        Returns [1, new, heads, dim]. All of them travel if the layer computes on another device than the blocks are.
-        With `shards`, some of the `of` that the layer is cut into, keys and values are written of the parts that these
-        need and no others, and what is returned is of their heads (`heads_of`). See `PagedCache.choose`.
+        Values may have fewer elements than keys (MLA): blocks have zeros behind them. `terms` are of all query heads.
+        Returns [1, new, heads, value dim]. All of them travel if the layer computes on another device than the blocks
+        are. With `shards`, some of the `of` that the layer is cut into, keys and values are written of the parts that
+        these need and no others, and what is returned is of their heads (`heads_of`). See `PagedCache.choose`.
         """
         cache = self.cache
         cached = cache.layers[layer]
@@ -225,7 +229,14 @@ class RequestSlice:
             q, k, v = q[heads.query], k[heads.kv], v[heads.kv]
         if query.device != cache.device:
             q, k, v = (to_device(states, cache.device) for states in (q, k, v))
-        out = attend(q, k, v, cached.elements, cache.layout, heads.parts, batch, scaling)
+        if terms is not None:
+            terms = terms.of_heads(heads.query).to(cache.device)
+        fewer = k.shape[-1] - v.shape[-1]
+        if fewer:
+            v = pad(v, (0, fewer))
+        out = attend(q, k, v, cached.elements, cache.layout, heads.parts, batch, scaling, terms)
         if heads.own is not None:
             out = out[:, heads.own]
+        if fewer:
+            out = out[..., :-fewer]
         return out[None].to(query.device)

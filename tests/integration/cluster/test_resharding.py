@@ -103,7 +103,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
                 elastic.unwrap(model)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral-sliding", "qwen3-moe", "gemma3", "gemma2", "gpt-oss", "deepseek-v3"]
+)
 def test_two_instances_share_every_layer_and_part_under_running_requests(
     serve: Callable[..., Served], name: str
 ) -> None:

@@ -19,7 +19,7 @@ from support import architectures
 from support.cluster.engine_group import EngineGroup
 from support.serving.generations import Collector, continuation, prompts
 
-ARCHITECTURES = ["llama-gqa", "gemma3", "mistral-sliding", "qwen3-moe", "gpt2"]
+ARCHITECTURES = ["llama-gqa", "gemma3", "mistral-sliding", "qwen3-moe", "gpt2", "gpt-oss"]
 PROMPTS = prompts([3, 17, 33, 60], architectures.VOCAB, 7)
 MOST, LAYERS = 40, 3
 NUMBER = st.integers(0, 59)

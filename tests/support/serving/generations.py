@@ -87,7 +87,6 @@ def same_unless_close(model: Any, prompt: Sequence[int], got: Sequence[int], clo
 
 
 SERVED = {
-    "llama-mha", "llama-gqa", "qwen2-sliding", "qwen3", "qwen3-moe", "mistral-sliding", "mixtral", "gemma", "gemma3",
-    "phi3", "phi", "gpt2", "gpt-neox",
-    "opt",
+    "llama-mha", "llama-gqa", "qwen2-sliding", "qwen3", "qwen3-moe", "mistral-sliding", "mixtral", "gemma", "gemma2",
+    "gemma3", "phi3", "phi", "gpt2", "gpt-neox", "deepseek-v3", "gpt-oss", "opt",
 }  # fmt: skip

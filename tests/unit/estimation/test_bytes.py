@@ -85,7 +85,8 @@ def test_models_of_other_kinds_hold_what_their_configs_say(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "block"), [("llama-gqa", FULL, 16), ("qwen2-sliding", FULL, 16), ("qwen2-sliding", "int8", None)]
+    ("name", "form", "block"),
+    [("llama-gqa", FULL, 16), ("qwen2-sliding", FULL, 16), ("qwen2-sliding", "int8", None), ("deepseek-v3", FULL, 16)],
 )
 def test_requests_find_the_room_that_is_estimated(name: str, form: str, block: int | None) -> None:
     """As many requests as are estimated get all of their blocks, and one more does not; with sliding layers too."""

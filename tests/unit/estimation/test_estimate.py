@@ -143,7 +143,7 @@ def test_the_memory_that_is_estimated_serves_as_many_requests_as_it_says() -> No
             elastic.unwrap(model)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe", "qwen2-sliding"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe", "qwen2-sliding", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_batches_take_no_more_memory_than_is_estimated(name: str) -> None:
     """The most bytes of tensors that are alive in a step of the engine, at several lengths and batches."""
     model = architectures.build(name)

@@ -12,10 +12,13 @@ import torch
 import transformers as t
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import elastic
+from elastic import ConfigError
+from elastic.engines.continuous import ContinuousEngine
 from elastic.kvcache import attention
-from elastic.kvcache.attention import attends
+from elastic.kvcache.attention import attends, attends_for_engines, elastic_sdpa
 from support.architectures import MLA, SMALL, VOCAB, build, prompt
 
 
@@ -132,6 +135,78 @@ def test_the_last_model_that_is_unwrapped_leaves_the_stock_function(wrapped: Any
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
 
 
+def test_the_last_model_of_a_kind_that_is_unwrapped_leaves_its_eager_function(wrapped: Any) -> None:
+    stock = modeling_gpt_oss.eager_attention_forward
+    models = [build("gpt-oss"), build("gpt-oss"), build("gemma2")]
+    place = elastic.Place("cpu#shared", torch.device("cpu"), 64 << 20, page_bytes=4096)
+    for model in models:
+        wrapped(model, place)
+    assert modeling_gpt_oss.eager_attention_forward is not stock
+    assert attends_for_engines(models[0], models[0].config)
+    assert not attends(models[0], models[0].config)
+    elastic.unwrap(models[0])
+    assert not attends_for_engines(models[0], models[0].config)
+    assert attends_for_engines(models[1], models[1].config)
+    assert modeling_gpt_oss.eager_attention_forward is not stock
+    elastic.unwrap(models[1])
+    assert modeling_gpt_oss.eager_attention_forward is stock
+
+
+def test_what_another_library_makes_of_an_eager_function_is_left_alone(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", modeling_gpt_oss.eager_attention_forward)
+    expected, model = build("gpt-oss")(**prompt()).logits, wrapped(build("gpt-oss"))
+    ours, theirs = modeling_gpt_oss.eager_attention_forward, []
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        theirs.append(args[0])
+        return ours(*args, **kwargs)
+
+    modeling_gpt_oss.eager_attention_forward = attend
+    assert torch.equal(model(**prompt()).logits, expected)
+    elastic.unwrap(model)
+    assert modeling_gpt_oss.eager_attention_forward is attend
+    assert torch.equal(model(**prompt()).logits, expected)
+    assert len(theirs) == 6
+    ContinuousEngine(wrapped(model)).stop()
+
+
+class Attends:
+    """An engine's cache that says what it was given."""
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, scaling: Any, terms: Any = None) -> Any:
+        self.terms = terms
+        return query.transpose(1, 2)
+
+
+STATES = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8)
+
+
+def test_an_engines_cache_is_given_the_terms_of_scores_and_none_where_there_are_none() -> None:
+    module: Any = torch.nn.Module()
+    module.layer_idx, cache, sinks = 0, Attends(), torch.ones(4)
+    elastic_sdpa(module, *STATES, None, cache=cache, softcap=None, s_aux=None, position_bias=None)
+    assert cache.terms is None
+    elastic_sdpa(module, *STATES, torch.ones(1, 1, 1, 1), cache=cache, softcap=5.0, s_aux=sinks, sliding_window=3)
+    assert (cache.terms.softcap, cache.terms.sinks) == (5.0, sinks)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.ones(1, 1, 2, 2)}, "masks that the model makes"),
+        ({"position_bias": torch.ones(1, 4, 2, 2)}, "biases of positions"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(given: dict[str, Any], words: str) -> None:
+    module: Any = torch.nn.Module()
+    module.layer_idx = 0
+    with pytest.raises(ConfigError, match=words):
+        elastic_sdpa(module, *STATES, **{"attention_mask": None, "cache": Attends(), **given})
+
+
 def test_what_another_library_registered_as_sdpa_is_left_alone(wrapped: Any) -> None:
     theirs: list[Any] = []
 
@@ -152,9 +227,12 @@ def test_what_another_library_registered_as_sdpa_is_left_alone(wrapped: Any) -> 
 
 
 @pytest.mark.slow
-def test_a_plain_model_is_compiled_whole_beside_a_wrapped_one(wrapped: Any) -> None:
-    wrapped(build("llama-gqa"))
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_plain_model_is_compiled_whole_beside_a_wrapped_one(attention: str, wrapped: Any) -> None:
+    for name in ("llama-gqa", "gpt2"):
+        wrapped(build(name), elastic.Place(f"cpu#{name}", torch.device("cpu"), 16 << 20, page_bytes=4096))
     plain = build("gpt2")
+    plain.set_attn_implementation(attention)
     expected = plain(torch.arange(3, VOCAB)[None], use_cache=False).logits
     compiled = torch.compile(plain, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(torch.arange(3, VOCAB)[None], use_cache=False).logits, expected)

@@ -17,6 +17,7 @@ import torch
 from elastic.engines.pipeline.path import LayerPart, StagePlan
 from elastic.engines.pipeline.transport import Key, StepFailure, Transport
 from elastic.errors import StateError
+from elastic.kvcache.score_terms import ScoreTerms
 from elastic.planning.sharding.heads import heads_of
 
 Awaited = tuple[str, torch.Tensor, Key]
@@ -112,14 +113,20 @@ class ShardedCache:
         self._cache, self._exchange = cache, exchange
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Attend in one layer; shapes as of `RequestSlice.attend`, of all heads."""
         part = self._exchange.part
         if part.whole:
-            all_heads: torch.Tensor = self._cache.attend(layer, query, key, value, scaling)
+            all_heads: torch.Tensor = self._cache.attend(layer, query, key, value, scaling, terms=terms)
             return all_heads
-        heads = self._cache.attend(layer, query, key, value, scaling, part.own, len(part.ranks))
+        heads = self._cache.attend(layer, query, key, value, scaling, part.own, len(part.ranks), terms)
         return self._exchange.gathered(heads, query.shape[1])
 
 

@@ -6,15 +6,20 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
 
 import elastic
 from elastic import CapacityError, ConfigError, Overloaded, StateError
 from elastic.engines.base import Request, Sampling
 from elastic.engines.continuous import ContinuousEngine
+from elastic.engines.executor import attention as executor_attention
 from support import architectures
 from support.lossless_variant import HALF, exact
 from support.serving.generations import SERVED, Collector, continuation, prompts, same_unless_close, serve
@@ -58,12 +63,52 @@ def test_requests_of_all_lengths_get_the_tokens_that_they_get_alone(name: str, e
         assert same_unless_close(plain, request.prompt, heard.tokens[request.id])
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama-gqa", "head_centric"), ("gemma3", "token_major"), ("opt", None)])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_attends_by_its_own_function_beside_its_engine(attention: str, engines: Any) -> None:
+    """Which of the two it was loaded with makes no difference to its engine."""
+    model, asked = architectures.build("gemma3"), prompts([7, 40], architectures.VOCAB)
+    model.set_attn_implementation(attention)
+    alone = model(torch.tensor([asked[1]])).logits
+    heard = serve(engine := engines(model), requests := [Request(prompt, 20) for prompt in asked])
+    assert model.config._attn_implementation == attention
+    if attention == "eager":
+        assert torch.equal(model(torch.tensor([asked[1]])).logits, alone)
+        assert model(torch.tensor([asked[1]]), output_attentions=True).attentions[0].shape == (1, 4, 40, 40)
+    engine.stop()
+    for request in requests:
+        assert same_unless_close(model, request.prompt, heard.tokens[request.id])
+
+
+@pytest.mark.parametrize(("name", "term"), [("gemma2", "softcap"), ("gpt-oss", "sinks")])
+def test_softcaps_and_sinks_are_seen_in_the_tokens(
+    name: str, term: str, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that other tests of these models would fail without them: in prompts, and in what follows."""
+    asked = prompts([40, 70], architectures.VOCAB)
+    plain = architectures.build(name)
+    right = executor_attention.attend_by_scores
+    for of_prompts in (True, False):
+        model = architectures.build(name)
+
+        def without(query: Any, *given: Any, of_prompts: bool = of_prompts) -> Any:
+            *others, terms = given
+            left_out = replace(terms, **{term: None}) if (query.shape[2] > 1) == of_prompts else terms
+            return right(query, *others, left_out)
+
+        monkeypatch.setattr(executor_attention, "attend_by_scores", without)
+        heard = serve(engines(model), requests := [Request(prompt, 20) for prompt in asked])
+        assert not all(same_unless_close(plain, r.prompt, heard.tokens[r.id]) for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama-gqa", "head_centric"), ("gemma3", "token_major"), ("opt", None), ("gpt-oss", None), ("deepseek-v3", None)],
+)
 def test_a_cache_in_parts_gives_the_same_tokens(name: str, layout: str | None, engines: Any) -> None:
     model, asked = architectures.build(name), prompts([7, 40, 70], architectures.VOCAB)
     requests = [Request(prompt, 20) for prompt in asked]
     engine = engines(model, wrap={"shards": 4}, block_layout=layout or "head_centric")
-    form, kv_heads = engine.kv_format, {"llama-gqa": 2, "gemma3": 2, "opt": 4}[name]
+    form, kv_heads = engine.kv_format, {"opt": 4, "deepseek-v3": 4}.get(name, 2)
     assert (engine.shards, form.kv_shards, form.heads) == (4, kv_heads, 1)
     assert sorted(n for layers, _ in form.groups for n in layers) == list(range(len(engine.kv_room().sector_pages)))
     heard, plain = serve(engine, requests), architectures.build(name)
@@ -86,7 +131,7 @@ def test_requests_get_the_tokens_that_they_get_alone_on_a_gpu(name: str, engines
         assert same_unless_close(model, request.prompt, heard.tokens[request.id], close=1e-2)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_what_lies_in_blocks_that_nobody_wrote_changes_no_token(name: str, device: str, engines: Any) -> None:
     """Masked slots weigh 0, and 0 times NaN is NaN. Windows of 16 in blocks of 12: some slots are never written."""
     model = architectures.build(name, device=device)
@@ -102,8 +147,15 @@ def test_what_lies_in_blocks_that_nobody_wrote_changes_no_token(name: str, devic
     assert serve(engine, asked).tokens == expected
 
 
-def test_a_common_beginning_is_computed_once_and_changes_nothing(engines: Any) -> None:
-    model = architectures.build("llama-gqa")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss", "deepseek-v3"])
+def test_a_common_beginning_is_computed_once_and_changes_nothing(
+    name: str, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = architectures.CONFIGS[name]()
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * 3  # windows keep no beginning
+    monkeypatch.setitem(architectures.CONFIGS, name, lambda: config)
+    model = architectures.build(name)
     common = prompts([64], architectures.VOCAB)[0]
     asked = [common + tail for tail in prompts([5, 9, 12], architectures.VOCAB, seed=2)]
     expected = [continuation(model, p, 8) for p in asked]
@@ -303,8 +355,9 @@ def test_a_listener_that_fails_hurts_nobody_else(engines: Any) -> None:
     assert serve(engine, [Request((3, 4, 5), 4)]).ends
 
 
-def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(engines: Any) -> None:
-    model = exact(architectures.build("llama-gqa"))
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss", "deepseek-v3"])
+def test_tokens_say_which_weights_computed_them_and_swaps_lose_nothing(name: str, engines: Any) -> None:
+    model = exact(architectures.build(name))
     prompt = prompts([30], architectures.VOCAB)[0]
     expected = continuation(model, prompt, 200)
     engine = engines(model, wrap={"variants": [HALF]})
@@ -510,10 +563,40 @@ def test_models_that_it_cannot_serve_are_refused(wrapped: Any) -> None:
     model = architectures.build("llama-gqa")
     with pytest.raises(StateError, match="not wrapped"):
         ContinuousEngine(model)
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("flex_attention")
     wrapped(model, small(8 << 20))
-    with pytest.raises(ConfigError, match="eager"):
+    with pytest.raises(ConfigError, match="'flex_attention': continuous batching needs a model that was loaded with"):
         ContinuousEngine(model)
     assert model.elastic.status().kv[0].used_bytes == 0
     assert model.elastic.status().places[0].page_bytes == PAGE
     assert torch.is_tensor(model(torch.tensor([[3, 4]])).logits)
+
+
+def test_an_eager_function_that_does_more_than_is_known_is_refused(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cap that is not in the call, as sinks are read from the module: it would be left out without a word."""
+    stock = modeling_llama.eager_attention_forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        return modeling_gemma2.eager_attention_forward(*args, **{**kwargs, "softcap": 50.0})
+
+    for function, refused in ((capped, True), (stock, False)):
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", function)
+        model = architectures.build("llama-gqa")
+        model.set_attn_implementation("eager")
+        wrapped(model, small(8 << 20))
+        with pytest.raises(ConfigError, match="eager attention of LlamaAttention is not") if refused else nullcontext():
+            ContinuousEngine(model).stop()
+        elastic.unwrap(model)
+
+
+def test_a_model_that_makes_masks_of_its_own_is_refused(wrapped: Any) -> None:
+    model = wrapped(architectures.build("llama-gqa"), small(8 << 20))
+
+    def mask(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"] & torch.ones(2, 2, dtype=torch.bool).tril()}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(mask, with_kwargs=True)
+    with pytest.raises(ConfigError, match="masks that the model makes"):
+        ContinuousEngine(model)

@@ -20,7 +20,7 @@ from support.wrapped_model import small
 
 MOST = 24
 PROMPTS = prompts([3, 17, 40], architectures.VOCAB)
-MODELS = ("llama-gqa", "gemma3")
+MODELS = ("llama-gqa", "gemma3", "gemma2", "gpt-oss")
 
 
 @cache

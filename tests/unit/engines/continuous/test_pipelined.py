@@ -71,7 +71,7 @@ def plain(group: EngineGroup, tokens: int, name: str = "r") -> dict[str, list[in
     return {f"{name}{i}": continuation(model, prompt, tokens) for i, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding", "gemma3", "qwen3-moe", "gpt2", "gpt-oss"])
 @pytest.mark.parametrize("cohorts", [1, 2])
 def test_layers_go_there_and_back_while_requests_run(
     group: Callable[..., EngineGroup], architecture: str, cohorts: int

@@ -170,7 +170,7 @@ def live_bytes(ranks: EngineGroup, home: str) -> dict[tuple[str, int], list[byte
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama-gqa", "gemma3", "gpt-oss"])
 def test_a_flip_of_shards_changes_no_bit_of_keys_and_values(
     group: Callable[..., EngineGroup], monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:

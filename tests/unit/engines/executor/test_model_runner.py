@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.engines.base import Request
+from elastic.engines.continuous.compatibility import kv_shape
 from elastic.engines.core.step import ScheduledChunk, SequenceState, Step
 from elastic.engines.executor.block_layout import LAYOUTS, BlockShape
 from elastic.engines.executor.layer_groups import layer_groups
@@ -25,9 +26,7 @@ class HandMadeSteps:
 
     def __init__(self, model: Any, layout: str = "head_centric", block_tokens: int = 8) -> None:
         config = model.config.get_text_config(decoder=True)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        shape = BlockShape(block_tokens, heads, dim)
+        shape = BlockShape(block_tokens, *kv_shape(model))
         self.groups = layer_groups(config)
         (kv,) = model.elastic.kv.memory.shares()
         sizes = [BlockGroup(group.layers, shape.elements * model.dtype.itemsize) for group in self.groups]

@@ -19,6 +19,7 @@ from elastic.engines.executor.batch_runner import BatchRunner
 from elastic.engines.executor.block_layout import LAYOUTS, layout_of
 from elastic.engines.executor.layer_groups import LayerGroup, block_groups
 from elastic.errors import ConfigError, StateError
+from elastic.kvcache.score_terms import ScoreTerms
 from elastic.kvcache.storage.paged import BlockMemory
 from elastic.kvcache.storage.pool import KVPool
 from elastic.kvcache.storage.sector_space import GroupRanges
@@ -84,8 +85,10 @@ class Rank:
     def begin(self, chunks: Sequence[tuple[str, int, int]], *, eager: bool = False) -> Any:
         return self.runner.inputs([self.chunk(*chunk) for chunk in chunks], eager=eager)["cache"]
 
-    def attend(self, cache: Any, layer: int, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = cache.attend(layer, *states, None, self.shards, self.of)
+    def attend(
+        self, cache: Any, layer: int, states: Sequence[torch.Tensor], terms: ScoreTerms | None = None
+    ) -> torch.Tensor:
+        out: torch.Tensor = cache.attend(layer, *states, None, self.shards, self.of, terms)
         return out
 
     def _take(self, group: int) -> int:
@@ -114,7 +117,7 @@ class Text:
         self.query, self.keys, self.values = (torch.cat(pair, 1) for pair in both)
         return new
 
-    def attended(self, count: int, window: int | None) -> torch.Tensor:
+    def attended(self, count: int, window: int | None, terms: ScoreTerms | None) -> torch.Tensor:
         """Return the outputs of the last tokens, [count, heads, dim]."""
         total, each = self.query.shape[1], len(self.query) // len(self.keys)
         both = (self.kept(states.double()) for states in (self.keys, self.values))
@@ -122,16 +125,29 @@ class Text:
         scores = self.query[:, total - count :].double() @ keys.mT / math.sqrt(self.query.shape[2])
         ago = torch.arange(total - count, total)[:, None] - torch.arange(total)
         hidden = (ago < 0) | (ago >= (window or total))
-        return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ values).transpose(0, 1)
+        if terms is not None and terms.softcap is not None:
+            scores = torch.tanh(scores / terms.softcap) * terms.softcap
+        weights = scores.masked_fill(hidden, -math.inf).exp()
+        total_weight = weights.sum(-1, keepdim=True)
+        if terms is not None and terms.sinks is not None:
+            total_weight += terms.sinks.double()[:, None, None].exp()
+        return (weights / total_weight @ values).transpose(0, 1)
 
 
 class Steps:
     """The same steps at all ranks, compared with plain attention."""
 
     def __init__(
-        self, ranks: Sequence[Rank], query_heads: int, kv_heads: int, kept: Kept = lambda states: states, dim: int = DIM
+        self,
+        ranks: Sequence[Rank],
+        query_heads: int,
+        kv_heads: int,
+        kept: Kept = lambda states: states,
+        dim: int = DIM,
+        terms: ScoreTerms | None = None,
     ) -> None:
         self.ranks, self.query_heads, self.kv_heads, self.kept, self.dim = ranks, query_heads, kv_heads, kept, dim
+        self.terms = terms
         self.texts: dict[tuple[str, int], Text] = {}
         self.lengths: dict[str, int] = {}
 
@@ -144,7 +160,7 @@ class Steps:
             states, expected = self._new(counts, layer, window)
             found = torch.empty_like(expected)
             for rank, cache in zip(self.ranks, caches, strict=True):
-                out = rank.attend(cache, layer, states)[0]
+                out = rank.attend(cache, layer, states, self.terms)[0]
                 if rank.shards is None:
                     found = out
                 else:
@@ -157,7 +173,7 @@ class Steps:
         for name, count in counts.items():
             text = self.texts.setdefault((name, layer), Text(self.query_heads, self.kv_heads, self.kept, self.dim))
             new.append(text.add(count))
-            expected.append(text.attended(count, window))
+            expected.append(text.attended(count, window, self.terms))
         return [torch.cat(states, 1)[None] for states in zip(*new, strict=True)], torch.cat(expected)
 
 
@@ -194,6 +210,35 @@ def test_any_split_of_any_heads_attends_for_each_once(
     with ExitStack() as stack:
         ranks = [Rank(stack, layout, kv_heads, len(owners), shards) for shards in splits if shards]
         steps = Steps(ranks, kv_heads * each, kv_heads)
+        for each_step in counts:
+            steps.run(each_step)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kv_heads=st.integers(1, 4),
+    each=st.integers(1, 3),
+    softcap=st.sampled_from([None, 0.5, 4.0]),
+    sinks=st.booleans(),
+    dtype=st.sampled_from(["float32", "int8"]),
+    owners=st.sampled_from([1, 2, 4]).flatmap(lambda of: st.lists(st.integers(0, 1), min_size=of, max_size=of)),
+    counts=st.lists(st.dictionaries(st.sampled_from("xyz"), st.integers(1, 12), min_size=1), min_size=1, max_size=5),
+)
+def test_scores_are_capped_and_each_head_has_its_own_sink(
+    kv_heads: int,
+    each: int,
+    softcap: float | None,
+    sinks: bool,
+    dtype: str,
+    owners: list[int],
+    counts: list[dict[str, int]],
+) -> None:
+    terms = ScoreTerms(softcap, torch.linspace(-4, 4, kv_heads * each) if sinks else None)
+    splits = [tuple(shard for shard, owner in enumerate(owners) if owner == rank) for rank in range(2)]
+    with ExitStack() as stack:
+        ranks = [Rank(stack, "head_centric", kv_heads, len(owners), s, dtype=dtype) for s in splits if s]
+        kept = in_8_bits if dtype == "int8" else lambda states: states
+        steps = Steps(ranks, kv_heads * each, kv_heads, kept, terms=terms)
         for each_step in counts:
             steps.run(each_step)
 
