@@ -77,8 +77,8 @@ class ProfileStore:
         """Add what was measured to what is known of a model; return the file. Raises `ConfigError` if none can be
         written."""
         key = ProfileKey.here(model, profile.device)
-        known = self.load(model, profile.device)
-        both = merged(known, profile) if known is not None else profile
+        earlier = self.load(model, profile.device)
+        both = merged(earlier, profile) if earlier is not None else profile
         for path in self._paths(model, key):
             with contextlib.suppress(OSError):
                 _write(path, key, both)
@@ -91,17 +91,17 @@ class ProfileStore:
         return [*beside, self._directory / key.model / name]
 
 
-def merged(known: CostProfile, measured: CostProfile) -> CostProfile:
+def merged(earlier: CostProfile, measured: CostProfile) -> CostProfile:
     """Return two measurements of one model as one; of what both have the second counts."""
     return CostProfile(
-        known.device,
-        {**known.layers, **measured.layers},
-        {**known.around, **measured.around},
-        measured.link or known.link,
-        {**known.activations, **measured.activations},
-        {**known.scratch_bytes, **measured.scratch_bytes},
-        {**known.r_squared, **measured.r_squared},
-        measured.contention or known.contention,
+        earlier.device,
+        {**earlier.layers, **measured.layers},
+        {**earlier.around, **measured.around},
+        measured.link or earlier.link,
+        {**earlier.activations, **measured.activations},
+        {**earlier.scratch_bytes, **measured.scratch_bytes},
+        {**earlier.r_squared, **measured.r_squared},
+        measured.contention or earlier.contention,
     )
 
 
