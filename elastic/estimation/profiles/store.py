@@ -132,10 +132,17 @@ def device_name(device: str) -> str:
     return platform.machine()
 
 
+def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
+    cost = ChunkCost(**{name: float(value) for name, value in fields.items()})
+    if not all(math.isfinite(each) and each >= 0 for each in cost.coefficients):
+        raise ValueError(f"coefficients {cost.coefficients} are no seconds")
+    return cost
+
+
 _FIGURES = ("activations", "scratch_bytes")
 _COSTS: Mapping[str, Callable[[Mapping[str, Any]], LayerCost | ChunkCost]] = {
     "layer": LayerCost.of,
-    "chunk": lambda fields: _chunk_cost(fields),
+    "chunk": _chunk_cost,
 }
 
 
@@ -172,13 +179,6 @@ def from_json(content: Mapping[str, Any]) -> CostProfile:
 
 def _told(cost: LayerCost | ChunkCost) -> tuple[str, dict[str, Any]]:
     return "layer" if isinstance(cost, LayerCost) else "chunk", asdict(cost)
-
-
-def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
-    cost = ChunkCost(**{name: float(value) for name, value in fields.items()})
-    if not all(math.isfinite(each) and each >= 0 for each in cost.coefficients):
-        raise ValueError(f"coefficients {cost.coefficients} are no seconds")
-    return cost
 
 
 def _read(path: Path, key: ProfileKey, device: str) -> CostProfile | None:
