@@ -232,10 +232,12 @@ class Estimator:
                 raise
             return None
         link = self.costs.link()
+        # each rank sends its heads to all others, and a sum of full width: the mean of the two
+        exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
         return InstanceCost(
             self._parts(stages, layers, rest, tp - 1),
             tuple(EXCHANGES * len(stage) if tp > 1 else 0 for stage in stages),
-            _exchange(link, tp),
+            exchange,
             link,
             self.layout.config.hidden_size * self.layout.dtype.itemsize,
             self.step_tokens,
@@ -266,11 +268,6 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) ->
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
     return MeasuredCosts(pages, kind, profile)
-
-
-def _exchange(link: LinearLatency, tp: int) -> LinearLatency:
-    """Return the mean seconds of an exchange: each rank sends its heads to all others, and a sum of full width."""
-    return LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
 
 
 def _counted(costs: Sequence[BatchCost]) -> tuple[tuple[BatchCost, int], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -38,7 +38,9 @@ class Units:
             try:
                 self._groups.form(members)
             except ElasticError:
-                if self._there(members):
+                with self._dispatcher.lock:
+                    ranks = [self._dispatcher.instances.get(name) for name in members]
+                if all(rank is not None and not rank.client.lost for rank in ranks):
                     raise
                 return  # another one comes in the place of who has gone
             with self._dispatcher.lock:
@@ -60,11 +62,6 @@ class Units:
         waits = any(each.state == "starting" for each in members.values())
         complete = waits and len(members) == share.ranks
         return {each.name: of for of, each in members.items()} if complete else {}
-
-    def _there(self, names: Iterable[str]) -> bool:
-        with self._dispatcher.lock:
-            instances = [self._dispatcher.instances.get(name) for name in names]
-        return all(each is not None and not each.client.lost for each in instances)
 
 
 def end_unit(dispatcher: Dispatcher, instance: Instance) -> None:
