@@ -28,6 +28,8 @@ from typing import Any
 HERE = Path(__file__).parents[1]
 ROOT = HERE / "elastic"
 SHORT, FEW = 3, 5
+FILLERS = {"found", "here", "known", "one"}
+"""Names of variables that say nothing of what these hold."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -135,6 +137,13 @@ def kind_of(function: Function, owner: Class | None, shared: Counter[str]) -> st
     return "other, private" if function.name.startswith("_") else "other, public"
 
 
+def is_filler(node: ast.AST) -> bool:
+    """Return whether a variable or a parameter gets a name here that says nothing."""
+    if isinstance(node, ast.arg):
+        return node.arg in FILLERS
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in FILLERS
+
+
 def states_shapes(function: Function) -> bool:
     """Return whether a docstring has shapes, or says whose has; without one it is that of the contract it fulfils."""
     words = ast.get_docstring(function)
@@ -172,6 +181,7 @@ def measure(listed: int) -> dict[str, Any]:
         f"of <= {SHORT} lines": f"{sum(kinds.values()) / len(lines):.1%}",
         f"of <= {SHORT} lines, by kind": dict(kinds.most_common()),
         f"private, one caller, <= {FEW} lines": sum(count <= FEW for *_, count in once),
+        f"variables named {', '.join(sorted(FILLERS))}": sum(is_filler(n) for s in sources for n in ast.walk(s.tree)),
         "class names that stand twice": sum(count > 1 for count in names.values()),
         "public functions with tensors; that state shapes": [len(tensors), sum(map(states_shapes, tensors))],
     }

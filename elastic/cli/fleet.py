@@ -274,10 +274,10 @@ def _layers_by_rank(given: Sequence[str]) -> dict[str, list[int]]:
 def _layers(runs: str, text: str | None = None) -> list[int]:
     """Read `6-11,14`, of an option that is `text`. Raises `ConfigError`."""
     text = runs if text is None else text
-    found = [_RUN.fullmatch(run.strip()) for run in runs.split(",")]
-    if not all(found):
+    matches = [_RUN.fullmatch(run.strip()) for run in runs.split(",")]
+    if not all(matches):
         raise ConfigError(f"--layers {text!r}: write layers such as 6-11,14")
-    bounds = [(int(run[1]), int(run[2] or run[1])) for run in found if run]
+    bounds = [(int(run[1]), int(run[2] or run[1])) for run in matches if run]
     if any(not first <= last < MOST_LAYERS for first, last in bounds):
         raise ConfigError(f"--layers {text!r}: write ranges as first-last, with layers below {MOST_LAYERS:,}")
     return [layer for first, last in bounds for layer in range(first, last + 1)]

@@ -63,11 +63,11 @@ def estimate(
     not fit. `losses`: by how much each form raises the mean loss of a token, as `{"int4": 0.03, "KV int8": 0.001}`.
     Raises `ConfigError` for what cannot be estimated.
     """
-    found = parse_devices(devices, kind)
-    layout = layout_of(model, torch.float32 if dtype is None and found[0].kind.type == "cpu" else dtype)
+    available = parse_devices(devices, kind)
+    layout = layout_of(model, torch.float32 if dtype is None and available[0].kind.type == "cpu" else dtype)
     estimator = Estimator(
         layout,
-        found,
+        available,
         load or Load(512, 128),
         step_tokens,
         block_tokens,
@@ -170,8 +170,8 @@ class Estimator:
 
     def quality_loss(self, configuration: Configuration) -> float | None:
         """Return by how much the mean loss of a token rises; None where it was not said of a form."""
-        known = [self.losses.get(name) for name in configuration.compressed]
-        return math.fsum(loss for loss in known if loss is not None) if None not in known else None
+        losses = [self.losses.get(name) for name in configuration.compressed]
+        return math.fsum(loss for loss in losses if loss is not None) if None not in losses else None
 
     def room(self, kv: KVShape, tp: int, layers: range) -> KVBlockCapacity:
         """Return the blocks of a stage at one of its ranks."""
@@ -232,10 +232,12 @@ class Estimator:
                 raise
             return None
         link = self.costs.link()
+        # each rank sends its heads to all others, and a sum of full width: the mean of the two
+        exchange = LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
         return InstanceCost(
             self._parts(stages, layers, rest, tp - 1),
             tuple(EXCHANGES * len(stage) if tp > 1 else 0 for stage in stages),
-            _exchange(link, tp),
+            exchange,
             link,
             self.layout.config.hidden_size * self.layout.dtype.itemsize,
             self.step_tokens,
@@ -266,11 +268,6 @@ def _costs(pages: WeightPages, kind: DeviceKind, profile: CostProfile | None) ->
             f"profile: it was measured on {profile.device}, the devices are {kind.name}; measure it there"
         )
     return MeasuredCosts(pages, kind, profile)
-
-
-def _exchange(link: LinearLatency, tp: int) -> LinearLatency:
-    """Return the mean seconds of an exchange: each rank sends its heads to all others, and a sum of full width."""
-    return LinearLatency(link.fixed_s, link.each_s * (tp - 1) * (1 + 1 / tp) / 2)
 
 
 def _counted(costs: Sequence[BatchCost]) -> tuple[tuple[BatchCost, int], ...]:

@@ -86,11 +86,11 @@ def _compact(model: Any, layers: Sequence[int]) -> Any:
     """Leave only these layers in a model, numbered from 0; its config says so."""
     text = model.config.get_text_config(decoder=True)
     count = text.num_hidden_layers
-    found = max(
+    stack = max(
         (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count),
         key=lambda m: sum(p.numel() for p in m.parameters()),
     )
-    kept = [found[layer] for layer in layers]
+    kept = [stack[layer] for layer in layers]
     configs = {id(config): config for config in (model.config, text)}  # one for all, as whoever changes it expects
     kept = [copy.deepcopy(each, dict(configs)) if each in kept[:i] else each for i, each in enumerate(kept)]
     for number, layer in enumerate(kept):
@@ -101,6 +101,6 @@ def _compact(model: Any, layers: Sequence[int]) -> Any:
         if isinstance(value, list | tuple) and len(value) == count:  # one value for each layer, such as layer_types
             setattr(text, name, type(value)(value[layer] for layer in layers))
     text.num_hidden_layers = len(kept)
-    del found[:]
-    found.extend(kept)
+    del stack[:]
+    stack.extend(kept)
     return model

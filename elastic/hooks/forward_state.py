@@ -48,6 +48,7 @@ class ForwardState:
         self.interceptors: dict[int, tuple[LayerInterceptor, ...]] = {}
         """By layer, of those that do more than compute with their arguments, the outermost first."""
         self.dispatcher: ForwardDispatcher | None = None
+        """None until the first layers are replicated."""
 
     def replace(self, layer: int, kind: type, new: LayerInterceptor | None, *, outermost: bool) -> None:
         """Have `new` (None: none) as the one interceptor of a kind on a layer, outside or inside all others.

@@ -39,14 +39,14 @@ def weight_handlers(parts: ModelParts, deferred: DeferredActions, copy_rate: Rat
 def make_handlers(
     decoder: Decoder, copy_rate: RateLimiter, parts: ModelParts, stack: ExitStack
 ) -> dict[type, ActionHandler]:
-    """Make the handler of each type of action; from then on batches are shared out between layers' replicas."""
+    """Make the handler of each type of action."""
     pools, weights, kv, forward = parts.pools, parts.weights, parts.kv, parts.forward
     deferred = DeferredActions(parts.broker)
     allocator = stack.enter_context(closing(WeightPageAllocator(pools, parts.broker)))
     router = TransferRouter(weights, forward)
     router.update()
     names = [parameter_names(layer) for layer in decoder.layers]
-    dispatcher = forward.dispatcher = ReplicaDispatcher(weights, forward, RowSplitCaches(kv), names)
+    dispatcher = ReplicaDispatcher(weights, forward, RowSplitCaches(kv), names)
     unsplittable = without_rows(kv, decoder.config)
     in_place = weight_handlers(parts, deferred, copy_rate)
     replicate = ReplicateHandler(

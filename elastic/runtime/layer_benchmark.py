@@ -182,17 +182,17 @@ def _layer_points(
     return points
 
 
-def _link_points(hidden: dict[int, torch.Tensor], here: torch.device, there: torch.device) -> Points:
+def _link_points(hidden: dict[int, torch.Tensor], origin: torch.device, target: torch.device) -> Points:
     """(bytes, seconds) from a thread at one place to one at the other and into a tensor there."""
     points = []
     with ThreadPoolExecutor(1) as thread:
         for rows in hidden.values():
-            source = rows.to(here)
+            source = rows.to(origin)
 
             def send(source: torch.Tensor = source) -> object:
-                return thread.submit(lambda: source.to(there, copy=True)).result()
+                return thread.submit(lambda: source.to(target, copy=True)).result()
 
-            points.append((source.nbytes, _seconds(send, there)))
+            points.append((source.nbytes, _seconds(send, target)))
     return points
 
 

@@ -72,8 +72,8 @@ def check_model(model: nn.Module, *, loads: bool = False) -> Decoder:
             f"{len(absent)} parameters have no data (such as {absent[0]}): accelerate offloaded them; load the model "
             "with a device_map that keeps every layer on a device"
         )
-    known = ("cpu", "cuda", "meta") if loads else ("cpu", "cuda")
-    others = {p.device for p in model.parameters() if p.device.type not in known}
+    served = ("cpu", "cuda", "meta") if loads else ("cpu", "cuda")
+    others = {p.device for p in model.parameters() if p.device.type not in served}
     if others:
         raise ConfigError(f"parameters lie on {sorted(map(str, others))}; Elastic has pages on 'cpu' and 'cuda' only")
     return decoder

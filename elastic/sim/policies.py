@@ -72,9 +72,9 @@ def read_mechanisms(table: Table, rank: RankModel) -> Mechanisms | None:
         _record(Links, table.table("links")),
         _record(Packed, packed) if packed.left else None,
     )
-    faults = tuple(_fault(each) for each in table.tables("faults"))
+    faults = tuple(map(_fault, table.tables("faults")))
     stages, tp = table.whole("stages", 1), table.whole("tp", 1)
-    found = Mechanisms(
+    mechanisms = Mechanisms(
         policies,
         model,
         stages,
@@ -87,7 +87,7 @@ def read_mechanisms(table: Table, rank: RankModel) -> Mechanisms | None:
     if stages > 1 and tp > 1:
         raise ConfigError(f"{table.name}: stages = {stages} and tp = {tp} cannot be at the same time; take one of them")
     table.done()
-    return found
+    return mechanisms
 
 
 def make_fleet(
@@ -154,9 +154,9 @@ def _pipelines(names: tuple[str, ...], stages: int, layers: int, verbs: Schedule
 
 
 def _fault(table: Table) -> Fault:
-    found = Fault(table.number("at_s"), table.text("kind", among=("kill", "hang")), table.whole("instance", least=0))
+    fault = Fault(table.number("at_s"), table.text("kind", among=("kill", "hang")), table.whole("instance", least=0))
     table.done()
-    return found
+    return fault
 
 
 def _record(kind: type[T], table: Table) -> T:

@@ -38,7 +38,7 @@ class QuantileSketch:
 
     def read(self, *shares: float) -> list[float]:
         """Return the values below which these ascending shares of all lie; 0.0 without one."""
-        found: list[float] = []
+        quantiles: list[float] = []
         below = self._zeros
         buckets = iter(sorted(self._buckets.items()))
         value = 0.0
@@ -46,8 +46,8 @@ class QuantileSketch:
             while below <= share * (self.count - 1) and (bucket := next(buckets, None)) is not None:
                 value = math.exp(bucket[0] * self._factor) * self._middle
                 below += bucket[1]
-            found.append(value)
-        return found
+            quantiles.append(value)
+        return quantiles
 
     def described(self) -> dict[str, float]:
         """Return the mean, the quantiles that are told of latencies, and the most."""

@@ -12,7 +12,7 @@ from elastic.estimation.estimate import Estimator
 from elastic.estimation.kv_room import kv_shape_of
 from elastic.estimation.model_layout import ModelLayout, layout_of
 from elastic.planning.estimate.configuration import FULL, Configuration
-from elastic.planning.estimate.devices import DeviceKind, several, sheet
+from elastic.planning.estimate.devices import several, sheet
 from elastic.planning.estimate.performance import InstanceCost, Load
 from elastic.planning.pipeline.chunk_cost import ChunkCost
 from elastic.sim.core.evicting import SCHEDULERS
@@ -78,7 +78,8 @@ def _by_sheet(table: Table, options: EngineOptions, folder: Path) -> tuple[StepC
     kind = sheet(table.text("device"), option="model.device")
     size = parse_bytes(table.text("memory", str(kind.memory_bytes)), option="model.memory")
     compute, memory = (table.number(name, 1.0, least=1e-3) for name in ("compute_share", "memory_share"))
-    kind = _with_shares(kind, compute, memory, table.number("link_gb_s", kind.link_bytes_s / 1e9, least=1e-3))
+    link_bytes_s = 1e9 * table.number("link_gb_s", kind.link_bytes_s / 1e9, least=1e-3)
+    kind = replace(kind, flops_s=kind.flops_s * compute, bytes_s=kind.bytes_s * memory, link_bytes_s=link_bytes_s)
     configuration = Configuration(table.whole("tp", 1), 1, table.text("weights", FULL), table.text("kv", FULL))
     layout = layout_of(_config(table, folder))
     load = Load(1, table.whole("most_tokens", MOST_TOKENS, least=2) - 1)
@@ -101,12 +102,6 @@ def _divided(estimator: Estimator, configuration: Configuration, alone: Instance
     except ConfigError:
         return None
     return None if shared is None else DividedSteps.of(alone, shared, SHARES)
-
-
-def _with_shares(kind: DeviceKind, compute: float, memory: float, link_gb_s: float) -> DeviceKind:
-    """Return a device of which shares of the rates are reached."""
-    flops_s, bytes_s = kind.flops_s * compute, kind.bytes_s * memory
-    return replace(kind, flops_s=flops_s, bytes_s=bytes_s, link_bytes_s=1e9 * link_gb_s)
 
 
 def _config(table: Table, folder: Path) -> Any:

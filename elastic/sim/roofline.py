@@ -69,8 +69,8 @@ class DividedSteps:
     def of(cls, alone: InstanceCost, shared: InstanceCost, ranks: int) -> DividedSteps:
         """Return it by the costs of an instance of one rank, and of so many. Raises `ConfigError` as `SheetSteps.of`
         does."""
-        found = SheetSteps.of(shared)
-        return cls(SheetSteps.of(alone), replace(found, exchanges=0), ranks)
+        divided = SheetSteps.of(shared)
+        return cls(SheetSteps.of(alone), replace(divided, exchanges=0), ranks)
 
     def batch(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds of a batch."""

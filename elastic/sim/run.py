@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from elastic.errors import CapacityError, Overloaded
@@ -131,7 +132,7 @@ class _Arrivals:
     def next(self) -> None:
         job = next(self._jobs, None)
         if job is not None:
-            self._clock.at(max(self._clock.now, job.at_s), lambda: self._come(job))
+            self._clock.at(max(self._clock.now, job.at_s), partial(self._come, job))
 
     def _come(self, job: RequestArrival) -> None:
         self._submit(job)

@@ -191,8 +191,8 @@ class WeightUnit:
             raise StateError(f"{self.name} has no full weights of its own at {self.pool.name} now; restore it first")
         if missing := sorted((self.every if shards is None else shards) - self.shards_here):
             raise missing_error(self.name, self.index, missing, len(self.every))
-        digests, here = combined(self.measure()), tuple(sorted(self.shards_here))
-        return LayerPages(self.index, block.page_numbers, self.nbytes, self.layout_checksum, digests, here)
+        digests, parts = combined(self.measure()), tuple(sorted(self.shards_here))
+        return LayerPages(self.index, block.page_numbers, self.nbytes, self.layout_checksum, digests, parts)
 
     @property
     def layout_checksum(self) -> str:
@@ -232,10 +232,10 @@ class WeightUnit:
 
     def require_in_files(self, name: str) -> StoredParameter:
         """Return a full parameter as `in_files` does. Raises `StateError` where it is not there."""
-        found = self.in_files(name)
-        if found is None:
+        stored = self.in_files(name)
+        if stored is None:
             raise StateError(f"{self.name}.{name} is neither in host memory nor in a checkpoint")
-        return found
+        return stored
 
     def in_files(self, name: str) -> StoredParameter | None:
         """Return a full parameter as the files of the checkpoint have it, if its dtype holds all values of theirs."""

@@ -186,9 +186,7 @@ class ModelWeights:
     def residencies(self) -> dict[str, tuple[Residency, ...]]:
         """Return where each layer exists, by name: its units, then its replicas."""
         return {
-            layer.name: tuple(
-                _residency(unit) for unit in (*self.units(layer.index), *self.replicas.get(layer.index, ()))
-            )
+            layer.name: tuple(map(_residency, (*self.units(layer.index), *self.replicas.get(layer.index, ()))))
             for layer in self.layers
         }
 

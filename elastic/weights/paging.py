@@ -107,8 +107,8 @@ def _digests_in_files(unit: WeightUnit) -> dict[str, int]:
     """Return the digests of all parameters, as `WeightUnit.measure` has them, of what the checkpoint has."""
     pieces = [piece for part in sorted(unit.every) for piece in unit.pieces(part)]
     parted = {piece.name for piece in pieces}
-    found = {name: unit.require_in_files(name).digest() for name in unit.slots if name not in parted}
-    return found | {piece.key: unit.require_in_files(piece.name).digest(piece.dim, piece.rows) for piece in pieces}
+    digests = {name: unit.require_in_files(name).digest() for name in unit.slots if name not in parted}
+    return digests | {piece.key: unit.require_in_files(piece.name).digest(piece.dim, piece.rows) for piece in pieces}
 
 
 def move_out(unit: WeightUnit) -> None:

@@ -172,6 +172,28 @@ def test_a_layers_dispatcher_goes_as_it_came(wrapped: Any) -> None:
     assert torch.equal(other(**prompt(1)).logits, expected)
 
 
+@torch.no_grad()
+def test_passes_ask_the_dispatcher_from_the_first_replica_on(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    begin = dispatcher.ReplicaDispatcher.begin_forward
+
+    def note(self: Any, cache: Any, *, whole: bool) -> None:
+        asked.append(self.replicated)
+        begin(self, cache, whole=whole)
+
+    monkeypatch.setattr(dispatcher.ReplicaDispatcher, "begin_forward", note)
+    model = build("llama-gqa")
+    rt = wrapped(model, three_places()).elastic
+    model(**prompt(2))
+    assert not asked
+    rt.replicate([1], "cpu#b")
+    cache = model(**prompt(2)).past_key_values
+    rt.evict([1], "cpu#b")
+    model(prompt(2)["input_ids"][:, :1], past_key_values=cache)
+    assert asked == [(1,), ()]  # after the last replica too: rows of caches are joined then
+    assert not any(isinstance(layer, RowSplitLayer) for layer in cache.layers)
+
+
 class Acting(LogitsProcessor):
     """Changes the replicas between two steps of `generate`."""
 

@@ -78,16 +78,14 @@ def grid(
     table = Table.grid(padding=(0, 1))
     for rank, away in dropped.items():
         by_layer = [[name for name, path in paths.items() if rank in _ranks(path, i)] for i in range(count)]
-        has = (parts or {}).get(rank, ())
+        has = dict(enumerate((parts or {}).get(rank, ())))
         shared = [
-            _words_of_part(has[i : i + 1]) if any(SHARED in paths[name][i] for name in these) else ""
-            for i, these in enumerate(by_layer)
+            _words_of_layer([paths[name][i] for name in these], has.get(i, "")) for i, these in enumerate(by_layer)
         ]
-        copied = [_replicated([paths[name][i] for name in these]) for i, these in enumerate(by_layer)]
         cells = Text()
         for layer, instances in enumerate(by_layer):
             cells.append(*_cell(instances, leaders.get(rank), layer in away))
-        table.add_row(Text(rank), cells, Text(_words(by_layer, list(map(str.__add__, copied, shared)), away)))
+        table.add_row(Text(rank), cells, Text(_words(by_layer, shared, away)))
     legend = Text.assemble(
         ("1 2", OWN), " instances computed, its own too   ", ("1 2", OTHERS), " others only   ",
         IDLE, " none   ", DROPPED, " dropped",
@@ -108,19 +106,18 @@ def _ranks(path: Sequence[str], layer: int) -> list[str]:
     return path[layer].replace(REPLICA, SHARED).split(SHARED) if layer < len(path) else []
 
 
-def _replicated(ranks: Sequence[str]) -> str:
-    """Return words for a layer that has copies in some of these paths, which a rank is in; empty: it has not."""
-    return "copies of " if any(REPLICA in path for path in ranks) else ""
-
-
 def _parts(rank: RankDocument) -> list[str]:
     """Return what a rank has of each layer, as `0,1/4`; empty for a whole one."""
     layers = rank.status.residencies.values() if rank.status else ()
     return [own[0].shard if own and own[0].shard != WHOLE else "" for own in layers]
 
 
-def _words_of_part(part: Sequence[str]) -> str:
-    return f"parts {part[0]} of " if part and part[0] else "parts of "
+def _words_of_layer(ranks: Sequence[str], parts: str) -> str:
+    """Return the words before a layer that a rank has, which is at these ranks of each path: a copy of it, parts."""
+    copied = "copies of " if any(REPLICA in names for names in ranks) else ""
+    if not any(SHARED in names for names in ranks):
+        return copied
+    return f"{copied}parts {parts} of " if parts else f"{copied}parts of "
 
 
 def _words(by_layer: Sequence[Sequence[str]], shared: Sequence[str], dropped: Collection[int]) -> str:

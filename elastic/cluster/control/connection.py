@@ -211,15 +211,15 @@ class QueueConnection:
 
 def queue_pair() -> tuple[QueueConnection, QueueConnection]:
     """Return the two ends of a connection within this process."""
-    here, there, over = Inbox(), Inbox(), threading.Event()
-    return QueueConnection(here, there, over), QueueConnection(there, here, over)
+    first, second, over = Inbox(), Inbox(), threading.Event()
+    return QueueConnection(first, second, over), QueueConnection(second, first, over)
 
 
 def socket_pair() -> tuple[SocketConnection, socket.socket]:
     """Return an end, and the socket of the other one, for a process that is started with it: it has no name."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        return SocketConnection(here), there
+        return SocketConnection(ours), theirs
     except OSError:
-        there.close()
+        theirs.close()
         raise

@@ -120,8 +120,8 @@ class Chooser:
     @cached_property
     def shards(self) -> int:
         """In how many parts layers are cut: as many as the most ranks that could share them."""
-        found = options(self.estimator(Load(1, 1)), "latency", (FULL,), (FULL,))
-        degrees = [each.configuration.tp for each in found if each.estimate.ranks]
+        uncompressed = options(self.estimator(Load(1, 1)), "latency", (FULL,), (FULL,))
+        degrees = [each.configuration.tp for each in uncompressed if each.estimate.ranks]
         return max((tp for tp in degrees if tp <= MOST_SHARDS), default=1)
 
     def estimator(self, load: Load) -> Estimator:
@@ -153,8 +153,8 @@ class Chooser:
         With `begins` no rank is there yet: each can begin with what it is to have.
         """
         estimator, begin = self.estimator(load), 0 if begins else self.begin_bytes(load)
-        found = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
-        return [FleetOption(each, begin, self.shards) for each in found]
+        candidates = options(estimator, intent, self.weights, self.kv if kv is None else (kv,))
+        return [FleetOption(each, begin, self.shards) for each in candidates]
 
     def choose(
         self,
@@ -170,12 +170,12 @@ class Chooser:
         On devices that it `stays` on it goes where these suffice: nothing is gained by going elsewhere with it. Without
         any no rank is there yet. `only` is one that it cannot leave.
         """
-        found = self.options(load, intent, kv, begins=not stays or only is not None)
-        found = [each for each in found if only in (None, each.configuration)]
-        placed = place(found, states, self.policy, THETA)
+        candidates = self.options(load, intent, kv, begins=not stays or only is not None)
+        candidates = [each for each in candidates if only in (None, each.configuration)]
+        placed = place(candidates, states, self.policy, THETA)
         if isinstance(placed, Refusal):
             return placed
-        chosen = next(each for each in found if each.configuration == placed.configuration)
+        chosen = next(each for each in candidates if each.configuration == placed.configuration)
         again = place([chosen], [state for state in states if state.name in stays], self.policy, THETA)
         return settled(chosen, again if isinstance(again, Deployment) else placed, states)
 
@@ -184,8 +184,8 @@ class Chooser:
 
         It says why it cannot stay so; what it has may also be of no option any more, as where it was not measured.
         """
-        found = self.options(load, intent, present.configuration.kv)
-        option = next(each for each in found if each.configuration == present.configuration)
+        candidates = self.options(load, intent, present.configuration.kv)
+        option = next(each for each in candidates if each.configuration == present.configuration)
         return option.judge(present.stages, max(present.requests, option.estimate.running))
 
     def rank_bytes(

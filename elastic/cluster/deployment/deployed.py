@@ -50,9 +50,9 @@ class Deployed:
     ) -> None:
         self.name, self.path, self.intent, self.expected = name, path, intent, load
         self.chooser = chooser
-        known = store.load(path, chooser.devices[0].kind.type)
-        if known is not None and set(chooser.weights) <= known.around.keys():
-            chooser.profile = known
+        profile = store.load(path, chooser.devices[0].kind.type)
+        if profile is not None and set(chooser.weights) <= profile.around.keys():
+            chooser.profile = profile
         self.changes = 0
         self._book, self._settings = book, settings
         self._lock = threading.RLock()  # one change at a time
@@ -62,7 +62,10 @@ class Deployed:
         self._places: dict[str, str] = {}  # device -> the place of its rank
         self._begin_s: float | None = None  # that ranks took to begin
         self.meter = LoadMeter(load)
-        self.plan = self._fitting(load, intent)
+        chosen = chooser.choose(load, intent, book.states(name, self._kept_bytes))
+        if isinstance(chosen, Refusal):
+            raise _refused(name, chosen)
+        self.plan = chosen
         self._fixed = not self._whole_fits()
         self._by_shares = self.plan.configuration.ranks > 1 and (self._fixed or set(self.forms) == {FULL})
         self.fleet = self._make_fleet(dict(fleet_options))
@@ -92,7 +95,9 @@ class Deployed:
             try:
                 names = sorted((rank.name for rank in self.fleet.status().ranks), key=lambda name: int(name[1:]))
                 self._ranks = dict(zip(self.plan.devices, names, strict=True))
-                begun = replace(self.plan, stages=self._begun()) if self._by_shares else whole(self.plan)
+                begun = whole(self.plan)
+                if self._by_shares:  # these begin without limits
+                    begun = replace(self.plan, stages=tuple(replace(stage, nbytes=0) for stage in self.plan.stages))
                 for step in steps_between(begun, self.plan):
                     self._do(step, self.plan)
             except BaseException:
@@ -113,9 +118,9 @@ class Deployed:
 
     def estimate(self, load: Load | None = None, intent: Intent | None = None) -> Estimate:
         """Return what is expected of it as it is."""
-        found = self.chooser.now(load or self.load, intent or self.intent, self.plan)
+        estimate = self.chooser.now(load or self.load, intent or self.intent, self.plan)
         lacking = self._lacking()
-        return replace(found, why_not=found.why_not or lacking)
+        return replace(estimate, why_not=estimate.why_not or lacking)
 
     def best(self, load: Load | None = None, intent: Intent | None = None) -> Deployment | Refusal:
         """Return the best that it could be, if what it has of devices were free. Keys and values keep their form.
@@ -127,8 +132,8 @@ class Deployed:
         if self._fixed and self._by_shares:  # no rank could hold all of it, on the way to anything else
             only, states = plan.configuration, tuple(state for state in states if state.name in plan.devices)
         kv = plan.configuration.kv
-        found = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only)
-        return plan if isinstance(found, Refusal) and self.estimate(load, intent).fits else found
+        best = self.chooser.choose(load or self.load, intent or self.intent, states, kv, plan.devices, only)
+        return plan if isinstance(best, Refusal) and self.estimate(load, intent).fits else best
 
     def change(self, intent: Intent, load: Load, why: str, *, dry_run: bool = False) -> Replanned:
         """Have it be as is best for an intent and a load, by actions, while it serves; with `dry_run`, say how.
@@ -191,16 +196,6 @@ class Deployed:
         """Return whether each device of the plan has room for a rank that begins with all layers in full weights."""
         free, needed = self._book.free(self.name), self.chooser.begin_bytes(self.load) + self._kept_bytes
         return all(free[device] >= needed for device in self.plan.devices)
-
-    def _begun(self) -> tuple[Stage, ...]:
-        """Return the stages of the plan before the ranks have their limits."""
-        return tuple(replace(stage, nbytes=0) for stage in self.plan.stages)
-
-    def _fitting(self, load: Load, intent: Intent) -> Deployment:
-        found = self.chooser.choose(load, intent, self._book.states(self.name, self._kept_bytes))
-        if isinstance(found, Refusal):
-            raise _refused(self.name, found)
-        return found
 
     def _make_fleet(self, options: dict[str, Any]) -> Fleet:
         chosen = self.plan.configuration

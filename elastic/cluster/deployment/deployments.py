@@ -62,12 +62,12 @@ class Deployments:
         harvest: bool = False,
         store: ProfileStore | None = None,
     ) -> None:
-        found = parse_devices(devices, kind)
-        kinds = {device.kind.name for device in found}
+        available = parse_devices(devices, kind)
+        kinds = {device.kind.name for device in available}
         if len(kinds) > 1:
             raise ConfigError(f"devices of kinds {', '.join(sorted(kinds))}: deployments are for devices of one kind")
         preferred((), policy)
-        self._book, self._policy, self._losses = DeviceBook(found), policy, losses
+        self._book, self._policy, self._losses = DeviceBook(available), policy, losses
         self._weights, self._kv = tuple(weights or dict.fromkeys((FULL, *(losses or ())))), tuple(kv)
         self._fleet_options = {"launch": launch, **(fleet or {})}
         self._replanning, self._store = replanning or Replanning(), store or ProfileStore()

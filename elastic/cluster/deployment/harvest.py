@@ -122,8 +122,8 @@ class Harvester:
 
     def _missing(self, model: Measured) -> list[str]:
         profile = self._store.load(model.path, self._kind)
-        known = profile.around if profile is not None else {}
-        return [form for form in model.forms if form not in known and (model.path, form) not in self._failed]
+        measured = profile.around if profile is not None else {}
+        return [form for form in model.forms if form not in measured and (model.path, form) not in self._failed]
 
     def _begin(self, model: Measured, form: str) -> None:
         try:

@@ -384,8 +384,8 @@ class Dispatcher:
             if not record.hashes:
                 continue
             size, prompt = instance.kv_format.block_tokens, record.request.prompt
-            found = [block_hashes([*prompt, *answer.tokens[:-1]], size, record.hashes) for answer in record.answers]
+            by_answer = [block_hashes([*prompt, *answer.tokens[:-1]], size, record.hashes) for answer in record.answers]
             with self.lock:
                 if instance.name in self.instances:
-                    for hashes in found:
+                    for hashes in by_answer:
                         self._prefixes.note(instance.name, hashes, instance.most_blocks)

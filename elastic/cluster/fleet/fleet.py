@@ -344,9 +344,9 @@ class Fleet(PricedVerbs, RankVerbs):
     def _instance(self, name: str) -> Instance:
         with self._dispatcher.lock:
             instance = self._dispatcher.instances.get(name)
-            known = ", ".join(self._dispatcher.instances) or "none"
+            names = ", ".join(self._dispatcher.instances) or "none"
         if instance is None:
-            raise NotFound(f"there is no rank {name!r}; there are: {known}")
+            raise NotFound(f"there is no rank {name!r}; there are: {names}")
         return instance
 
     def _ask(self, rank: str, question: Question) -> Any:

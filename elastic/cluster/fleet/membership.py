@@ -52,9 +52,9 @@ class Membership:
             with self._lock:
                 if hello.name in dispatcher.instances:
                     raise ConfigError(f"rank {hello.name!r} is there already; choose another name")
-                known = self.facts = self.facts or hello.model
+                expected = self.facts = self.facts or hello.model
                 self.kv_format = self.kv_format or hello.kv
-            require_same_model(hello.name, hello.model, known)
+            require_same_model(hello.name, hello.model, expected)
         except ConfigError as error:
             self._log.add("refused", rank=hello.name, why=str(error))
             client.kill(str(error))
@@ -152,8 +152,8 @@ class Membership:
     def statuses(self, now: float) -> tuple[RankStatus, ...]:
         """Return what is known of each rank, also of the last ones that have gone."""
         with self._lock:
-            here = [rank_status(instance, now - instance.heard_s) for instance in self._dispatcher.instances.values()]
-            return (*(status for name, status in self._past.items()), *here)
+            present = self._dispatcher.instances.values()
+            return (*self._past.values(), *(rank_status(each, now - each.heard_s) for each in present))
 
 
 def rank_status(instance: Instance, beat_s: float | None) -> RankStatus:

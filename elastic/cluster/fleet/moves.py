@@ -150,8 +150,8 @@ class Mover:
             if record is None:
                 raise NotFound(f"request {request!r} is not served here, or has ended")
             if goal is None:
-                known = ", ".join(dispatcher.instances) or "none"
-                raise NotFound(f"there is no instance {target!r}; there are: {known}")
+                names = ", ".join(dispatcher.instances) or "none"
+                raise NotFound(f"there is no instance {target!r}; there are: {names}")
             if record.moving or record.instance is None:
                 raise StateError(f"request {request!r} {'is being moved' if record.moving else 'waits in the queue'}")
             if record.instance == target:
@@ -325,5 +325,5 @@ def kv_of(instance: Instance, record: RequestRecord) -> tuple[SequenceKV, ...]:
     if instance.directory is None:
         return ()
     prompt = len(record.request.prompt)
-    found = (instance.directory.of(answer.state.id, prompt + len(answer.tokens)) for answer in record.live)
-    return tuple(kv for kv in found if kv is not None)
+    computed = (instance.directory.of(answer.state.id, prompt + len(answer.tokens)) for answer in record.live)
+    return tuple(kv for kv in computed if kv is not None)

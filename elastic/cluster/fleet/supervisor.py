@@ -137,7 +137,7 @@ class Supervisor:
                 instance.client.kill(why)
 
     def _silent(self, now: float, late: bool) -> list[tuple[Instance, str]]:
-        found = []
+        silent = []
         with self._dispatcher.lock:
             for instance in self._dispatcher.instances.values():
                 if instance.client.behind:  # it was not silent: who reads it has not come to that yet
@@ -145,12 +145,12 @@ class Supervisor:
                 if late:
                     instance.heard_s = instance.progress_s = now
                 elif now - instance.heard_s > self._beat_timeout_s:
-                    found.append((instance, f"nothing was heard of it for {self._beat_timeout_s} s"))
+                    silent.append((instance, f"nothing was heard of it for {self._beat_timeout_s} s"))
                 elif instance.should_step and now - instance.progress_s > self._hang_timeout_s:
-                    found.append((instance, f"its engine began no step for {self._hang_timeout_s} s, with work to do"))
+                    silent.append((instance, f"its engine began no step for {self._hang_timeout_s} s, with work to do"))
                 elif instance.cut_off_s is not None and now - instance.cut_off_s > CUT_OFF_S:
                     other = self._dispatcher.instances.get(instance.load.lost_rank)
                     if other is not None:  # it lives, and nobody else will give it up
-                        found.append((other, f"rank {instance.name} computes layers with it, and has no connection"))
+                        silent.append((other, f"rank {instance.name} computes layers with it, and has no connection"))
             self._dispatcher.dispatch()  # requests that found no room may be offered again
-        return found
+        return silent

@@ -63,10 +63,10 @@ class InProcessLauncher:
 
     def start(self, spec: RankSpec) -> RankClient:
         """Start a rank; see `Launcher`."""
-        here, there = queue_pair()
-        rank = RankThread(spec, there)
+        ours, theirs = queue_pair()
+        rank = RankThread(spec, theirs)
         self._ranks.append(rank)
-        return await_hello(here, rank, spec.name, timeout_s=self._start_timeout_s)
+        return await_hello(ours, rank, spec.name, timeout_s=self._start_timeout_s)
 
     def close(self) -> None:
         """End all that it has started, and wait until their models are unwrapped."""

@@ -69,22 +69,22 @@ class ForkServerClient:
     """The fork server of this process, and the ranks that it has forked."""
 
     def __init__(self) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [os.path.abspath(entry) for entry in sys.path]
         alone = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads, which no fork takes along
-        with ExitStack() as failed, there:
-            failed.callback(here.close)
-            ours = [str(there.fileno()), str(os.getpid())]
+        with ExitStack() as failed, theirs:
+            failed.callback(ours.close)
+            arguments = [str(theirs.fileno()), str(os.getpid())]
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "elastic.cluster.launch.fork_server", *ours],
-                pass_fds=[there.fileno()],
+                [sys.executable, "-P", "-m", "elastic.cluster.launch.fork_server", *arguments],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a rank prints is no output of this program
                 env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path)},
                 start_new_session=True,
             )
             failed.pop_all()
-        self._socket = here
+        self._socket = ours
         self._ids = itertools.count()
         self._lock = threading.Lock()  # of the wishes
         self._wishes: dict[int, Future[LocalProcess]] = {}
@@ -189,21 +189,21 @@ class LocalLauncher:
         )
         encoded = encode(spec)
         server = self._running()
-        here, there = socket_pair()
+        ours, theirs = socket_pair()
         try:
-            process = server.fork(there, spec.model).result(IMPORT_S)
+            process = server.fork(theirs, spec.model).result(IMPORT_S)
         except (ElasticError, TimeoutError) as error:
-            here.close()
+            ours.close()
             raise StateError(f"rank {spec.name!r} did not start: {error or 'the fork server is busy'}") from error
         try:
-            compare_protocols(here)
-            here.send_bytes(encoded)
+            compare_protocols(ours)
+            ours.send_bytes(encoded)
         except ElasticError:
             process.kill()
             process.close()
-            here.close()
+            ours.close()
             raise
-        return await_hello(here, process, spec.name, timeout_s=self._start_timeout_s)
+        return await_hello(ours, process, spec.name, timeout_s=self._start_timeout_s)
 
     def warm_up(self) -> None:
         """Begin to import what ranks need, so that the first starts sooner; returns at once."""

@@ -84,8 +84,8 @@ class PeerHub:
         """
         addresses = {rank: address for rank, address in addresses.items() if rank != self.name}
         with self._changed:
-            known = {rank: self._addresses.get(rank, address) for rank, address in addresses.items()}
-            new = [rank for rank, address in addresses.items() if rank in self._lost or address != known[rank]]
+            earlier = {rank: self._addresses.get(rank, address) for rank, address in addresses.items()}
+            new = [rank for rank, address in addresses.items() if rank in self._lost or address != earlier[rank]]
             self._addresses.update(addresses)
             for rank in new:
                 self._lost.pop(rank, None)

@@ -86,9 +86,9 @@ class NixlAgent:
     def read(self, remote: str, address: int, buffer: NixlBuffer, nbytes: int, gone: Callable[[], object]) -> None:
         """Read bytes at an address there into a buffer, unless the other end has `gone`."""
         with self._asking() as agent:
-            here = agent.get_xfer_descs([(buffer.address, nbytes, 0)], "DRAM")
-            there = agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
-            handle = agent.initialize_xfer("READ", here, there, remote)
+            target = agent.get_xfer_descs([(buffer.address, nbytes, 0)], "DRAM")
+            source = agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
+            handle = agent.initialize_xfer("READ", target, source, remote)
         try:
             with self._asking() as agent:
                 state = agent.transfer(handle)

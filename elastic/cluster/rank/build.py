@@ -51,7 +51,8 @@ def built(spec: RankSpec, connection: Connection) -> Iterator[Rank]:
         raise ConfigError(f"engine: no option {unknown[0]!r}; there are {', '.join(sorted(_ENGINE_OPTIONS))}")
     with ExitStack() as stack:
         model, facts = _load_wrapped(spec, places, stack) if spec.share is None else _load_share(spec, places, stack)
-        _note_weights(model.elastic)
+        if model.elastic.shards > 1:  # digests by which shared weights come back, and leave without being read
+            model.elastic.digests(range(len(model.elastic.shards_here)))
         options = {"max_requests": 256, **spec.engine}
         if isinstance(options.get("grammars"), str):
             options["grammars"] = _grammars(options["grammars"], spec, model)
@@ -66,7 +67,9 @@ def _load_wrapped(spec: RankSpec, places: list[Place], stack: ExitStack) -> tupl
     model = _load(spec, places)
     facts = model_facts(model, [str(variant) for variant in spec.wrap.get("variants", ())])
     if not isinstance(getattr(model, "elastic", None), Runtime):
-        wrap(model, places=places or None, **{**_checkpoint(spec), **spec.wrap})
+        has_files = isinstance(spec.model, str | Path) and any(Path(spec.model).glob("*.safetensors"))
+        checkpoint = {"checkpoint": spec.model} if has_files else {}  # what it drops comes back from there
+        wrap(model, places=places or None, **{**checkpoint, **spec.wrap})
         stack.callback(_unwrap, model, spec.name)
         model.elastic.keep_no_stages()  # layers that others compute are dropped, not released
     return model, facts
@@ -101,12 +104,6 @@ def _device(places: list[Place]) -> torch.device:
     return places[0].device if places else Place.parse("cpu").device
 
 
-def _note_weights(runtime: Runtime) -> None:
-    """Know what the weights of layers are that can be shared: they come back by that, and leave without being read."""
-    if runtime.shards > 1:
-        runtime.digests(range(len(runtime.shards_here)))
-
-
 def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[str, Any]) -> ModelCost | None:
     """Fit what steps of an engine cost, and have it use that, unless its options say how long steps are."""
     most_tokens = options.get("max_batch_tokens", _ENGINE_OPTIONS["max_batch_tokens"].default)
@@ -119,12 +116,6 @@ def _measured_cost(engine: ContinuousEngine, spec: RankSpec, options: Mapping[st
     if options.get("step_budget") is None:
         engine.use_cost(cost.whole)
     return cost
-
-
-def _checkpoint(spec: RankSpec) -> dict[str, Any]:
-    """Have a model know the files that it came from: what it drops comes back from there, if nobody else has it."""
-    files = isinstance(spec.model, str | Path) and any(Path(spec.model).glob("*.safetensors"))
-    return {"checkpoint": spec.model} if files else {}
 
 
 def _unwrap(model: Any, name: str) -> None:

@@ -117,8 +117,8 @@ class Questions:
             case GiveUp(request):
                 return engine.give_up(request)
             case HandOver(request):
-                found = engine.hand_over(request)
-                return None if found is None else HandedOver(*found)
+                handed_over = engine.hand_over(request)
+                return None if handed_over is None else HandedOver(*handed_over)
             case FreeBlocks(request):
                 return engine.release(request)
             case TakeBack(request):

@@ -181,9 +181,9 @@ class Rank:
         self._say(Beat(self.engine.load()))
 
     def _new_forms(self) -> tuple[tuple[str, ...], ...]:
-        known, weights = self._forms, self.engine.weights
+        told, weights = self._forms, self.engine.weights
         self._forms = len(weights)
-        return weights[known:]
+        return weights[told:]
 
     def _say(self, message: News | Beat | Refused | Bye) -> None:
         with suppress(StateError):  # the fleet has gone: `run` is about to see that

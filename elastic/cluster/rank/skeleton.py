@@ -79,9 +79,9 @@ def _read_fixed(model: Any, decoder: Decoder, files: Checkpoint, device: torch.d
             for module, name, _ in places:
                 module._parameters[name] = nn.Parameter(data, requires_grad=False)
     for name, buffer in model.named_buffers():
-        found = find_stored(files, name, buffer.shape, buffer.dtype)
-        if found is not None:
-            found.read(buffer)
+        source = find_stored(files, name, buffer.shape, buffer.dtype)
+        if source is not None:
+            source.read(buffer)
     for module in model.modules():
         module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None})
 

@@ -26,20 +26,20 @@ def blocks_of(model: Any, files: Checkpoint) -> Blocks:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known, found = model.state_dict(), Blocks()
+    state, blocks = model.state_dict(), Blocks()
     for entry in files.names:
-        name, pattern = rename_source_key(entry, renamings, converters, model.base_model_prefix, known)
+        name, pattern = rename_source_key(entry, renamings, converters, model.base_model_prefix, state)
         if name == entry:
             continue
         if pattern is None:
             file, key = _located(files, entry)
-            found[name] = [(entry, (0,) * len(file.shape(key)))]
+            blocks[name] = [(entry, (0,) * len(file.shape(key)))]
         elif [type(step).__name__ for step in by_pattern[pattern].operations] in _JOINED:
             numbers = re.findall(re.escape(pattern).replace(r"\*", r"(\d+)"), entry)
             if numbers:
                 at = _begin(files, entry, int(numbers[-1]), by_pattern[pattern].source_patterns.index(pattern))
-                found.setdefault(name, []).append((entry, at))
-    return found
+                blocks.setdefault(name, []).append((entry, at))
+    return blocks
 
 
 def _begin(files: Checkpoint, entry: str, expert: int, matrix: int) -> tuple[int, ...]:

@@ -87,14 +87,14 @@ class OverloadPolicy:
         drops, reason, short = self._drops(snapshot, states, queue_ticks)
         restores: tuple[int, ...] = ()
         if not reason:
-            calm = not queue_ticks and not any(one.pressed for one in states)
+            calm = not queue_ticks and not any(each.pressed for each in states)
             restores, reason = self._restores(snapshot, states) if calm else ((), "overload, but not for long yet")
         acted = {number for drop in drops for number in drop.groups}
-        for number, one in enumerate(states):
+        for number, before in enumerate(states):
             if number in acted:
-                states[number] = self._dropped(one, groups[number], now)
+                states[number] = self._dropped(before, groups[number], now)
             elif number in restores:
-                states[number] = replace(one, acted_s=now, eased=0, restored_s=now, asked=_layers(groups[number]))
+                states[number] = replace(before, acted_s=now, eased=0, restored_s=now, asked=_layers(groups[number]))
         figures = ", ".join(f"{'+'.join(group.names)} {group.use:.0%}" for group in groups)
         after = OverloadState(tuple(states), 0 if drops else queue_ticks)
         names = tuple(groups[number].names for number in restores)
@@ -238,7 +238,7 @@ class OverloadPolicy:
         plan = next((plan for plan in plans if plan is not None), None)
         if plan is None or not plan.groups:
             return None
-        groups = tuple(replace(one, groups=tuple(numbers[i] for i in one.groups)) for one in plan.groups)
+        groups = tuple(replace(group, groups=tuple(numbers[i] for i in group.groups)) for group in plan.groups)
         return replace(plan, groups=groups)
 
     def _most(self, snapshot: FleetSnapshot, numbers: Sequence[int]) -> DropPlan | None:

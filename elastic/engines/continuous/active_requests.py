@@ -75,9 +75,9 @@ class ActiveRequests:
     def forget(self, request: str, outcome: Outcome) -> None:
         """End a request without a word to its listener; unknown: nothing happens."""
         with self._lock:
-            known = self._requests.pop(request, None)
-            self._names.difference_update(known.names if known is not None else ())
-        if known is not None:
+            active = self._requests.pop(request, None)
+            self._names.difference_update(active.names if active is not None else ())
+        if active is not None:
             self._counters.ended(request, outcome)
 
     def sequences(self, request: str, index: int | None = None) -> list[str]:

@@ -198,11 +198,11 @@ class ContinuousEngine(PipelinedEngine):
         have not ended; none if it is unknown, has ended or was handed over. Raises `StateError` if the engine is not
         serving.
         """
-        found: Future[tuple[SequenceState, ...]] = Future()
+        states: Future[tuple[SequenceState, ...]] = Future()
 
         def leave() -> None:
             exported = map(self._loop.scheduler.export, self._requests.sequences(request))
-            found.set_result(tuple(state for state in exported if state is not None))
+            states.set_result(tuple(state for state in exported if state is not None))
             if request not in self._held:
                 self._requests.forget(request, "moved")
 
@@ -212,7 +212,7 @@ class ContinuousEngine(PipelinedEngine):
             leave()
         else:
             self._loop.post(leave)
-        return found.result()
+        return states.result()
 
     def cancel(self, request: str, index: int | None = None) -> None:
         """End a request, or one of its answers, and free what it holds; its listener gets `cancelled` for each.

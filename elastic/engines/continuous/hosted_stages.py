@@ -92,8 +92,8 @@ class HostedStages(MovingRequests):
         """
         self._require_rank()
         with self._pipeline_lock:
-            known = self._stages.get(home)
-            if home == self.rank or (known is not None and not known.ended):
+            earlier = self._stages.get(home)
+            if home == self.rank or (earlier is not None and not earlier.ended):
                 raise StateError(f"layers of {home!r} can be computed at {self.rank!r} already")
             if (path.layers, path.shards) != (self.path.layers, self.path.shards):
                 raise ConfigError(

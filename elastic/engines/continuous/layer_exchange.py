@@ -194,20 +194,20 @@ class LayerExchange(HostedStages):
         written, home, moves = self._exchange(), self._home, self._moves(path)
         self._require_whole_group()
         ways = ways_of(path)
-        known = {}  # where what moves lies, as far as that was told and no sector has come since
+        located = {}  # where what moves lies, as far as that was told and no sector has come since
         for move in moves:
             told = sources.get((move.source, move.target)) if move.source != self.rank else None
             if told is not None and self._tells_of(told, self._memory.mapped_sectors):
-                known[move] = told
-        asked = [move for move in moves if move.source != self.rank and move not in known]
+                located[move] = told
+        asked = [move for move in moves if move.source != self.rank and move not in located]
         for move in asked:
             home.ask_pages(move.source, move.shards)  # it answers while the last steps end
         self._settle()
         start = time.perf_counter()
         blocks = written.take()
         try:
-            known |= zip(asked, home.pages_of(asked, timeout_s), strict=True)
-            copied = self._copy_last(moves, known, blocks, timeout_s)
+            located |= zip(asked, home.pages_of(asked, timeout_s), strict=True)
+            copied = self._copy_last(moves, located, blocks, timeout_s)
             home.flip(path, ways)
         except BaseException:
             written.put_back(blocks)
@@ -221,7 +221,7 @@ class LayerExchange(HostedStages):
         return Flipped((time.perf_counter() - start) * 1e3, copied), left
 
     def _copy_last(
-        self, moves: Sequence[ShardMove], known: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float
+        self, moves: Sequence[ShardMove], sources: Mapping[ShardMove, LayersKV], blocks: Blocks, timeout_s: float
     ) -> int:
         """Have all ranks that shards go to copy these blocks while no step is in flight; return bytes.
 
@@ -229,10 +229,10 @@ class LayerExchange(HostedStages):
         has prepared them.
         """
         sectors = sectors_of(self._memory, blocks)
-        late = [move for move, source in known.items() if not self._tells_of(source, sectors)]
+        late = [move for move, source in sources.items() if not self._tells_of(source, sectors)]
         for move in late:  # a sector was mapped for the last steps
             self._home.ask_pages(move.source, move.shards)
-        told = {**known, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
+        told = {**sources, **dict(zip(late, self._home.pages_of(late, timeout_s), strict=True))}
         pages = {move: source.of_sectors([sector for _, sector in sectors]) for move, source in told.items()}
         for move in moves:
             if move.source == self.rank:

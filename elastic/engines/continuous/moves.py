@@ -88,10 +88,10 @@ class MovingRequests:
         def look() -> tuple[SequenceKV, ...]:
             self._received.require_allowed()
             scheduler = self._loop.scheduler
-            found = (
+            sequences = (
                 scheduler.sequences.get(name) or scheduler.held.get(name) for name in self._requests.sequences(request)
             )
-            located = [sequence.kv() for sequence in found if sequence is not None]
+            located = [sequence.kv() for sequence in sequences if sequence is not None]
             return tuple(kv for kv in located if kv.computed)
 
         return self._between_steps(look)
@@ -99,13 +99,13 @@ class MovingRequests:
     def sectors_of(self, sequences: Iterable[SequenceKV]) -> tuple[SectorPages, ...]:
         """Return the pages of the sectors in which blocks of sequences are, which have not ended."""
         with self._memory.lock:
-            found = {
+            located = {
                 (group, block // self._memory.blocks_per_sector(group))
                 for kv in sequences
                 for group, blocks in enumerate(kv.blocks)
                 for block in blocks
             }
-            mapped = [(group, sector) for group, sector in sorted(found) if sector in self._memory.groups[group].mapped]
+            mapped = [(g, sector) for g, sector in sorted(located) if sector in self._memory.groups[g].mapped]
             return tuple(SectorPages(g, sector, self._memory.groups[g].pages_of(sector)) for g, sector in mapped)
 
     def check(self) -> None:

@@ -32,8 +32,8 @@ class ReceivedKV:
 
     def is_of(self, state: SequenceState) -> bool:
         """Return whether it is of that answer, and not of another with its name."""
-        one, other = (replace(each.request, arrived_s=None) for each in (state, self.state))
-        return (one, state.seed) == (other, self.state.seed)
+        theirs, ours = (replace(each.request, arrived_s=None) for each in (state, self.state))
+        return (theirs, state.seed) == (ours, self.state.seed)
 
     def lies_at(self, kv: SequenceKV) -> bool:
         """Return whether it lies at its source where it did."""
@@ -105,7 +105,7 @@ class ReceivedRequests:
             reservation = self._requests.setdefault(request, _Reservation())
         with reservation.lock:
             try:
-                by_name = {one.sequence: one for one in kv}
+                by_name = {each.sequence: each for each in kv}
                 if not self._goes_on(reservation, states, by_name):
                     self._free_blocks(reservation)
                 with open_shared(source.file) as file:
@@ -130,7 +130,7 @@ class ReceivedRequests:
         if reservation is None:
             return {}
         with reservation.lock:
-            by_name = {one.sequence: one for one in kv}
+            by_name = {each.sequence: each for each in kv}
             taken = {}
             for state in states:
                 received = reservation.sequences.get(state.id)
@@ -165,8 +165,8 @@ class ReceivedRequests:
         self, reservation: _Reservation, states: Sequence[SequenceState], kv: Mapping[str, SequenceKV]
     ) -> bool:
         """Return whether what is here is the beginning of what is there, and not of an earlier life of the request."""
-        known = [(reservation.sequences[state.id], state) for state in states if state.id in reservation.sequences]
-        return all(each.is_of(state) and (state.id not in kv or each.lies_at(kv[state.id])) for each, state in known)
+        received = [(reservation.sequences[state.id], state) for state in states if state.id in reservation.sequences]
+        return all(each.is_of(state) and (state.id not in kv or each.lies_at(kv[state.id])) for each, state in received)
 
     def _receive(self, reservation: _Reservation, state: SequenceState, kv: SequenceKV, copier: BlockCopier) -> int:
         """Copy what is not here yet of one sequence; return bytes."""
@@ -178,10 +178,10 @@ class ReceivedRequests:
         start, copied = received.computed, 0
         for group, (_, window) in enumerate(self._format.groups):
             changed = changed_blocks(start, kv.computed, self._format.block_tokens, window)
-            there, here = kv.blocks[group], received.table.blocks[group]
-            if changed and changed[-1] >= len(there):
-                raise StateError(f"{kv.sequence!r} has {kv.computed} tokens, but only {len(there)} blocks were told")
-            copied += copier.copy(group, [(there[i], here[i]) for i in changed])
+            sources, targets = kv.blocks[group], received.table.blocks[group]
+            if changed and changed[-1] >= len(sources):
+                raise StateError(f"{kv.sequence!r} has {kv.computed} tokens, but only {len(sources)} blocks were told")
+            copied += copier.copy(group, [(sources[i], targets[i]) for i in changed])
         received.computed, received.source = max(start, kv.computed), kv.blocks
         return copied
 

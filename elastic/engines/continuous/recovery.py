@@ -123,11 +123,11 @@ class RecoveringEngine(LayerExchange):
         if rank not in memories:
             told = self._home.still_at(rank, self.path.shards_of(rank), LAST_WORD_S)
             return None if told is None else replace(told, pages={part: told.pages[part] for part in sorted(parts)})
-        found: dict[int, Mapping[int, tuple[int, ...]]] = {}
+        sectors: dict[int, Mapping[int, tuple[int, ...]]] = {}
         for part in sorted(parts):
-            found |= self._home.links[rank].located(self._memory.group_of(part), (part,), LAST_WORD_S)
+            sectors |= self._home.links[rank].located(self._memory.group_of(part), (part,), LAST_WORD_S)
         memory = memories[rank]
-        return LayersKV(memory.file, memory.page_bytes, memory.format, found)
+        return LayersKV(memory.file, memory.page_bytes, memory.format, sectors)
 
     def _restart_lost(self, kept: SequenceOf[Mapping[str, LayersKV] | None]) -> int:
         """Have sequences be computed anew that cannot go on, or have no room, the youngest first; return tokens.

@@ -129,16 +129,16 @@ class StepLoop:
 
     def cancel(self, sequence: str) -> None:
         """End a sequence; unknown: nothing happens. On the loop's thread."""
-        found = self.scheduler.cancel(sequence)
-        if found is not None:
-            self._listener.cancelled(found)
+        cancelled = self.scheduler.cancel(sequence)
+        if cancelled is not None:
+            self._listener.cancelled(cancelled)
             self._to_tell = True
 
     def fail(self, sequence: str, error: Exception) -> None:
         """End a sequence that cannot go on; unknown: nothing happens. On the loop's thread."""
-        found = self.scheduler.cancel(sequence)
-        if found is not None:
-            self._listener.failed(found, error)
+        failed = self.scheduler.cancel(sequence)
+        if failed is not None:
+            self._listener.failed(failed, error)
             self._to_tell = True
 
     def lose(self, error: RankLost) -> None:
@@ -166,8 +166,8 @@ class StepLoop:
 
     def settle(self, sequences: Iterable[str]) -> None:
         """Finish steps until none of these sequences is in one. On the loop's thread."""
-        found = [self.scheduler.sequences[name] for name in sequences if name in self.scheduler.sequences]
-        while any(sequence.in_flight for sequence in found):
+        live = [self.scheduler.sequences[name] for name in sequences if name in self.scheduler.sequences]
+        while any(sequence.in_flight for sequence in live):
             self._finish_step()
 
     def _finish_step(self) -> None:

@@ -206,13 +206,13 @@ def _read(reader: MemoryReader, target: torch.Tensor, pieces: Pieces) -> None:
 
 def _within(pieces: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
     """Return what is first of pieces, (offset, most bytes), so many bytes in all."""
-    found = []
+    parts = []
     for offset, most in pieces:
-        found.append((offset, min(nbytes, most)))
-        nbytes -= found[-1][1]
+        parts.append((offset, min(nbytes, most)))
+        nbytes -= parts[-1][1]
         if not nbytes:
             break
-    return found
+    return parts
 
 
 def _runs(pairs: Pairs, blocks_per_sector: int) -> Iterator[tuple[int, int, int]]:

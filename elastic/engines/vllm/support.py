@@ -81,10 +81,10 @@ def _found(probe: str) -> Callable[..., Any] | Any:
 def _missing(probe: str, attributes: tuple[str, ...]) -> list[str]:
     """List what of a probe is not there."""
     try:
-        found = _found(probe)
+        probed = _found(probe)
     except ImportError:
-        found = None
+        probed = None
     name = probe.partition(":")[2]
-    if found is None:
+    if probed is None:
         return [name]
-    return [f"{name}.{attribute}" for attribute in attributes if not hasattr(found, attribute)]
+    return [f"{name}.{attribute}" for attribute in attributes if not hasattr(probed, attribute)]

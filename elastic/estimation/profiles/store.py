@@ -77,8 +77,8 @@ class ProfileStore:
         """Add what was measured to what is known of a model; return the file. Raises `ConfigError` if none can be
         written."""
         key = ProfileKey.here(model, profile.device)
-        known = self.load(model, profile.device)
-        both = merged(known, profile) if known is not None else profile
+        earlier = self.load(model, profile.device)
+        both = merged(earlier, profile) if earlier is not None else profile
         for path in self._paths(model, key):
             with contextlib.suppress(OSError):
                 _write(path, key, both)
@@ -91,17 +91,17 @@ class ProfileStore:
         return [*beside, self._directory / key.model / name]
 
 
-def merged(known: CostProfile, measured: CostProfile) -> CostProfile:
+def merged(earlier: CostProfile, measured: CostProfile) -> CostProfile:
     """Return two measurements of one model as one; of what both have the second counts."""
     return CostProfile(
-        known.device,
-        {**known.layers, **measured.layers},
-        {**known.around, **measured.around},
-        measured.link or known.link,
-        {**known.activations, **measured.activations},
-        {**known.scratch_bytes, **measured.scratch_bytes},
-        {**known.r_squared, **measured.r_squared},
-        measured.contention or known.contention,
+        earlier.device,
+        {**earlier.layers, **measured.layers},
+        {**earlier.around, **measured.around},
+        measured.link or earlier.link,
+        {**earlier.activations, **measured.activations},
+        {**earlier.scratch_bytes, **measured.scratch_bytes},
+        {**earlier.r_squared, **measured.r_squared},
+        measured.contention or earlier.contention,
     )
 
 
@@ -132,10 +132,17 @@ def device_name(device: str) -> str:
     return platform.machine()
 
 
+def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
+    cost = ChunkCost(**{name: float(value) for name, value in fields.items()})
+    if not all(math.isfinite(each) and each >= 0 for each in cost.coefficients):
+        raise ValueError(f"coefficients {cost.coefficients} are no seconds")
+    return cost
+
+
 _FIGURES = ("activations", "scratch_bytes")
 _COSTS: Mapping[str, Callable[[Mapping[str, Any]], LayerCost | ChunkCost]] = {
     "layer": LayerCost.of,
-    "chunk": lambda fields: _chunk_cost(fields),
+    "chunk": _chunk_cost,
 }
 
 
@@ -172,13 +179,6 @@ def from_json(content: Mapping[str, Any]) -> CostProfile:
 
 def _told(cost: LayerCost | ChunkCost) -> tuple[str, dict[str, Any]]:
     return "layer" if isinstance(cost, LayerCost) else "chunk", asdict(cost)
-
-
-def _chunk_cost(fields: Mapping[str, Any]) -> ChunkCost:
-    cost = ChunkCost(**{name: float(value) for name, value in fields.items()})
-    if not all(math.isfinite(each) and each >= 0 for each in cost.coefficients):
-        raise ValueError(f"coefficients {cost.coefficients} are no seconds")
-    return cost
 
 
 def _read(path: Path, key: ProfileKey, device: str) -> CostProfile | None:

@@ -129,7 +129,11 @@ class ReplicaDispatcher:
         self._warned: set[str] = set()
 
     def set_replicas(self, replicas: Mapping[int, Mapping[str, Replica]]) -> None:
-        """Have these replicas, by layer and place, from now on; at a safe point."""
+        """Have these replicas, by layer and place, from now on; at a safe point.
+
+        Forward passes come by here from the first ones on: later ones join what was split of the caches.
+        """
+        self._forward.dispatcher = self
         self.replicated = tuple(sorted(layer for layer, by_place in replicas.items() if by_place))
         devices = [layer.pool.backend.device for layer in self._weights.layers]
         groups: dict[int, ReplicaGroup] = {}

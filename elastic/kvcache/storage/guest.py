@@ -73,7 +73,7 @@ class GuestMemory(SectorSpace):
         """
         with self.lock:
             self._require_open()
-            chosen, new = self._require(layers, here=False), self._not_mapped(mapped)
+            chosen, new = self._require(layers, present=False), self._not_mapped(mapped)
             self._reservation.resize(self.allotted * self._size_with(chosen) - self.mapped_pages)
             try:
                 pages = self._reservation.take(self._growth_with(chosen))
@@ -97,7 +97,7 @@ class GuestMemory(SectorSpace):
         Raises `StateError` if one is not here.
         """
         with self.lock:
-            chosen = self._require(layers, here=True)
+            chosen = self._require(layers, present=True)
             before = self.mapped_pages + self._reservation.pages
             finish_queued_work(self.kv.device)
             self._reservation.put_back(self._take_out(chosen))

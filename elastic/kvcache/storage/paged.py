@@ -218,7 +218,7 @@ class BlockMemory(SectorSpace):
         that is not here.
         """
         with self.lock:
-            chosen = self._require(layers, here=True)
+            chosen = self._require(layers, present=True)
             finish_queued_work(self.kv.device)
             pages = self._take_out(chosen)
             self.kv.pool.free(pages)
@@ -233,7 +233,7 @@ class BlockMemory(SectorSpace):
         idle sectors.
         """
         with self.lock:
-            chosen = self._require(layers, here=False)
+            chosen = self._require(layers, present=False)
             self._give_idle_back_for(chosen)
             if self.mapped_count and (lacking := self._lacking_for(chosen)) > 0:
                 raise self.kv.pool.shortage(
@@ -255,7 +255,7 @@ class BlockMemory(SectorSpace):
     def lacking(self, layers: Iterable[int]) -> int:
         """Count the pages that `add_layers` would not find, if nothing more is given back; 0 or less: it would."""
         with self.lock:
-            return self._lacking_for(self._require(layers, here=False))
+            return self._lacking_for(self._require(layers, present=False))
 
     def check(self) -> None:
         """Recount; raises `IntegrityError`."""

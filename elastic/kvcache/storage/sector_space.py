@@ -212,7 +212,7 @@ class SectorSpace:
         Raises `StateError` if a layer is not here.
         """
         with self.lock:
-            chosen = self._require(layers, here=True)
+            chosen = self._require(layers, present=True)
             wanted = self.mapped_sectors if sectors is None else tuple(sectors)
             pages = {}
             for layer in chosen:
@@ -228,15 +228,13 @@ class SectorSpace:
 
     # -- inside, under the lock
 
-    def _require(self, layers: Iterable[int], *, here: bool) -> frozenset[int]:
+    def _require(self, layers: Iterable[int], *, present: bool) -> frozenset[int]:
         """Return layers that are here, or that are not. Raises `StateError` for others."""
         chosen = frozenset(layers)
-        wrong = sorted(layer for layer in chosen if (layer in self.groups[self.group_of(layer)].layers) is not here)
+        wrong = sorted(layer for layer in chosen if (layer in self.groups[self.group_of(layer)].layers) is not present)
         if wrong:
-            raise StateError(
-                f"the KV cache of layers {wrong} is {'not here' if here else 'here already'}; here is that of layers "
-                f"{self.layers}"
-            )
+            where = "not here" if present else "here already"
+            raise StateError(f"the KV cache of layers {wrong} is {where}; here is that of layers {self.layers}")
         return chosen
 
     def _size_with(self, layers: Collection[int]) -> int:

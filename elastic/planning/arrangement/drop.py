@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 from elastic.errors import ConfigError
@@ -225,7 +226,7 @@ class _Planner:
         kept = [set(held.layers) for held in members]
         copies = Counter(layer for held in members for layer in held.layers)
         queues = [
-            sorted(held.layers.difference(run), key=lambda layer, run=run: _distance(layer, run))  # type: ignore[misc]
+            sorted(held.layers.difference(run), key=partial(_distance, run))
             for held, run in zip(members, cut.layers, strict=True)
         ]
         freed = [(0, number) for number in range(len(members))]
@@ -256,7 +257,7 @@ class _Planner:
         return True
 
 
-def _distance(layer: int, run: range) -> int:
+def _distance(run: range, layer: int) -> int:
     return max(run.start - layer, layer - run.stop + 1)
 
 

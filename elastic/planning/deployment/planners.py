@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 from elastic.planning.deployment.devices import DeviceState
 from elastic.planning.deployment.placing import Deployment, Option, Refusal, place
 from elastic.planning.deployment.policies import THETA, PolicyName
-from elastic.planning.estimate.configuration import Configuration
 
 
 class Planner(Protocol):
@@ -56,13 +55,13 @@ class Static:
         possible = [each for each in full if not each.estimate.why_not]
         if not possible:
             return Refusal(tuple((each.configuration, each.estimate.why_not) for each in full))
-        chosen = min(possible, key=lambda each: self._order(each.configuration))
+        chosen = min(possible, key=self._order)
         by_memory = [DeviceState(state.name, state.free_bytes, 0.0, state.models) for state in states]
         return _one([chosen], by_memory, "least-loaded", 0.0)
 
-    def _order(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return what is least for the configuration to take."""
-        tp, pp = configuration.tp, configuration.pp
+    def _order(self, option: Option) -> tuple[int, ...]:
+        """Return what is least for the option to take."""
+        tp, pp = option.configuration.tp, option.configuration.pp
         return {"tp": (-tp, -pp), "pp": (-pp, -tp), "as loaded": (tp * pp, tp)}[self.parallel]
 
 

@@ -97,7 +97,7 @@ def extrapolated_memory(
 
     `footprints`: at (1, 1), (1, 2) and (2, 1), of the model with one layer of each kind, and of those with one more.
     """
-    plain, two_stages, two_parts = (PerLayer.solve(one, more).of(layers) for one, more in footprints)
+    plain, two_stages, two_parts = (PerLayer.solve(footprint, more).of(layers) for footprint, more in footprints)
     return MemoryParts.solve(plain, two_stages, two_parts)
 
 

@@ -90,8 +90,10 @@ class InstanceCost:
 
     def round_s(self, load: Load, running: int) -> float:
         """Return the seconds in which every one of so many requests gets a token; each stage has a batch of its own."""
-        cohorts = [load.decoding(count) for count in _split(running, len(self.stages)) if count]
-        several, stages = len(cohorts) > 1, range(len(self.stages))
+        stages = range(len(self.stages))
+        counts = [running // len(stages) + (number < running % len(stages)) for number in stages]
+        cohorts = [load.decoding(count) for count in counts if count]
+        several = len(cohorts) > 1
         busiest = max(math.fsum(self.stage_s(s, each, together=several) for each in cohorts) for s in stages)
         return max([busiest, *(self.pass_s(each, together=several) for each in cohorts)])
 
@@ -139,7 +141,3 @@ class InstanceCost:
             running = math.ceil(wanted)
             wanted = load.rate * load.new * self.tpot_s(load, running) if load.rate else 1.0
         return running if wanted <= running else None
-
-
-def _split(count: int, parts: int) -> list[int]:
-    return [count // parts + (part < count % parts) for part in range(parts)]

@@ -188,12 +188,12 @@ def _experts(
     return FFN(module, "experts", "plan" if planned else "structure", count, dict.fromkeys(own, 0), module)
 
 
-def _require_elementwise(module: str, rows: int, known: Collection[str], shapes: Mapping[str, Shape]) -> None:
+def _require_elementwise(module: str, rows: int, divided: Collection[str], shapes: Mapping[str, Shape]) -> None:
     """Raise `ConfigError` if the module has another parameter of the size inside: a norm there is over all parts."""
     depth = module.count(".") + 2 if module else 1
     for name, shape in shapes.items():
         direct = name.startswith(f"{module}." if module else "") and name.count(".") <= depth
-        if direct and name not in known and shape == (rows,):
+        if direct and name not in divided and shape == (rows,):
             raise ConfigError(
                 f"{name} has the {rows} elements of the size inside, too; what is done with it may need all parts"
             )

@@ -131,6 +131,6 @@ def name_of(config: Pruned) -> str:
     return name if config.by == "magnitude" else f"{name}-{config.by}"
 
 
-def _check_criterion(by: str, known: tuple[str, ...]) -> None:
-    if by not in known:
-        raise ConfigError(f"by={by!r} is not supported; use one of: {', '.join(known)}")
+def _check_criterion(by: str, criteria: tuple[str, ...]) -> None:
+    if by not in criteria:
+        raise ConfigError(f"by={by!r} is not supported; use one of: {', '.join(criteria)}")

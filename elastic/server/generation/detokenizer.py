@@ -85,7 +85,7 @@ class StopStrings:
         text = self._held + piece
         at, self.found = min(
             ((i, stop) for stop in self._stops if (i := text.find(stop)) >= 0),
-            key=lambda found: found[0],
+            key=lambda hit: hit[0],
             default=(-1, None),
         )
         if self.found is not None:

@@ -91,15 +91,15 @@ def calls_grammar(tools: Sequence[Tool], *, several: bool) -> Grammar:
     calls = []
     for i, tool in enumerate(tools):
         schema = dict(tool.function.parameters or _NO_ARGUMENTS)
-        for kind, known in definitions.items():
+        for kind, schemas in definitions.items():
             for name, definition in (schema.pop(kind, None) or {}).items():
-                if known.setdefault(name, definition) != definition:
+                if schemas.setdefault(name, definition) != definition:
                     raise invalid(f"tools.{i}.function.parameters", f"another tool defines {name[:100]!r} otherwise")
         call = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
         calls.append({**_NO_ARGUMENTS, "properties": call, "required": ["name", "parameters"]})
     bound = {} if several else {"maxItems": 1}
     items = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    kept = {kind: known for kind, known in definitions.items() if known}
+    kept = {kind: schemas for kind, schemas in definitions.items() if schemas}
     return json_grammar({"type": "array", "minItems": 1, **bound, "items": items, **kept})
 
 

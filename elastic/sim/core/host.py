@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 
@@ -43,7 +44,7 @@ class SharedHost:
         for task in self._tasks:
             if task.due is not None:
                 task.due.cancel()
-            task.due = self._clock.after(task.left_s * self._slowdown, lambda task=task: self._end(task))  # type: ignore[misc]
+            task.due = self._clock.after(task.left_s * self._slowdown, partial(self._end, task))
 
     @property
     def _slowdown(self) -> float:

@@ -207,10 +207,10 @@ class SimulatedInstance:
                 return
         elif isinstance(message, Cancel):
             ended = [
-                found
+                cancelled
                 for name, sequence in list(self.scheduler.sequences.items())
                 if sequence.request.id == message.request and message.index in (None, sequence.index)
-                if (found := self.scheduler.cancel(name)) is not None
+                if (cancelled := self.scheduler.cancel(name)) is not None
             ]
             outputs = [Output(s.request.id, (), "cancelled", at_s=self.clock.now, index=s.index) for s in ended]
             self.tell(outputs, [len(s.tokens) - len(s.request.prompt) for s in ended])

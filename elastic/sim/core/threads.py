@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from elastic import clock
@@ -180,13 +181,13 @@ class SimulatedCondition:
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """Wait, without the lock, until it is so; return what it is, or was when it was too late."""
         until_s = math.inf if timeout is None else self._threads.now() + timeout
-        while not (found := predicate()) and self._threads.now() < until_s:
+        while not (outcome := predicate()) and self._threads.now() < until_s:
             waiter = Waiter(self._threads)
             self._waiting.append(waiter)
             self._lock.release()
             waiter.wait(until_s - self._threads.now())
             self._lock.acquire()
-        return found
+        return outcome
 
     def notify_all(self) -> None:
         """Have all look again."""
@@ -316,7 +317,7 @@ class SimulatedThreads:
         """Do some things on a thread each; return when all are done."""
         futures: list[Future[T]] = [SimulatedFuture(self) for _ in calls]
         threads = [
-            SimulatedThread(self, lambda call=call, future=future: _settle(future, call), f"{name}-{i}")  # type: ignore[misc]
+            SimulatedThread(self, partial(_settle, future, call), f"{name}-{i}")
             for i, (call, future) in enumerate(zip(calls, futures, strict=True))
         ]
         for thread in threads:

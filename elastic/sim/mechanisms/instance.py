@@ -149,7 +149,7 @@ class RankInstance(SimulatedInstance):
         try:
             computed = done.result()
             self.scheduler.add(message.states, computed)
-            had = sum(one.computed for one in message.kv)
+            had = sum(kv.computed for kv in message.kv)
             self.recomputed_tokens += max(0, had - sum(computed.values()))
         except (CapacityError, Overloaded) as error:
             self._on_message(Refused(request, error))
@@ -162,18 +162,18 @@ class RankInstance(SimulatedInstance):
         if answer not in self._asked or self.hangs:
             return
         try:
-            found = self.answer(question)
+            reply = self.answer(question)
         except ElasticError as error:
             self._later(answer, error=error)
             return
-        if isinstance(found, Future):
-            found.add_done_callback(partial(self._answered, answer))
+        if isinstance(reply, Future):
+            reply.add_done_callback(partial(self._answered, answer))
         else:
-            self._later(answer, found)
+            self._later(answer, reply)
 
-    def _answered(self, answer: Future[Any], found: Future[Any]) -> None:
-        error = found.exception()
-        self._later(answer, None if error else found.result(), error)
+    def _answered(self, answer: Future[Any], reply: Future[Any]) -> None:
+        error = reply.exception()
+        self._later(answer, None if error else reply.result(), error)
 
     def _later(self, answer: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
         def settle() -> None:
@@ -188,6 +188,6 @@ class RankInstance(SimulatedInstance):
 
 
 def _nothing_came(message: Submit) -> Future[dict[str, int]]:
-    found: Future[dict[str, int]] = Future()
-    found.set_result({})
-    return found
+    nothing: Future[dict[str, int]] = Future()
+    nothing.set_result({})
+    return nothing

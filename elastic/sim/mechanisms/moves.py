@@ -90,11 +90,11 @@ class RequestMoves:
     def receive(self, states: Sequence[SequenceState], kv: Sequence[SequenceKV]) -> Future[int]:
         """Have blocks for a request that may come, and copy what is not here yet; return bytes."""
         request, tokens = states[0].request.id, 0
-        there, here = {one.sequence: one for one in kv}, self._received.setdefault(request, {})
+        there, received = {sent.sequence: sent for sent in kv}, self._received.setdefault(request, {})
         try:
             for state in states:
                 if state.id in there and there[state.id].computed:
-                    tokens += self._room_for(here, state, there[state.id].computed)
+                    tokens += self._room_for(received, state, there[state.id].computed)
         except ElasticError:
             self._give_up(request)
             raise
@@ -118,14 +118,14 @@ class RequestMoves:
         self._instance.between_steps(begin)
         return done
 
-    def _room_for(self, here: dict[str, _Received], state: SequenceState, computed: int) -> int:
+    def _room_for(self, by_sequence: dict[str, _Received], state: SequenceState, computed: int) -> int:
         """Have blocks for so many tokens of a sequence; return those that are not copied yet."""
         blocks, request = self._instance.blocks, state.request
-        if state.id not in here:
+        if state.id not in by_sequence:
             tokens = (*request.prompt, *state.generated)
             table, _ = blocks.reserve(len(request.prompt) + request.max_tokens, tokens, computed)
-            here[state.id] = _Received(table, 0)
-        received = here[state.id]
+            by_sequence[state.id] = _Received(table, 0)
+        received = by_sequence[state.id]
         if computed > received.table.capacity and blocks.grow(received.table, computed) is None:
             raise Overloaded(f"there are no blocks for {computed} tokens of {state.id!r} now", retry_after_s=1.0)
         before, received.computed = received.computed, max(received.computed, computed)
@@ -149,16 +149,16 @@ class RequestMoves:
         return done
 
     def _attach(self, states: Sequence[SequenceState]) -> dict[str, int]:
-        found, request = {}, states[0].request.id
-        here = self._received.pop(request, {})
+        computed, request = {}, states[0].request.id
+        waiting = self._received.pop(request, {})
         for state in states:
-            received = here.pop(state.id, None)
+            received = waiting.pop(state.id, None)
             if received is not None:
                 self._instance.blocks.attach(state.id, received.table)
-                found[state.id] = received.computed
-        for received in here.values():
+                computed[state.id] = received.computed
+        for received in waiting.values():
             self._instance.blocks.release(received.table)
-        return found
+        return computed
 
     def _give_up(self, request: str) -> None:
         for received in self._received.pop(request, {}).values():
@@ -181,8 +181,8 @@ class RequestMoves:
         return HandedOver(tuple(sequence.state() for sequence in held), kv)
 
     def _locate(self, request: str) -> tuple[SequenceKV, ...]:
-        found = [*self._sequences(request), *self._held.get(request, ())]
-        return tuple(kv for sequence in found if (kv := sequence.kv()).computed)
+        sequences = [*self._sequences(request), *self._held.get(request, ())]
+        return tuple(kv for sequence in sequences if (kv := sequence.kv()).computed)
 
     def _release(self, request: str) -> None:
         for sequence in self._held.pop(request, ()):

@@ -231,8 +231,8 @@ class SimulatedRank:
 
     def _new_parts(self, home: str, parts: Iterable[int]) -> set[int]:
         """Return those of parts of the KV cache that are not here yet."""
-        here = self.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
-        return set(parts).difference(kv_parts(here, self.world.model.shards, self.world.model.kv_shards))
+        shards = self.path.shards_of(self.name) if home == self.name else self.books.guests[home].shards
+        return set(parts).difference(kv_parts(shards, self.world.model.shards, self.world.model.kv_shards))
 
     def _flip(self, path: LayerPath) -> Future[Flipped]:
         """Stand still, have copied what was written last, and go on by another path."""

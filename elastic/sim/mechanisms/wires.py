@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from elastic.sim.core.clock import ScheduledEvent, VirtualClock
 from elastic.sim.mechanisms.model import Links
@@ -76,7 +77,7 @@ class Wires:
             flow.rate = self._links.bytes_s / max((ends[end] for end in flow.ends), default=1)
             if flow.due is not None:
                 flow.due.cancel()
-            flow.due = self._clock.after(flow.left / flow.rate, lambda flow=flow: self._end(flow))  # type: ignore[misc]
+            flow.due = self._clock.after(flow.left / flow.rate, partial(self._end, flow))
 
     def _end(self, flow: _Flow) -> None:
         self._advance()

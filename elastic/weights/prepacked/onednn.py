@@ -59,7 +59,7 @@ def multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -
 
     No gradient flows through it.
     """
-    product: torch.Tensor = _linear(x, matrix, bias, "none", [], "")
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, matrix, bias, "none", [], "")
     return product
 
 
@@ -145,7 +145,3 @@ def _capsule(address: int | None) -> Any:
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     return make(address, None, None)
-
-
-def _linear(*arguments: Any) -> Any:
-    return torch.ops.mkldnn._linear_pointwise.default(*arguments)

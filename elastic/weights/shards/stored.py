@@ -28,8 +28,8 @@ class Tile:
     @property
     def tensor(self) -> torch.Tensor | None:
         """The entry, mapped, with as many dimensions as the parameter; None for an unknown dtype."""
-        found = self.file.tensor(self.name)
-        return None if found is None else found.view((1,) * (len(self.at) - found.ndim) + tuple(found.shape))
+        tensor = self.file.tensor(self.name)
+        return None if tensor is None else tensor.view((1,) * (len(self.at) - tensor.ndim) + tuple(tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class StoredParameter:
     def whole(self) -> torch.Tensor:
         """Return the parameter: mapped where it is one entry of its dtype, else copied."""
         (first, *others) = self.tiles
-        found = first.tensor
-        if found is not None and not others and found.dtype == self.dtype:
-            return found
+        tensor = first.tensor
+        if tensor is not None and not others and tensor.dtype == self.dtype:
+            return tensor
         copied = torch.empty(self.shape, dtype=self.dtype)
         self.read(copied)
         return copied
@@ -97,13 +97,13 @@ def find_stored(
 ) -> StoredParameter | None:
     """Find a parameter in files by its name in the model; None: it is not there so, or does not hold all values."""
     tiles = tuple(_tiles(checkpoint, name, len(shape))) if checkpoint is not None else ()
-    found = [tile.tensor for tile in tiles]
-    filled = sum(0 if tensor is None else tensor.numel() for tensor in found)
+    tensors = [tile.tensor for tile in tiles]
+    filled = sum(0 if tensor is None else tensor.numel() for tensor in tensors)
     fits = all(
         tensor is not None
         and torch.promote_types(tensor.dtype, dtype) == dtype
         and all(at + size <= whole for at, size, whole in zip(tile.at, tensor.shape, shape, strict=True))
-        for tile, tensor in zip(tiles, found, strict=True)
+        for tile, tensor in zip(tiles, tensors, strict=True)
     )
     size = torch.Size(shape).numel()
     return StoredParameter(tuple(shape), dtype, tiles) if tiles and fits and filled == size else None

@@ -298,7 +298,7 @@ class Exchange:
     def _fetch_some(self, missing: Mapping[str, set[int]]) -> None:
         """Have those of the missing shards at each rank that another one has; nobody: all, from the checkpoint."""
         have = self.group.shape.weights
-        others = {rank: _has_most(have, shards) for rank, shards in missing.items()}
+        others = {rank: max(have, key=lambda r: len(have[r] & shards)) for rank, shards in missing.items()}
         chosen = {rank: tuple(sorted(missing[rank] & have[other] or missing[rank])) for rank, other in others.items()}
         fetched = [rank for rank in chosen if have[others[rank]].issuperset(chosen[rank])]
         sources = self._ranks.ask_each([(others[rank], WeightsOf(chosen[rank])) for rank in fetched])
@@ -334,11 +334,6 @@ class Exchange:
         self.group.shape = replace(shape, weights={**shape.weights, rank: shards})
 
 
-def _has_most(have: Mapping[str, frozenset[int]], shards: set[int]) -> str:
-    """Return the rank that has most of these shards, the first of several."""
-    return max(have, key=lambda rank: len(have[rank] & shards))
-
-
 def measure(ranks: Ranks, names: Iterable[str]) -> dict[str, Room]:
     """Return the room of ranks."""
     return ranks.ask_all({rank: MeasureRoom(rank) for rank in names})
@@ -357,10 +352,10 @@ def compare_weights(ranks: Ranks, group: Group) -> None:
     if group.compared:
         return
     asked = {rank: WeightDigests(tuple(sorted(shards))) for rank, shards in group.shape.weights.items()}
-    known: dict[int, tuple[str, int]] = {}
+    first: dict[int, tuple[str, int]] = {}
     for rank, digests in ranks.ask_all(asked).items():
         for shard, digest in digests.items():
-            other, expected = known.setdefault(shard, (rank, digest))
+            other, expected = first.setdefault(shard, (rank, digest))
             if digest != expected:
                 raise StateError(
                     f"layer {shard // group.shape.shards} of rank {rank!r} has other weights than that of {other!r}; "

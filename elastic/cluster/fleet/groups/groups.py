@@ -117,11 +117,11 @@ class Groups:
     def restore(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
         """Undo what was dropped and migrated, in the group of a rank or in all; they part then."""
         with self._verbs:
-            found = self._groups if rank is None else tuple(g for g in [self.group_of(rank)] if g is not None)
-            if rank is not None and not found:
+            groups = self._groups if rank is None else tuple(g for g in [self.group_of(rank)] if g is not None)
+            if rank is not None and not groups:
                 self._ranks.instance(rank)  # it is there
                 return Restored("applied", members=(rank,))
-            return all_restored([self._restore(group, timeout_s, why, form) for group in found])
+            return all_restored([self._restore(group, timeout_s, why, form) for group in groups])
 
     def merge(self, names: Sequence[str]) -> GroupStatus:
         """Have instances be a group; no layer changes its rank yet."""
@@ -207,7 +207,7 @@ class Groups:
     # -- inside, one verb at a time
 
     def _plan(self, needed: int, rooms: Mapping[str, Room], whole: bool, most: int | None) -> DropPlan:
-        known = [PlannedGroup(targets.held(group.shape.paths, group.shape.weights)) for group in self._groups]
+        groups = [PlannedGroup(targets.held(group.shape.paths, group.shape.weights)) for group in self._groups]
         grouped = {name for group in self._groups for name in group.members}
         alone = [
             PlannedGroup(targets.held({name: room.path}, {name: room.resident}))
@@ -215,9 +215,9 @@ class Groups:
             if name not in grouped
         ]
         layer_bytes = self.layer_bytes()
-        plan = drop_plan([*known, *alone], layer_bytes, needed, whole=whole, most=most)
+        plan = drop_plan([*groups, *alone], layer_bytes, needed, whole=whole, most=most)
         if plan is None:
-            held = sum(layer_bytes[i] for each in [*known, *alone] for held in each.members for i in held.layers)
+            held = sum(layer_bytes[i] for each in [*groups, *alone] for held in each.members for i in held.layers)
             raise CapacityError(
                 "no drop frees so much: one copy of each layer stays, add ranks, or swap layers to a smaller variant",
                 requested_bytes=needed,

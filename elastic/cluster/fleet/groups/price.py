@@ -122,9 +122,9 @@ def learned_cost(events: Iterable[FleetEvent], kinds: Collection[EventKind] = EX
     return ActionCost(prior.byte_s, pause_s)
 
 
-def weight_bytes(rooms: Mapping[str, Room], here: Shape, there: Shape) -> int:
+def weight_bytes(rooms: Mapping[str, Room], shape: Shape, other: Shape) -> int:
     """Return the weights that ranks have in one shape and not in another."""
     return sum(
-        (rooms[rank].weights_of(shards) - rooms[rank].weights_of(shards & there.weights[rank])) * rooms[rank].page_bytes
-        for rank, shards in here.weights.items()
+        (rooms[rank].weights_of(shards) - rooms[rank].weights_of(shards & other.weights[rank])) * rooms[rank].page_bytes
+        for rank, shards in shape.weights.items()
     )

@@ -133,9 +133,9 @@ class Ranks:
         names = tuple(ranks)
         with self._lock:
             new = [rank for rank in names if rank not in self._addresses]
-        found = self.ask_all({rank: OpenPeers(rank, self._key, self._bulk) for rank in new})
+        addresses = self.ask_all({rank: OpenPeers(rank, self._key, self._bulk) for rank in new})
         with self._lock:
-            self._addresses |= found
+            self._addresses |= addresses
             return {rank: self._addresses[rank] for rank in names}
 
     def lose(self, rank: str, others: Iterable[str]) -> None:

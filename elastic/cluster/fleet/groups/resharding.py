@@ -66,11 +66,11 @@ class ReshardingGroups(Groups):
     def restore_sharing(self, rank: str | None, timeout_s: float, why: str, form: ExchangeForm = LIVE) -> Restored:
         """Undo what was dropped; ranks that share layers have all of them again among themselves, the others part."""
         with self._verbs:
-            found = [group for group in self._groups if rank is None or rank in group.members]
-            if rank is not None and not found:
+            groups = [group for group in self._groups if rank is None or rank in group.members]
+            if rank is not None and not groups:
                 self._ranks.instance(rank)  # it is there
                 return Restored("applied", members=(rank,))
-            return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in found])
+            return all_restored([self._restore_sharing(group, timeout_s, why, form) for group in groups])
 
     def replicate(self, home: str, layers: Collection[int], rank: str, timeout_s: float) -> Replicated:
         """Have a rank compute layers of an instance for half of its requests; see `Fleet.replicate`."""
@@ -117,12 +117,12 @@ class ReshardingGroups(Groups):
             raise ConfigError(f"reshard: name one instance at least; there are: {there}")
         if unknown := [name for name in names if name not in serving]:
             raise NotFound(f"reshard: there is no rank {unknown[0]!r} that serves; there are: {there}")
-        found: dict[str, None] = {}
+        partners: dict[str, None] = {}
         for name in names:
             group = self.group_of(name)
             units = [unit for unit in group.shape.units() if name in unit] if group is not None else [(name,)]
-            found |= dict.fromkeys(units[0])
-        return tuple(found)
+            partners |= dict.fromkeys(units[0])
+        return tuple(partners)
 
     def _restore_sharing(self, group: Group, timeout_s: float, why: str, form: ExchangeForm) -> Restored:
         if group.shape.tp == 1:

@@ -46,11 +46,11 @@ def held(paths: Mapping[str, LayerPath], weights: Mapping[str, Collection[int]])
 
     `weights`: rank -> the shards that it has.
     """
-    found = []
+    members = []
     for unit in sharing(paths):
         have = frozenset[int]().union(*(weights[rank] for rank in unit))
-        found.append(Held(unit[0], frozenset(whole_layers(have, paths[unit[0]].shards))))
-    return tuple(found)
+        members.append(Held(unit[0], frozenset(whole_layers(have, paths[unit[0]].shards))))
+    return tuple(members)
 
 
 def of_ranks(plan: GroupPlan, units: Iterable[tuple[str, ...]]) -> GroupPlan:
@@ -191,18 +191,18 @@ def _part_of(now: Shape, rank: str, layers: Iterable[int]) -> Iterator[int]:
 def _owners(shards: Sequence[int], keeps: Mapping[str, frozenset[int]], before: Sequence[str]) -> list[str]:
     """Return who computes the shards of a layer for those that have them not. `before` are those of other layers."""
     whole = [rank for rank in keeps if keeps[rank].issuperset(shards)]
-    found: list[str] = []
+    owners: list[str] = []
     for shard in shards:
         holders = whole or [rank for rank in keeps if shard in keeps[rank]]
         if not holders:
             layer = shard // len(shards)
             raise ConfigError(f"no rank of {', '.join(keeps)} would keep layer {layer}; one must: name one more rank")
-        work = [*before, *found]
+        work = [*before, *owners]
         owner = min(holders, key=work.count)
         if whole:
             return [owner] * len(shards)
-        found.append(owner)
-    return found
+        owners.append(owner)
+    return owners
 
 
 def _rank_of(shard: int, path: LayerPath, keeps: Mapping[str, frozenset[int]], owner: str, *, shared: bool) -> str:

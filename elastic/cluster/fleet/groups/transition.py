@@ -98,8 +98,8 @@ class Shape:
             for rank in path.guests:
                 units[home] |= units[rank]
                 units.update(dict.fromkeys(units[home], units[home]))
-        found = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
-        return tuple(dict.fromkeys(found))
+        ordered = (tuple(rank for rank in self.members if rank in unit) for unit in units.values())
+        return tuple(dict.fromkeys(ordered))
 
     def shards_at(self, rank: str) -> dict[str, tuple[int, ...]]:
         """Return what a rank computes: home -> shards."""
@@ -180,9 +180,9 @@ class Books:
 
     def needed(self, flip: LayerFlip, shape: Shape, caps: Mapping[str, int]) -> int:
         """Count the pages that a flip takes at its target."""
-        here, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
-        new = [part for part in room.parts_of(flip.shards) if part not in here.parts]
-        more = max(a + b for a, b in zip(here.pages, self._by_group(room, new), strict=True)) - max(here.pages)
+        held, room = self._kv(flip.target, shape.paths[flip.home]), self.rooms[flip.target]
+        new = [part for part in room.parts_of(flip.shards) if part not in held.parts]
+        more = max(a + b for a, b in zip(held.pages, self._by_group(room, new), strict=True)) - max(held.pages)
         weights = 0
         for shards in layers_of(shape.weights_of(flip), self._layer):
             first = min(shards) // self._layer * self._layer
@@ -232,22 +232,22 @@ class Books:
 
     def _kv(self, rank: str, path: LayerPath) -> _Held:
         """Return what a rank has of the keys and values of an instance; remembered, as plans ask again and again."""
-        found = self._held.get((rank, path))
-        if found is None:
+        held = self._held.get((rank, path))
+        if held is None:
             room = self.rooms[rank]
             parts = frozenset(room.parts_of(path.shards_of(rank)))
-            found = self._held[rank, path] = _Held(parts, self._by_group(room, parts))
-        return found
+            held = self._held[rank, path] = _Held(parts, self._by_group(room, parts))
+        return held
 
     def _by_group(self, room: Room, parts: Collection[int]) -> list[int]:
         """Return the pages of a sector in parts of the KV cache, for each group of layers."""
         return [sum(room.sector_pages[part] for part in parts if part in group) for group in self._groups]
 
     def _weight_pages(self, rank: str, shards: frozenset[int]) -> int:
-        found = self._weights.get((rank, shards))
-        if found is None:
-            found = self._weights[rank, shards] = self.rooms[rank].weights_of(shards)
-        return found
+        pages = self._weights.get((rank, shards))
+        if pages is None:
+            pages = self._weights[rank, shards] = self.rooms[rank].weights_of(shards)
+        return pages
 
     def _layer_pages(self, rank: str) -> int:
         """Return the pages that a sector needs at a rank in the layer that needs most."""
@@ -282,13 +282,13 @@ def plan_quickly(
 
     What live requests have and are promised keeps `HEADROOM` for others that come meanwhile.
     """
-    found = plan_transition(now, target, books, caps, layers_per_step)
+    planned = plan_transition(now, target, books, caps, layers_per_step)
     needed = {home: math.ceil(HEADROOM * books.rooms[home].committed_sectors) for home in caps}
-    lower = {home: min(cap, max(needed[home], cap // 2)) for home, cap in found.caps.items()}
-    if lower == found.caps:
-        return found
+    lower = {home: min(cap, max(needed[home], cap // 2)) for home, cap in planned.caps.items()}
+    if lower == planned.caps:
+        return planned
     quick = plan_transition(now, target, books, lower, layers_per_step)
-    return quick if quick.caps == lower and len(quick.rounds) < len(found.rounds) else found
+    return quick if quick.caps == lower and len(quick.rounds) < len(planned.rounds) else planned
 
 
 def flips_between(now: Shape, target: Shape) -> list[LayerFlip]:

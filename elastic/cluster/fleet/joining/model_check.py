@@ -6,24 +6,24 @@ from elastic.cluster.control.messages import ModelFacts
 from elastic.errors import ConfigError
 
 
-def require_same_model(rank: str, facts: ModelFacts, known: ModelFacts) -> None:
+def require_same_model(rank: str, facts: ModelFacts, expected: ModelFacts) -> None:
     """Raise `ConfigError` that names what differs, if a rank's model is not the one that the fleet serves."""
-    if facts == known:
+    if facts == expected:
         return
-    if len(facts.digests) != len(known.digests):
-        what = f"its model has {len(facts.digests)} layers, the fleet's {len(known.digests)}"
-    elif facts.vocabulary != known.vocabulary:
-        what = f"its vocabulary has {facts.vocabulary} tokens, the fleet's {known.vocabulary}"
-    elif facts.digests != known.digests:
-        pairs = enumerate(zip(facts.digests, known.digests, strict=True))
+    if len(facts.digests) != len(expected.digests):
+        what = f"its model has {len(facts.digests)} layers, the fleet's {len(expected.digests)}"
+    elif facts.vocabulary != expected.vocabulary:
+        what = f"its vocabulary has {facts.vocabulary} tokens, the fleet's {expected.vocabulary}"
+    elif facts.digests != expected.digests:
+        pairs = enumerate(zip(facts.digests, expected.digests, strict=True))
         what = f"the weights of its layer {next(i for i, (a, b) in pairs if a != b)} are others than the fleet's"
-    elif facts.fixed_digest != known.fixed_digest:
+    elif facts.fixed_digest != expected.fixed_digest:
         what = "the weights of its embedding, norm or head are others than the fleet's"
-    elif facts.variants != known.variants:
-        what = f"its variants are {facts.variants}, the fleet's {known.variants}"
+    elif facts.variants != expected.variants:
+        what = f"its variants are {facts.variants}, the fleet's {expected.variants}"
     else:
         what = (
             f"its longest text is {facts.longest} and its end tokens are {facts.end_tokens}, "
-            f"the fleet's {known.longest} and {known.end_tokens}"
+            f"the fleet's {expected.longest} and {expected.end_tokens}"
         )
     raise ConfigError(f"rank {rank!r} is refused: {what}; start it with the fleet's model and options")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -38,7 +38,9 @@ class Units:
             try:
                 self._groups.form(members)
             except ElasticError:
-                if self._there(members):
+                with self._dispatcher.lock:
+                    ranks = [self._dispatcher.instances.get(name) for name in members]
+                if all(rank is not None and not rank.client.lost for rank in ranks):
                     raise
                 return  # another one comes in the place of who has gone
             with self._dispatcher.lock:
@@ -55,15 +57,11 @@ class Units:
             return {}
         with self._dispatcher.lock:
             there = [i for i in self._dispatcher.instances.values() if i.spec.unit == unit and not i.client.lost]
-            found = {i.spec.share: i for i in there if i.state in ("starting", "serving") and i.spec.share is not None}
-        waits = any(each.state == "starting" for each in found.values())
-        complete = waits and len(found) == share.ranks
-        return {each.name: of for of, each in found.items()} if complete else {}
-
-    def _there(self, names: Iterable[str]) -> bool:
-        with self._dispatcher.lock:
-            found = [self._dispatcher.instances.get(name) for name in names]
-        return all(each is not None and not each.client.lost for each in found)
+            alive = [i for i in there if i.state in ("starting", "serving")]
+            members = {i.spec.share: i for i in alive if i.spec.share is not None}
+        waits = any(each.state == "starting" for each in members.values())
+        complete = waits and len(members) == share.ranks
+        return {each.name: of for of, each in members.items()} if complete else {}
 
 
 def end_unit(dispatcher: Dispatcher, instance: Instance) -> None:

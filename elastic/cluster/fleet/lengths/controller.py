@@ -66,7 +66,7 @@ class LengthController:
     def start(self) -> None:
         """Begin: requests go where the policy says from now on. Raises `ConfigError` if no layer can be shared."""
         self._measure()
-        if self._capacity and not any(degree > 1 for known in self._capacity.values() for degree in known):
+        if self._capacity and not any(degree > 1 for blocks in self._capacity.values() for degree in blocks):
             raise ConfigError("policy='lengths': layers are not cut; start the fleet with shards=4")
         self._dispatcher.on_waiting = self._wake.set
         for thread in self._threads:
@@ -97,7 +97,7 @@ class LengthController:
         plan = self._policy.decide(snapshot, self._state)
         self._state, self.reason = plan.state, plan.reason
         self._send(snapshot, plan)
-        ranks = {one.name: frozenset(one.ranks) for one in snapshot.instances}
+        ranks = {instance.name: frozenset(instance.ranks) for instance in snapshot.instances}
         for up in plan.ups:
             self._ask(up, frozenset[str]().union(*(ranks[name] for name in up.instances)))
         for down in plan.downs:
@@ -121,12 +121,12 @@ class LengthController:
         """Say what it costs, as the arbiter does; empty, if the request waits no more."""
         planned = self._verbs.reshard(up.instances, tp=up.degree, dry_run=True)
         with self._dispatcher.lock:
-            record = next((one for one in self._dispatcher.queue if one.request.id == up.request), None)
+            record = next((queued for queued in self._dispatcher.queue if queued.request.id == up.request), None)
             first = self._dispatcher.instances.get(up.instances[0])
         if record is None or first is None or planned.price is None:
             return ""
-        size, known = block_bytes(first.kv_format), self._capacity.get(first.name, {})
-        largest, now = size * known.get(up.degree, 0), size * known.get(1, 0)
+        size, blocks = block_bytes(first.kv_format), self._capacity.get(first.name, {})
+        largest, now = size * blocks.get(up.degree, 0), size * blocks.get(1, 0)
         needed = size * request_blocks(first.kv_format, record.request)
         offer = Offer("reshard", planned.price.seconds, largest - now, largest_bytes=largest)
         choice = cheapest([offer], max(1, needed - now), needed)
@@ -182,14 +182,14 @@ class LengthController:
             serving = [i for i in self._dispatcher.instances.values() if i.state == "serving"]
             hosts = Counter(instance.hello.host for instance in serving)
             for instance in serving:
-                known = self._capacity.get(instance.name, {})
-                reached = [blocks for degree, blocks in known.items() if 1 < degree <= hosts[instance.hello.host]]
+                blocks_at = self._capacity.get(instance.name, {})
+                reached = [blocks for degree, blocks in blocks_at.items() if 1 < degree <= hosts[instance.hello.host]]
                 instance.policy_blocks = max(reached, default=0)
 
     def _send(self, snapshot: LengthSnapshot, plan: LengthPlan) -> None:
         """Give requests to instances; who finds no room there yet is the next one at it."""
         delivery, now = Delivery(self._dispatcher.lock), clock.now()
-        ranks = {one.name: frozenset(one.ranks) for one in snapshot.instances}
+        ranks = {instance.name: frozenset(instance.ranks) for instance in snapshot.instances}
         promised, full = dict(plan.state.targets), set[str]()
         with self._dispatcher.lock:
             waiting = {record.request.id: record for record in self._dispatcher.queue}

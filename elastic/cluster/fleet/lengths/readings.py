@@ -71,15 +71,15 @@ def _reading(
     instances: Sequence[Instance], partners: tuple[str, ...], capacity: Capacity, usual: int | None, changing: bool
 ) -> InstanceReading:
     first, records = instances[0], [record for instance in instances for record in instance.records.values()]
-    known = dict(capacity.get(first.name, {}))
+    blocks = dict(capacity.get(first.name, {}))
     if len(instances) == 1 or partners:
-        known[len(instances)] = sum(instance.load.total_blocks for instance in instances)
+        blocks[len(instances)] = sum(instance.load.total_blocks for instance in instances)
     slots = sum(max(0, i.hello.max_requests + AHEAD - i.sequences) for i in instances)
     return InstanceReading(
         first.name,
         first.hello.host,
         tuple(instance.name for instance in instances),
-        known,
+        blocks,
         tuple(_kv(first.kv_format, record) for record in records),
         sum(_pending(record, usual) for record in records),
         float(len(instances)),

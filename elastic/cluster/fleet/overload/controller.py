@@ -179,7 +179,8 @@ class OverloadController:
         if plan.drops and not self._barred(plan):
             planned = self._verbs.drop(plan=_drop_plan(plan), dry_run=True, timeout_s=ACT_S, **self._form)
             drops = [drop_offer(planned)]
-        if self._moves and not self._moved_in_vain(snapshot.at_s):
+        moved_in_vain = self._moving_since is not None and snapshot.at_s - self._moving_since > MOVES_S
+        if self._moves and not moved_in_vain:
             cost = learned_cost(self._log.events(), MOVED)
             offers.append(move_offer(snapshot, self._settings.kv_high, cost))
         offers += drops
@@ -207,9 +208,6 @@ class OverloadController:
             return replace(plan, reason=reason)
         kept = self._policy.decide(_busy(snapshot), self._state)
         return replace(plan, drops=(), reason=reason, state=kept.state)
-
-    def _moved_in_vain(self, now: float) -> bool:
-        return self._moving_since is not None and now - self._moving_since > MOVES_S
 
     def _leave_to(self, choice: Choice, now: float) -> None:
         """Have another remedy than a drop; tell once."""

@@ -109,14 +109,14 @@ def _committed(instance: Instance) -> int:
 
 def _waiting(instance: Instance) -> list[RequestRecord]:
     """List what an instance was given and has no blocks for: as many sequences as it says, of the last ones."""
-    found, sequences = [], 0
+    waiting, sequences = [], 0
     for record in reversed(instance.records.values()):
         if sequences >= instance.load.waiting:
             break
         if not record.begun:
-            found.append(record)
+            waiting.append(record)
             sequences += record.left
-    return found
+    return waiting
 
 
 def _given_s(instance: Instance) -> list[float]:

@@ -80,9 +80,9 @@ class Swaps:
             if len(group.members) > 1 or group.busy or not wanted:
                 continue
             (rank,) = group.names
-            found = self._swap(rank, wanted, snapshot.layer_bytes)
-            if found is not None:
-                swaps[rank], freed[rank], price = found
+            swap = self._swap(rank, wanted, snapshot.layer_bytes)
+            if swap is not None:
+                swaps[rank], freed[rank], price = swap
                 seconds, gained = seconds + price, min(wanted, freed[rank])
                 relieved, queued = relieved + gained, queued - max(0, gained - _lacking(group))
         return SwapPlan(swaps, freed, Offer("swap", seconds, relieved, lossless=False)) if swaps else None

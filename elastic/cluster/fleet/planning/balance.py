@@ -101,12 +101,12 @@ def _make_room(instances: Sequence[InstanceBooks], blocks: int) -> list[Move]:
 def _empty(books: InstanceBooks, instances: Sequence[InstanceBooks], blocks: int) -> tuple[int, list[Move]] | None:
     if books.total_blocks < blocks:
         return None
-    found = [
+    plans = [
         plan
         for order in _orders(books)
         if (plan := _leave(books, order, [other for other in instances if other is not books], blocks)) is not None
     ]
-    return min(found, key=lambda plan: plan[0], default=None)
+    return min(plans, key=lambda plan: plan[0], default=None)
 
 
 def _orders(books: InstanceBooks) -> Iterator[list[Movable]]:

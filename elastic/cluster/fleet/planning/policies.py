@@ -60,16 +60,16 @@ def chosen(policy: FleetPolicy | Sequence[FleetPolicy] | None) -> FleetPolicies:
     """Return one policy or several as a record. Raises `ConfigError` for what is none, or is given twice."""
     given = () if policy is None else (policy,) if isinstance(policy, str | Overload | Lengths) else tuple(policy)
     named = {"balance": None, "drop": Overload(), "lengths": Lengths()}
-    unknown = [one for one in given if not isinstance(one, Overload | Lengths) and one not in named]
+    unknown = [each for each in given if not isinstance(each, Overload | Lengths) and each not in named]
     if unknown:
         raise ConfigError(
             f"policy={unknown[0]!r} must be 'balance', 'drop', 'lengths', an elastic.Overload, an elastic.Lengths, or "
             "several of these"
         )
-    meant = [named[one] if isinstance(one, str) else one for one in given]
-    overload = [one for one in meant if isinstance(one, Overload)]
-    lengths = [one for one in meant if isinstance(one, Lengths)]
-    if any(len(same) > 1 for same in (overload, lengths, [one for one in meant if one is None])):
+    meant = [named[each] if isinstance(each, str) else each for each in given]
+    overload = [each for each in meant if isinstance(each, Overload)]
+    lengths = [each for each in meant if isinstance(each, Lengths)]
+    if any(len(same) > 1 for same in (overload, lengths, [each for each in meant if each is None])):
         raise ConfigError(
             f"policy={given!r} says one of them twice; 'drop' is Overload() with its defaults, 'lengths' is Lengths()"
         )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from elastic.engines.core.prefix_cache import block_hash
 
 
-def block_hashes(tokens: Sequence[int], block_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Return the hashes of the full blocks of a sequence, each of all tokens up to its end; `known` are its first."""
-    hashes = list(known)
+def block_hashes(tokens: Sequence[int], block_tokens: int, first: Sequence[bytes] = ()) -> list[bytes]:
+    """Return the hashes of the full blocks of a sequence, each of all tokens up to its end; `first`: the first ones."""
+    hashes = list(first)
     for start in range(len(hashes) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
         parent = hashes[-1] if hashes else b""
         hashes.append(block_hash(parent, tokens[start : start + block_tokens]))

@@ -58,9 +58,9 @@ class Delivery:
 
     def _more(self) -> list[tuple[RequestRecord, Output]]:
         with self._lock:
-            found = [(record, output) for record in self._records for output in record.untold]
+            untold = [(record, output) for record in self._records for output in record.untold]
             for record in self._records:
                 record.telling = bool(record.untold)
                 record.untold.clear()
-            self._records = {record for record, _ in found}
-            return found
+            self._records = {record for record, _ in untold}
+            return untold

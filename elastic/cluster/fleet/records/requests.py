@@ -113,10 +113,10 @@ class RequestRecord:
                 f"request {self.request.id!r}, answer {output.index}: tokens from {start} on came after {have}"
             )
         if start < have:  # told before, by who computed it then
-            known = have - start
-            if known >= len(output.tokens) and output.finish is None:
+            overlap = have - start
+            if overlap >= len(output.tokens) and output.finish is None:
                 return None
-            output = replace(output, tokens=output.tokens[known:], logprobs=output.logprobs[known:])
+            output = replace(output, tokens=output.tokens[overlap:], logprobs=output.logprobs[overlap:])
         if have and (output.scheduled_s is not None or output.cached_tokens is not None):
             output = replace(
                 output, scheduled_s=None, waited_for_kv_s=None, cached_tokens=None, prompt_logprobs=None

@@ -121,7 +121,7 @@ class _Decision:
         self.settings, self.snapshot, self.state = settings, snapshot, state
         self.now = snapshot.at_s
         self.candidates = [InstanceDraft(reading) for reading in snapshot.instances]
-        self.large = {one.ranks: one for one in (self._carried(reading) for reading in snapshot.instances) if one}
+        self.large = {large.ranks: large for each in snapshot.instances if (large := self._carried(each))}
         self.targets: dict[str, Ranks] = {}
         self.planned: dict[Ranks, list[InstanceDraft]] = {}
         self.asked = dict(state.asked_s)
@@ -132,8 +132,8 @@ class _Decision:
         self.short_waiting = 0
         self.short_tokens = _short_tokens(self.candidates)
         for candidate in self.candidates:
-            one = self.large.get(frozenset(candidate.reading.ranks))
-            candidate.open = one is None or one.closed_s is None
+            large = self.large.get(frozenset(candidate.reading.ranks))
+            candidate.open = large is None or large.closed_s is None
 
     def plan(self) -> LengthPlan:
         self._keep_targets()
@@ -141,7 +141,7 @@ class _Decision:
             self._place(request)
         downs = self._downs()
         ranks = {frozenset(candidate.reading.ranks): candidate for candidate in self.candidates}
-        closed = tuple(ranks[key].reading.name for key, one in self.large.items() if one.closed_s is not None)
+        closed = tuple(ranks[key].reading.name for key, large in self.large.items() if large.closed_s is not None)
         parted_s, regrets = self.state.parted_s, self.state.regrets
         if self.ups and parted_s > -math.inf:
             early = self.now - parted_s < 4 * self._dwell_s

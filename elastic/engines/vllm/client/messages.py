@@ -41,9 +41,9 @@ def decode(text: str) -> Any:
 
 def encode_error(error: BaseException) -> str:
     """Return an error as JSON: its type, if it is one of ours, and its text."""
-    known = isinstance(error, errors.ElasticError)
+    ours = isinstance(error, errors.ElasticError)
     attributes = {name: getattr(error, name) for name in _CAPACITY} if isinstance(error, errors.CapacityError) else {}
-    return json.dumps({"type": type(error).__name__ if known else "", "text": str(error), **attributes})
+    return json.dumps({"type": type(error).__name__ if ours else "", "text": str(error), **attributes})
 
 
 def decode_error(text: str) -> Exception:

@@ -134,8 +134,8 @@ def _check_policy(policy: str | Path | Policy, variants: Sequence[str]) -> str |
     if name == "manual":
         return name
     if name not in MODES and Path(name).suffix not in (".toml", ".json"):
-        known = ", ".join(map(repr, ("manual", *MODES)))
-        raise ConfigError(f"policy={name!r} is not known in vLLM; use one of {known}, an elastic.Policy, or its file")
+        names = ", ".join(map(repr, ("manual", *MODES)))
+        raise ConfigError(f"policy={name!r} is not known in vLLM; use one of {names}, an elastic.Policy, or its file")
     if not variants:
         raise ConfigError(f"policy={name!r} swaps layers and needs variants to swap to, such as variants=('int4',)")
     return name if name in MODES else dataclasses.asdict(Policy.from_file(name))

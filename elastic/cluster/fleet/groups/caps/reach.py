@@ -20,7 +20,7 @@ def blocks_by_degree(home: str, room: Room, format: KVFormat, degrees: Iterable[
 
     Degrees for which its layers are not cut are left out.
     """
-    found = {}
+    blocks = {}
     for degree in degrees:
         if room.path.shards % degree == 0:
             names = [home, *(f"{home}, {number}" for number in range(1, degree))]
@@ -28,8 +28,8 @@ def blocks_by_degree(home: str, room: Room, format: KVFormat, degrees: Iterable[
             now = Shape(paths, dict.fromkeys(names, room.resident))
             apart = replace(now, weights=dict.fromkeys(names, frozenset(range(len(room.path.ranks)))))
             books = Books(dict.fromkeys(names, room), format, now)
-            found[degree] = _reachable(books, parallel(apart, degree), home) * sector_blocks(room, format)
-    return found
+            blocks[degree] = _reachable(books, parallel(apart, degree), home) * sector_blocks(room, format)
+    return blocks
 
 
 def note_reach(dispatcher: Dispatcher, shape: Shape, rooms: Mapping[str, Room]) -> None:
