@@ -14,6 +14,7 @@ SCHEDULES ?= lazy random:1 random:2
 TESTS ?= tests
 VLLM_VENV ?= build/vllm-venv
 RAY_VENV ?= build/ray-venv
+CLIENTS_VENV ?= build/clients-venv
 SIMULATED := LD_LIBRARY_PATH=$(SIMULATED_CUDA) LD_PRELOAD=$(SIMULATED_CUDA)/libcudart.so.13 \
 	PYTHONPATH=$(SIMULATED_CUDA):$(CURDIR):$(CURDIR)/tests \
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SIMCUDA_DEVICES=2
@@ -21,7 +22,7 @@ SIMULATED_PYTEST := $(SIMULATED_VENV)/bin/python -m pytest -q -m cuda -p gpu.sim
 SOURCES := $(shell find elastic -type f -not -name '*.pyc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm test-ray bench gpu evaluate evaluate-full clean
+.PHONY: help demo lint type quick test long simulate rehearse branches docs test-vllm test-ray test-clients bench gpu evaluate evaluate-full clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -71,6 +72,9 @@ test-vllm: $(VLLM_VENV)/installed ## elastic inside vLLM, on a CPU, in a virtual
 
 test-ray: $(RAY_VENV)/installed ## fleets on Ray, on this machine, in a virtual environment of its own
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -W default tests/in_ray
+
+test-clients: $(CLIENTS_VENV)/installed ## the server with LangChain, LiteLLM and lm-eval, in a virtual environment of its own
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -q tests/clients
 
 docs: $(VENV)/installed ## the documentation site, into build/docs
 	$(PIP) -c $(CONSTRAINTS) ".[docs]"
@@ -122,6 +126,17 @@ $(RAY_VENV)/dependencies: pyproject.toml $(CONSTRAINTS)
 $(RAY_VENV)/installed: $(RAY_VENV)/dependencies $(SOURCES)
 	rm -rf build/lib build/bdist*
 	$(RAY_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall .
+	touch $@
+
+$(CLIENTS_VENV)/dependencies: pyproject.toml $(CONSTRAINTS)
+	mkdir -p build
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) ".[dev,clients]"
+	touch $@
+
+$(CLIENTS_VENV)/installed: $(CLIENTS_VENV)/dependencies $(SOURCES)
+	rm -rf build/lib build/bdist*
+	$(CLIENTS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall .
 	touch $@
 
 $(SIMULATED_VENV)/bin/pytest: # torch's CUDA build: 5 GB
